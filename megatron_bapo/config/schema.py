@@ -1,0 +1,289 @@
+"""The configuration: frozen sections, every default of the project, no torch.
+
+A key that is not here is fatal. Sizes are counted in trajectories or tokens, times in seconds. Derived values are
+properties. Rules that span sections live in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    """What every section has in common: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class CreateModelConfig(Section):
+    """A randomly initialised Qwen3-shaped checkpoint with a tokenizer trained on the run's own prompts."""
+
+    num_hidden_layers: PositiveInt = 4
+    hidden_size: PositiveInt = 128
+    intermediate_size: PositiveInt = 384
+    num_attention_heads: PositiveInt = 4
+    num_key_value_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    max_position_embeddings: PositiveInt = 512
+    tie_word_embeddings: bool = True
+    vocab_size: Annotated[int, Field(ge=320)] = 384
+    """256 bytes, the end-of-sequence token and what is merged from the prompts."""
+
+
+class ModelConfig(Section):
+    """The policy. Exactly one of `path` and `create`."""
+
+    path: Path | None = None
+    """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer files."""
+    create: CreateModelConfig | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.create is None):
+            raise ValueError("give exactly one of model.path (a Hugging Face folder) and model.create (a small model)")
+        return self
+
+
+class ParallelConfig(Section):
+    """The trainer's layout, in Megatron's names. Data parallelism is what is left of `world_size`."""
+
+    world_size: PositiveInt = 1
+    """Number of trainer processes, one per GPU (or per core)."""
+    tensor_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: PositiveInt = 1
+    sequence_parallel: bool = False
+    recompute_granularity: Literal["full"] | None = None
+    """`full` recomputes every layer's activations in the backward pass."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.model_parallel_size
+
+
+class PromptSourceConfig(Section):
+    """Where prompts come from. Exactly one of `path` and `reasoning_gym`."""
+
+    path: Path | None = None
+    """*.jsonl or *.parquet. verl's columns, plain {"prompt", "answer"} and slime's keys are all read."""
+    prompt_key: str = "prompt"
+    label_key: str | None = None
+    """Column of the ground truth; by default `reward_model.ground_truth`, `answer` or `label`, whichever is there."""
+    reasoning_gym: dict[str, dict[str, Any]] | None = None
+    """Task name -> its generator's parameters, e.g. {chain_sum: {max_terms: 2}}; tasks are mixed evenly."""
+    size: PositiveInt | None = None
+    """Number of prompts: generated (reasoning_gym, required) or kept from the file's start."""
+    seed: int = 0
+    """Seed of the generators."""
+    on_bad_line: Literal["stop", "skip"] = "stop"
+    """`skip` drops malformed lines and counts them."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.reasoning_gym is None):
+            raise ValueError("give exactly one of path (a .jsonl or .parquet file) and reasoning_gym (task names)")
+        if self.reasoning_gym is not None and self.size is None:
+            raise ValueError("size is required with reasoning_gym: its generators are endless")
+        return self
+
+
+class DataConfig(Section):
+    train: PromptSourceConfig
+    validation: PromptSourceConfig | None = None
+    """Held-out prompts. A training prompt that also stands here is left out of training."""
+    shuffle: bool = True
+    max_prompt_length: PositiveInt = 1024
+    """Tokens. A longer prompt stops the run before it starts."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template; `false` joins the messages' contents as plain text."""
+    system_prompt: str | None = None
+
+
+class RewardConfig(Section):
+    """How an answer becomes a number."""
+
+    type: Literal["reasoning_gym", "math_verify", "function"] = "math_verify"
+    function: str | None = None
+    """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info)."""
+    timeout_s: PositiveFloat = 10.0
+    """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted."""
+    timeout_reward: float = 0.0
+    num_workers: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _function_named(self) -> Self:
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError("reward.function goes with reward.type=function, and only with it")
+        if self.function is not None and self.function.count(":") != 1:
+            raise ValueError(f"reward.function is {self.function!r}; write it as path.to.module:function")
+        return self
+
+
+class ClipBoundsSettings(Section):
+    """BAPO's search ranges (arXiv 2510.18927, Algorithm 1). The defaults are the paper's."""
+
+    positive_contribution_target: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    ratio_lower_start: PositiveFloat = 0.6
+    ratio_lower_max: PositiveFloat = 0.9
+    ratio_lower_step: PositiveFloat = 0.02
+    ratio_upper_start: PositiveFloat = 1.2
+    ratio_upper_max: PositiveFloat = 3.0
+    ratio_upper_step: PositiveFloat = 0.05
+    contribution: Literal["value", "gradient"] = "value"
+    """`value`: clipped surrogate of every token (Eq. 8); `gradient`: only tokens whose gradient is not clipped away."""
+    search_order: Literal["upper_first", "lower_first"] = "upper_first"
+    target_measure: Literal["share", "ratio"] = "share"
+    """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.ratio_lower_start <= self.ratio_lower_max <= 1.0:
+            raise ValueError(
+                f"need ratio_lower_start <= ratio_lower_max <= 1, got {self.ratio_lower_start}, {self.ratio_lower_max}"
+            )
+        if not 1.0 <= self.ratio_upper_start <= self.ratio_upper_max:
+            raise ValueError(
+                f"need 1 <= ratio_upper_start <= ratio_upper_max, got {self.ratio_upper_start}, {self.ratio_upper_max}"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    objective: Literal["bapo", "ppo"] = "bapo"
+    """`bapo` moves the clip bounds at every update; `ppo` keeps 1 - clip_ratio_low and 1 + clip_ratio_high."""
+    clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
+    clip_ratio_low: Fraction = 0.2
+    clip_ratio_high: PositiveFloat = 0.2
+    norm_adv_by_std: bool = True
+    """GRPO's advantages: reward minus the group's mean, divided by the group's standard deviation."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+
+
+class RolloutConfig(Section):
+    """The vLLM engines."""
+
+    n: PositiveInt = 8
+    """Trajectories per prompt."""
+    temperature: PositiveFloat = 1.0
+    max_response_length: PositiveInt = 1024
+    """Tokens, the end-of-sequence token included."""
+    num_engines: PositiveInt = 1
+    tensor_parallel_size: PositiveInt = 1
+    max_num_seqs: PositiveInt = 256
+    kv_cache_gib: PositiveFloat | None = None
+    """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
+    gpu_memory_utilization: Fraction = 0.85
+    start_timeout_s: PositiveFloat = 900.0
+    request_timeout_s: PositiveFloat = 3600.0
+    """A batch of requests that is not answered within this time ends the run."""
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay, as Megatron builds it."""
+
+    lr: PositiveFloat = 1e-6
+    lr_warmup_steps: NonNegativeInt = 0
+    """Updates, linear from 0."""
+    weight_decay: NonNegativeFloat = 0.1
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+    """Gradient norm limit; 0 switches clipping off."""
+
+
+class WarmStartConfig(Section):
+    """Supervised learning on the training prompts' ground truths, through the same trainer, before RL."""
+
+    num_steps: PositiveInt
+    batch_size: PositiveInt = 128
+    """Worked examples per update."""
+    lr: PositiveFloat = 1e-3
+
+
+class TrainerConfig(Section):
+    total_steps: PositiveInt
+    """Rollout batches."""
+    train_batch_size: PositiveInt
+    """Trajectories per rollout batch."""
+    ppo_mini_batch_size: PositiveInt
+    """Trajectories per optimizer update."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each rollout batch."""
+    max_tokens_per_gpu: PositiveInt = 16384
+    """Token budget of one packed micro-batch."""
+    collective_timeout_s: PositiveFloat = 1800.0
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.ppo_epochs * self.train_batch_size // self.ppo_mini_batch_size
+
+
+class WeightSyncConfig(Section):
+    bucket_mib: PositiveInt = 256
+    """Size of one transfer unit."""
+    probe_tolerance: PositiveFloat = 1e-4
+    """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats."""
+    probe_tokens: PositiveInt = 32
+    """Length of the probe sequence."""
+
+
+class CheckpointConfig(Section):
+    every_steps: PositiveInt = 20
+    keep: PositiveInt = 2
+    """Older complete checkpoints are deleted."""
+
+
+class EvaluationConfig(Section):
+    every_steps: NonNegativeInt = 0
+    """0: only before the first and after the last step."""
+    n: PositiveInt = 4
+    """Samples per held-out prompt (mean@n)."""
+    temperature: PositiveFloat = 1.0
+
+
+class LoggingConfig(Section):
+    tensorboard: bool = True
+    num_sample_answers: NonNegativeInt = 8
+    """Answers kept per step for the report."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    run_dir: Path
+    """Everything the run writes goes here; an interrupted run directory is continued."""
+    seed: int = 0
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig
+    warm_start: WarmStartConfig | None = None
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.trainer.train_batch_size // self.rollout.n
+
+    @property
+    def model_path(self) -> Path:
+        """Folder of the Hugging Face checkpoint that the run starts from."""
+        return self.run_dir / "initial_model" if self.model.path is None else self.model.path

@@ -1,0 +1,85 @@
+"""Ray on this machine: starting it, placing actors on it, and asking them with a time limit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megatron_bapo.errors import RunError, UserError
+
+NAMESPACE = "megatron-bapo"
+OBJECT_STORE_BYTES = 256 << 20
+
+
+@contextmanager
+def local_cluster(num_actors: int) -> Iterator[str]:
+    """A Ray cluster of this process on the loopback interface, with token authentication; yields its address.
+
+    The token is made here and travels to the trainer in its environment, never in arguments or logs.
+    """
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_DEDUP_LOGS="0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.pop("RAY_ADDRESS", None)
+    ray.init(
+        num_cpus=num_actors,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _node_ip_address="127.0.0.1",
+    )
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+
+
+def connect(address: str) -> None:
+    """Join the cluster at `address` from another process of this run."""
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+
+
+def place(actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None) -> Any:
+    """Start an actor of a plain class, without waiting for it."""
+    options = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    return ray.remote(actor_class).options(**options).remote(*args)
+
+
+def find(name: str) -> Any:
+    """An actor that was placed under this name."""
+    return ray.get_actor(name, namespace=NAMESPACE)
+
+
+def ask(reference: Any, who: str, timeout_s: float) -> Any:
+    """The result of a remote call.
+
+    Raises RunError that names `who` when it is dead or silent for longer than `timeout_s`; the callee's own UserError
+    and RunError come through as they are.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError:
+        raise RunError(
+            f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder for what it was doing"
+        ) from None
+    except RayActorError as error:
+        raise RunError(f"{who} died: {_last_line(error)}; see the run's logs folder") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError | RunError):
+            raise error.cause from None
+        raise RunError(
+            f"{who} failed: {type(error.cause).__name__}: {error.cause}; see the run's logs folder"
+        ) from error
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

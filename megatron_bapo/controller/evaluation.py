@@ -1,0 +1,64 @@
+"""Held-out accuracy and batch statistics from scored groups."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from megatron_bapo.metrics.sinks import SampleRow
+from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
+from megatron_bapo.records import Group
+from megatron_bapo.rollout.generation import ScoredGroups
+
+
+def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
+    """mean@n and best@n over all held-out prompts and for each data source, as verl names them."""
+    by_source: dict[str, list[Group]] = defaultdict(list)
+    for group in scored.groups:
+        by_source[group.prompt.data_source].append(group)
+    metrics = _accuracy("val", scored.groups, n)
+    for source, groups in by_source.items():
+        metrics |= _accuracy(f"val/{source}", groups, n)
+    return metrics
+
+
+def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
+    """Rewards, lengths and what the group advantages can learn from, over one rollout batch."""
+    trajectories = [t for group in scored.groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories]
+    lengths = [len(t.response_token_ids) for t in trajectories]
+    num = len(trajectories)
+    uniform = sum(len({t.reward for t in group.trajectories}) == 1 for group in scored.groups)
+    return {
+        "critic/score/mean": Mean(sum(rewards), num),
+        "critic/score/max": Max(max(rewards)),
+        "response_length/mean": Mean(sum(lengths), num),
+        "response_length/max": Max(max(lengths)),
+        "response_length/clip_ratio": Mean(sum(t.finish_reason == "length" for t in trajectories), num),
+        "training/uniform_groups": Mean(uniform, len(scored.groups)),
+        "training/reward_timeouts": Sum(scored.num_reward_timeouts),
+        "perf/total_num_tokens": Sum(sum(lengths) + sum(len(t.prompt_token_ids) for t in trajectories)),
+    }
+
+
+def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
+    """The first answer to each of the first `num` prompts, for the report."""
+    return [
+        SampleRow(
+            step=step,
+            prompt="\n".join(message["content"] for message in group.prompt.messages),
+            answer=group.trajectories[0].text,
+            ground_truth=group.prompt.ground_truth,
+            reward=group.trajectories[0].reward,
+            finish_reason=group.trajectories[0].finish_reason,
+        )
+        for group in groups[:num]
+    ]
+
+
+def _accuracy(prefix: str, groups: Sequence[Group], n: int) -> dict[str, Metric]:
+    rewards = [[t.reward for t in group.trajectories] for group in groups]
+    return {
+        f"{prefix}/mean@{n}": Mean(sum(sum(r) for r in rewards), sum(len(r) for r in rewards)),
+        f"{prefix}/best@{n}": Mean(sum(max(r) for r in rewards), len(rewards)),
+    }

@@ -1,0 +1,297 @@
+"""Starts a run on one machine: Ray with the engines and the rollout service, and the trainer under torchrun.
+
+The launcher trains nothing. It validates, starts both planes, shows what the trainer records, and makes sure that
+nothing is left running, however the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from rich.console import Console
+
+from megatron_bapo.config.checks import resume_conflicts
+from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.cluster import ask, local_cluster, place
+from megatron_bapo.controller.interrupts import Interrupts
+from megatron_bapo.controller.logs import last_lines
+from megatron_bapo.controller.progress import ProgressDisplay
+from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
+from megatron_bapo.controller.rollout_client import SERVICE, engine_name
+from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.metrics.report import write_report
+from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.parallel.platform import has_gpu
+from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+
+POLL_S = 0.25
+STOP_GRACE_S = 120.0
+"""How long a requested stop may take to finish its update and save."""
+STORE_PREFIX = "megatron-bapo-"
+
+
+def run_training(config: Config) -> int:
+    """Run or continue `config.run_dir`; the exit code, 130 after an interruption that can be resumed.
+
+    Raises UserError and RunError, each with a complete message.
+    """
+    console = Console()
+    prompts = load_task_prompts(config)
+    for note in prompts.notes:
+        console.print(note)
+    directory = RunDirectory(config.run_dir)
+    directory.create()
+    with directory.locked():
+        _prepare(config, directory, prompts)
+        warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
+        display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
+        with Interrupts() as interrupts, display:
+            stopped = _run_planes(config, directory, display, interrupts)
+        report = rebuild_report(directory.root)
+        if stopped:
+            console.print(
+                f"Stopped; the state is saved. Continue with the same command, or: {_resume_command(directory)}"
+            )
+            return 130
+        _summarise(display, directory, report)
+    return 0
+
+
+def rebuild_report(run_dir: Path) -> Path:
+    """Write the HTML report from what the run directory holds.
+
+    Raises UserError when there are no metrics.
+    """
+    directory = RunDirectory(run_dir)
+    if not directory.metrics.is_file():
+        raise UserError(f"{run_dir} holds no metrics.jsonl; give the folder of a run that has trained")
+    config = load_config(directory.config, [])
+    rows = read_rows(directory.metrics)
+    before, after = _accuracies(rows)
+    train = [row for row in rows if row["phase"] == "train"]
+    parallel = config.parallel
+    summary: dict[str, Any] = {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "model": config.model.path or "built for this run",
+        "layout": f"TP {parallel.tensor_model_parallel_size}, PP {parallel.pipeline_model_parallel_size}, "
+        f"DP {parallel.data_parallel_size}; {config.rollout.num_engines} vLLM engine(s)",
+        "steps": f"{len(train)} of {config.trainer.total_steps}, {config.trainer.updates_per_step} updates each",
+        "minutes": f"{rows[-1]['time_s'] / 60:.1f}" if rows else "0",
+    }
+    return write_report(
+        run_dir,
+        title=f"{config.algorithm.objective.upper()} run {run_dir.name}",
+        summary=summary,
+        rows=rows,
+        samples=read_rows(directory.samples) if directory.samples.is_file() else [],
+        config_yaml=dump_config(config),
+    )
+
+
+def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
+    """Everything that can go wrong cheaply, before anything is started."""
+    if directory.config.is_file():
+        conflicts = resume_conflicts(load_config(directory.config, []), config)
+        if conflicts:
+            listed = "\n".join(f"  {conflict}" for conflict in conflicts)
+            raise UserError(
+                f"{directory.root} holds a run with another configuration:\n{listed}\n"
+                "Choose run_dir=<another folder>, delete that folder, or use its configuration"
+            )
+    if config.model.create is not None and not config.model_path.is_dir():
+        from megatron_bapo.model.hf_create import create_checkpoint
+
+        texts = [m["content"] for p in prompts.train for m in p.messages] + [p.ground_truth for p in prompts.train]
+        create_checkpoint(config.model_path, config.model.create, texts, config.seed)
+    tokenizer = load_tokenizer(config.model_path)
+    tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
+    for leftover in (directory.stop_request, directory.failure, directory.phase):
+        leftover.unlink(missing_ok=True)
+    directory.config.write_text(dump_config(config))
+
+
+def _run_planes(config: Config, directory: RunDirectory, display: ProgressDisplay, interrupts: Interrupts) -> bool:
+    """Start both planes and watch them to the end; True when the run was stopped on request."""
+    display.phase("starting Ray, the engines and the trainer")
+    num_actors = config.rollout.num_engines + 1
+    with _weight_store() as store, local_cluster(num_actors) as address:
+        starting = _place_actors(config, directory, store)
+        with _trainer(config, directory, address, store) as trainer:
+            _watch(trainer, starting, config, directory, display, interrupts)
+    return interrupts.requested
+
+
+def _place_actors(config: Config, directory: RunDirectory, store: Path) -> dict[str, Any]:
+    """Place engines and service; who is starting, and the references that tell when each has."""
+    settings = config.rollout
+    engines, starting = {}, {}
+    for index in range(settings.num_engines):
+        name = engine_name(index)
+        log_file = directory.logs / f"engine-{index}.log"
+        engines[name] = place(Engine, log_file, name=name, environment=engine_environment(has_gpu()))
+        starting[name] = engines[name].start.remote(
+            config.model_path.absolute(),
+            settings,
+            config.model.dtype,
+            max_model_len=config.data.max_prompt_length + settings.max_response_length,
+            seed=config.seed,
+            store_folder=store,
+        )
+    service = place(RolloutService, config, engines, directory.logs / "rollout-service.log", name=SERVICE)
+    starting[SERVICE] = service.probe_token_ids.remote()
+    return starting
+
+
+@contextmanager
+def _weight_store() -> Iterator[Path]:
+    """A folder in shared memory that is gone when the run is."""
+    shared_memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix=STORE_PREFIX, dir=shared_memory if shared_memory.is_dir() else None))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _trainer(config: Config, directory: RunDirectory, ray_address: str, store: Path) -> Iterator[psutil.Popen]:
+    """The trainer under torchrun in a session of its own, so that Ctrl-C reaches only the launcher."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(config.parallel.world_size)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *("-m", "megatron_bapo.controller.training_loop", str(directory.root)),
+        *("--ray", ray_address, "--store", str(store)),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    with (directory.logs / "trainer.log").open("ab") as log:
+        process = psutil.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: psutil.Popen) -> None:
+    """End a process and all its descendants, gently at first."""
+    try:
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.terminate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+
+
+def _watch(
+    trainer: psutil.Popen,
+    starting: dict[str, Any],
+    config: Config,
+    directory: RunDirectory,
+    display: ProgressDisplay,
+    interrupts: Interrupts,
+) -> None:
+    """Follow the run until the trainer ends.
+
+    Raises RunError or UserError when a part fails, and RunError when a requested stop takes too long.
+    """
+    shown = len(read_rows(directory.metrics)) if directory.metrics.is_file() else 0
+    deadline = None
+    while trainer.poll() is None:
+        time.sleep(POLL_S)
+        _check_started(starting, config)
+        if directory.phase.is_file():
+            display.phase(directory.phase.read_text())
+        rows = read_rows(directory.metrics) if directory.metrics.is_file() else []
+        for row in rows[shown:]:
+            display.update(row)
+        shown = len(rows)
+        if interrupts.requested and deadline is None:
+            directory.stop_request.touch()
+            deadline = time.monotonic() + STOP_GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            raise RunError(
+                f"the trainer did not save and stop within {STOP_GRACE_S:.0f} s and was ended. {_resume_hint(directory)}"
+            )
+    if trainer.returncode != 0:
+        raise _failure(trainer.returncode, directory)
+
+
+def _check_started(starting: dict[str, Any], config: Config) -> None:
+    """Take note of actors that have started; raises when one failed to."""
+    ready, _ = ray.wait(list(starting.values()), num_returns=len(starting), timeout=0) if starting else ([], [])
+    for name, reference in list(starting.items()):
+        if reference in ready:
+            ask(reference, name, config.rollout.start_timeout_s)
+            del starting[name]
+
+
+def _failure(exit_code: int, directory: RunDirectory) -> Exception:
+    """What the trainer said, or the end of its log."""
+    if directory.failure.is_file():
+        failure = json.loads(directory.failure.read_text())
+        return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
+    log = directory.logs / "trainer.log"
+    return RunError(
+        f"the trainer ended with exit code {exit_code}. {_resume_hint(directory)}\n{log} ends:\n{last_lines(log, 12)}"
+    )
+
+
+def _resume_command(directory: RunDirectory) -> str:
+    return f"python -m megatron_bapo train {directory.config}"
+
+
+def _resume_hint(directory: RunDirectory) -> str:
+    return f"Continue from the last complete checkpoint with: {_resume_command(directory)}"
+
+
+def _accuracies(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Held-out accuracy of the first and of the last evaluation."""
+    values = [
+        value
+        for row in rows
+        if row["phase"] == "validation"
+        for name, value in row["metrics"].items()
+        if name.startswith("val/mean@")
+    ]
+    return (values[0], values[-1]) if values else (None, None)
+
+
+def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) -> None:
+    rows = read_rows(directory.metrics)
+    before, after = _accuracies(rows)
+    saved = sorted(directory.checkpoints.glob("step-*"))
+    display.final_summary(
+        accuracy_before=before,
+        accuracy_after=after,
+        seconds=rows[-1]["time_s"],
+        paths={
+            "report": report,
+            "metrics": directory.metrics,
+            "TensorBoard": directory.tensorboard,
+            "checkpoint": saved[-1],
+            "Hugging Face export": directory.export,
+        },
+    )

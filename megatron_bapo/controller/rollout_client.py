@@ -1,0 +1,62 @@
+"""The trainer's side of the rollout service: plain calls with time limits, on the main rank only."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.cluster import ask, connect, find
+from megatron_bapo.records import Trajectory
+from megatron_bapo.rollout.engine import SequenceScore
+from megatron_bapo.rollout.generation import ScoredGroups
+
+SERVICE = "rollout service"
+_QUICK_S = 120.0
+
+
+def engine_name(index: int) -> str:
+    return f"engine {index}"
+
+
+class RolloutClient:
+    """Holds the connection to the run's actors."""
+
+    def __init__(self, config: Config, ray_address: str) -> None:
+        connect(ray_address)
+        self._config = config
+        self._service = find(SERVICE)
+        self._engines = {name: find(name) for name in map(engine_name, range(config.rollout.num_engines))}
+
+    @cached_property
+    def probe_token_ids(self) -> np.ndarray:
+        # The first call also waits for the service to have loaded its prompts.
+        return ask(self._service.probe_token_ids.remote(), SERVICE, self._config.rollout.start_timeout_s)
+
+    def worked_examples(self, num: int) -> list[Trajectory]:
+        return ask(self._service.worked_examples.remote(num), SERVICE, self._config.rollout.start_timeout_s)
+
+    def take(self, num_prompts: int, seed: int) -> tuple[ScoredGroups, dict[str, float]]:
+        return ask(self._service.take.remote(num_prompts, seed), SERVICE, self._config.rollout.request_timeout_s)
+
+    def validate(self, seed: int) -> ScoredGroups:
+        return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s)
+
+    def data_state(self) -> dict[str, Any]:
+        return ask(self._service.data_state.remote(), SERVICE, _QUICK_S)
+
+    def restore_data_state(self, state: dict[str, Any]) -> None:
+        ask(self._service.restore_data_state.remote(state), SERVICE, self._config.rollout.start_timeout_s)
+
+    def load_weights(self, policy_version: int) -> None:
+        """Every engine loads this version from the store; returns when all have."""
+        pending = {name: engine.load_weights.remote(policy_version) for name, engine in self._engines.items()}
+        for name, reference in pending.items():
+            ask(reference, name, self._config.rollout.start_timeout_s)
+
+    def score_probe(self) -> dict[str, SequenceScore]:
+        """Each engine's log-probs on the probe sequence."""
+        pending = {name: engine.score.remote(self.probe_token_ids) for name, engine in self._engines.items()}
+        return {name: ask(reference, name, _QUICK_S) for name, reference in pending.items()}

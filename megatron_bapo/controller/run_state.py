@@ -1,0 +1,112 @@
+"""Where a run stands, and the run directory that remembers it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.errors import UserError
+
+
+@dataclass
+class RunState:
+    """Everything but weights and moments that a resumed run needs; saved as JSON in each checkpoint."""
+
+    warm_start_step: int = 0
+    """Supervised updates done."""
+    step: int = 0
+    """Rollout batches trained on."""
+    update: int = 0
+    """Optimizer updates done, supervised ones included; names the checkpoint."""
+    policy_version: int = 0
+    """Of the weights that the engines serve; 0 is the initial model."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The prompt stream's position."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        return cls(**{name: saved[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names of what a run writes."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "hf"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def failure(self) -> Path:
+        """Written by the trainer when it ends with a message for the user."""
+        return self.logs / "failure.json"
+
+    @property
+    def phase(self) -> Path:
+        """One line that says what the trainer is doing."""
+        return self.logs / "phase"
+
+    @property
+    def stop_request(self) -> Path:
+        """Its existence asks the trainer to save and end after the current update."""
+        return self.root / "stop"
+
+    def create(self) -> None:
+        for folder in (self.root, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory for this process; the lock goes with the process.
+
+        Raises UserError when another run holds it.
+        """
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.root} is in use by another run; wait for it, stop it, or choose run_dir=<another folder>"
+            ) from None
+        else:
+            yield
+        finally:
+            os.close(descriptor)

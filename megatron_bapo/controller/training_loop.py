@@ -1,0 +1,289 @@
+"""The loop that every trainer rank runs, from warm start to export.
+
+    rank 0                        all ranks                                   Ray
+    ------                        ---------                                   ---
+    take(prompts) ───────────────────────────────────────────────► service ─► engines ─► rewards
+      └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
+      └─ broadcast ─────────────► minibatches ─► for each: score ─► clip bounds ─► update
+                                  publish weights ─► store (shared memory)
+    load_weights(version) ───────────────────────────────────────► engines read the store
+      └─ probe: engine's log-probs against the trainer's, or the run ends
+    metrics, checkpoint
+
+Started by the launcher: torchrun -m megatron_bapo.controller.training_loop RUN_DIR --ray ADDRESS --store FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_bapo.algorithm.advantages import group_relative_advantages
+from megatron_bapo.algorithm.policy_loss import LossAggMode, token_weights
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
+from megatron_bapo.controller.recorder import Recorder
+from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.run_state import RunDirectory, RunState
+from megatron_bapo.controller.weight_refresh import probe, refresh_weights
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.metrics.values import Last, Metric, Sum, merge
+from megatron_bapo.model.hf_export import save_hugging_face
+from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.parallel.groups import create_groups
+from megatron_bapo.parallel.platform import now_s, start_distributed
+from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.optimizer import reset_moments
+from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
+from megatron_bapo.trainer.worker import Worker, create_worker
+from megatron_bapo.weight_sync.transport import WeightStore
+
+
+@dataclass
+class Timer:
+    """Seconds by phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = now_s()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + now_s() - start
+
+    def metrics(self) -> dict[str, Metric]:
+        return {f"timing_s/{name}": Sum(seconds) for name, seconds in self.seconds.items()}
+
+
+@dataclass
+class Run:
+    """One trainer rank's view of the run. `rollouts` and `recorder` are None on all ranks but the main one."""
+
+    config: Config
+    directory: RunDirectory
+    worker: Worker
+    store: WeightStore
+    state: RunState
+    rollouts: RolloutClient | None
+    recorder: Recorder | None
+
+    def remaining_steps(self) -> Iterator[int]:
+        """The steps left to do, counted from 1; ends early when a stop is requested."""
+        while self.state.step < self.config.trainer.total_steps and not self.stop_requested():
+            yield self.state.step + 1
+
+    def stop_requested(self) -> bool:
+        return broadcast_object(self.directory.stop_request.exists(), self.worker.groups)
+
+    def announce(self, activity: str) -> None:
+        if self.recorder is not None:
+            self.recorder.phase(activity)
+
+
+def train(run: Run) -> None:
+    """Warm start, RL steps with evaluation around them, export. Returns early when a stop is requested."""
+    warm_start(run)
+    if run.stop_requested():
+        checkpoint(run)
+        return
+    first_refresh(run)
+    evaluate(run)
+    for step in run.remaining_steps():
+        timer = Timer()
+        with timer.phase("step"):
+            scored = take_groups(run, timer)
+            with timer.phase("update"):
+                metrics = update_on(run, scored.groups)
+            with timer.phase("weight_sync"):
+                run.state.policy_version += 1
+                metrics |= refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
+            run.state.step = step
+            if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
+                with timer.phase("checkpoint"):
+                    checkpoint(run)
+        record_step(run, scored, metrics, timer)
+        if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
+            evaluate(run)
+    if run.state.step < run.config.trainer.total_steps:
+        checkpoint(run)
+        return
+    evaluate(run)
+    run.announce("exporting the model in Hugging Face format")
+    save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+
+
+def warm_start(run: Run) -> None:
+    """Supervised updates on worked examples."""
+    settings = run.config.warm_start
+    if settings is None or run.state.step > 0:
+        return
+    run.announce("warm start")
+    while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
+        trajectories: list[Trajectory] = broadcast_object(
+            run.rollouts.worked_examples(settings.batch_size) if run.rollouts else None, run.worker.groups
+        )
+        examples = _weighted(trajectories, np.zeros(len(trajectories)), "token-mean")
+        timer = Timer()
+        with timer.phase("step"):
+            # Cosine decay lets the warm start end on settled weights.
+            done = run.state.warm_start_step / settings.num_steps
+            lr = settings.lr * 0.5 * (1.0 + np.cos(np.pi * done)) + 0.02 * settings.lr
+            metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
+        run.state.warm_start_step += 1
+        run.state.update += 1
+        if run.recorder is not None:
+            run.recorder.write("warm_start", run.state.warm_start_step, metrics | timer.metrics())
+    if run.state.warm_start_step == settings.num_steps:
+        reset_moments(run.worker.optimizer)
+        checkpoint(run)
+
+
+def first_refresh(run: Run) -> None:
+    """Before the first rollout: engines serve the initial model as version 0, or get what the trainer holds."""
+    run.announce("starting the engines")
+    if run.rollouts is not None:
+        run.rollouts.wait_for_engines()
+    if run.state.update == 0:
+        probe(run.worker, run.rollouts, policy_version=0)
+        return
+    run.state.policy_version += 1
+    refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
+
+
+def take_groups(run: Run, timer: Timer) -> ScoredGroups:
+    """The next rollout batch, on every rank."""
+    run.announce("generating answers")
+    with timer.phase("rollout"):
+        answer = None
+        if run.rollouts is not None:
+            answer = run.rollouts.take(run.config.prompts_per_step, seed=_rollout_seed(run.config.seed, run.state.step))
+        scored, seconds = broadcast_object(answer, run.worker.groups)
+    timer.seconds |= seconds
+    run.announce("training")
+    return scored
+
+
+def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
+    """All updates on one rollout batch; their metrics, reduced over ranks."""
+    config = run.config
+    rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups], dtype=torch.float64)
+    advantages = group_relative_advantages(rewards, norm_by_std=config.algorithm.norm_adv_by_std).flatten().numpy()
+    trajectories = [t for group in groups for t in group.trajectories]
+    size = config.trainer.ppo_mini_batch_size
+    parts: list[dict[str, Metric]] = []
+    for epoch in range(config.trainer.ppo_epochs):
+        order = np.arange(len(trajectories))
+        if epoch:
+            order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            examples = _weighted([trajectories[i] for i in chosen], advantages[chosen], config.algorithm.loss_agg_mode)
+            on_policy = epoch == 0 and start == 0
+            parts.append(
+                update_policy(run.worker, examples, rl_update=_rl_update(run, len(parts)), on_policy=on_policy)
+            )
+    run.state.update += len(parts)
+    return reduce_metrics(merge(parts), run.worker.groups)
+
+
+def evaluate(run: Run) -> None:
+    """Held-out accuracy of the current weights, unless this step's is recorded already."""
+    if run.rollouts is None or run.recorder is None or run.config.data.validation is None:
+        return
+    step = run.state.step
+    if ("validation", step) in run.recorder.recorded:
+        return
+    run.recorder.phase("evaluating on held-out prompts")
+    scored = run.rollouts.validate(seed=run.config.seed)
+    run.recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n))
+    run.recorder.recorded.add(("validation", step))
+
+
+def checkpoint(run: Run) -> None:
+    """Save everything that a resumed run needs."""
+    if run.rollouts is not None:
+        run.state.data = run.rollouts.data_state()
+    run.announce("saving a checkpoint")
+    folder, keep = run.directory.checkpoints, run.config.checkpoint.keep
+    save_checkpoint(run.worker, folder, run.state.update, run.state.to_json(), keep)
+
+
+def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], timer: Timer) -> None:
+    if run.recorder is None:
+        return
+    step = run.state.step
+    metrics = metrics | rollout_metrics(scored) | timer.metrics()
+    num_tokens = metrics["perf/total_num_tokens"]
+    assert isinstance(num_tokens, Sum), "the token count is a sum"
+    metrics["perf/throughput"] = Last(num_tokens.value / timer.seconds["step"])
+    metrics["training/policy_version"] = Last(run.state.policy_version)
+    run.recorder.write("train", step, metrics)
+    run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
+
+
+def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray, mode: LossAggMode) -> list[Example]:
+    """Examples whose weights carry the minibatch's global denominator."""
+    lengths = torch.tensor([len(t.response_token_ids) for t in trajectories])
+    weights = token_weights(mode, lengths, num_trajectories=len(trajectories), num_tokens=int(lengths.sum())).tolist()
+    return [Example(t, float(a), w) for t, a, w in zip(trajectories, advantages, weights, strict=True)]
+
+
+def _rl_update(run: Run, done_in_step: int) -> int:
+    return run.state.update + done_in_step - run.state.warm_start_step
+
+
+def _rollout_seed(seed: int, step: int) -> int:
+    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0] >> 1)
+
+
+def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:
+    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one."""
+    directory = RunDirectory(config.run_dir)
+    start_distributed(config.trainer.collective_timeout_s)
+    groups = create_groups(config.parallel, config.seed)
+    worker = create_worker(config, config.model_path, groups)
+    saved = checkpoints(directory.checkpoints)
+    state = RunState.from_json(load_checkpoint(worker, saved[-1])) if saved else RunState()
+    rollouts = RolloutClient(config, ray_address) if groups.is_main else None
+    if rollouts is not None and state.data:
+        rollouts.restore_data_state(state.data)
+    recorder = Recorder(config, directory, state) if groups.is_main else None
+    return Run(config, directory, worker, WeightStore(store_folder), state, rollouts, recorder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="One trainer rank; started by the launcher under torchrun.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--ray", required=True, help="address of the run's Ray cluster")
+    parser.add_argument("--store", required=True, type=Path, help="folder of the weight store")
+    arguments = parser.parse_args()
+    directory = RunDirectory(arguments.run_dir)
+    run = None
+    try:
+        run = start_run(load_config(directory.config, []), arguments.ray, arguments.store)
+        train(run)
+    except (UserError, RunError) as error:
+        kind = "user" if isinstance(error, UserError) else "run"
+        directory.failure.write_text(json.dumps({"kind": kind, "message": str(error)}))
+        traceback.print_exc()
+        return 2 if kind == "user" else 1
+    finally:
+        if run is not None and run.recorder is not None:
+            run.recorder.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

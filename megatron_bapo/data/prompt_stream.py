@@ -1,0 +1,77 @@
+"""The order in which training meets its prompts: shuffled anew in every epoch, resumable at any prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Prompt
+
+
+class PromptStream:
+    """An endless sequence of prompts in which every epoch holds each prompt exactly once.
+
+    The position is counted in prompts and not in batches, so that nothing is lost or repeated at an epoch's border.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+        if not prompts:
+            raise UserError(
+                "there are no prompts to train on; give data.train some that do not stand in data.validation"
+            )
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._fingerprint = _fingerprint(self._prompts)
+        self._start_epoch(epoch=0, position=0)
+
+    def take(self, num: int) -> list[Prompt]:
+        """The next `num` prompts, over as many epoch borders as needed."""
+        taken: list[Prompt] = []
+        while len(taken) < num:
+            if self._position == len(self._order):
+                self._start_epoch(self._epoch + 1, position=0)
+            indices = self._order[self._position : self._position + num - len(taken)]
+            taken += [self._prompts[index] for index in indices]
+            self._position += len(indices)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values from which a stream over the same prompts continues."""
+        return {"epoch": self._epoch, "position": self._position} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; raises UserError when prompts, seed or shuffling are other ones."""
+        for key, value in self._identity().items():
+            if state[key] != value:
+                raise UserError(
+                    f"cannot continue the interrupted run's prompt order: its {key} was {state[key]} and is {value}. "
+                    "Restore the old data settings and files, or start in a new run_dir."
+                )
+        self._start_epoch(state["epoch"], state["position"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self._prompts),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "fingerprint": self._fingerprint,
+        }
+
+    def _start_epoch(self, epoch: int, position: int) -> None:
+        self._epoch = epoch
+        self._position = position
+        self._order = list(range(len(self._prompts)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+
+
+def _fingerprint(prompts: list[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.prompt_id, prompt.messages, prompt.ground_truth]).encode())
+    return digest.hexdigest()[:16]

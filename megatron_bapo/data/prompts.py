@@ -1,0 +1,183 @@
+"""Prompts from files and generators, as `records.Prompt`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.data.prompt_files import Malformed, decode, read_rows
+from megatron_bapo.data.reasoning_gym_tasks import generate_entries
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Prompt
+
+NUM_SKIPPED_REASONS = 5
+LABEL_KEYS = ("reward_model.ground_truth", "answer", "label")
+EXTRA_INFO_KEYS = ("extra_info", "metadata")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of one source."""
+
+    prompts: list[Prompt]
+    num_skipped: int = 0
+    """Malformed rows left out under `on_bad_line: skip`."""
+    skipped_reasons: tuple[str, ...] = ()
+    """What was wrong with the first few of them."""
+
+
+def load_prompts(source: PromptSourceConfig, *, name: str, system_prompt: str | None) -> PromptSet:
+    """Read or generate the prompts of one source.
+
+    `name` (train, validation) starts every prompt_id. `system_prompt` opens each conversation that has no system
+    message of its own. Raises UserError for a file that cannot be read, a malformed row, or parameters that a generator
+    refuses.
+    """
+    if source.reasoning_gym is not None:
+        assert source.size is not None, "the schema requires size with reasoning_gym"
+        entries = generate_entries(source.reasoning_gym, size=source.size, seed=source.seed)
+        return PromptSet(
+            [
+                Prompt(
+                    prompt_id=f"{name}:{index}",
+                    messages=_messages(entry["question"], system_prompt),
+                    ground_truth="" if entry["answer"] is None else str(entry["answer"]),
+                    data_source=f"reasoning_gym/{task}",
+                    extra_info=entry,
+                )
+                for index, (task, entry) in enumerate(entries)
+            ]
+        )
+    assert source.path is not None, "the schema requires path or reasoning_gym"
+    return _load_file(source, source.path, name, system_prompt)
+
+
+def without(prompts: Iterable[Prompt], held_out: Iterable[Prompt]) -> tuple[list[Prompt], int]:
+    """The prompts whose messages do not also stand in `held_out`, and the number of those left out."""
+    prompts = list(prompts)
+    held_out_keys = {_messages_key(prompt) for prompt in held_out}
+    kept = [prompt for prompt in prompts if _messages_key(prompt) not in held_out_keys]
+    return kept, len(prompts) - len(kept)
+
+
+def _messages_key(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in prompt.messages)
+
+
+def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt: str | None) -> PromptSet:
+    num_skipped = 0
+    reasons: list[str] = []
+
+    def well_formed() -> Iterable[Prompt]:
+        nonlocal num_skipped
+        for index, (where, raw) in enumerate(read_rows(path)):
+            try:
+                yield _to_prompt(decode(raw), source, path, f"{name}:{index}", system_prompt)
+            except Malformed as error:
+                problem = f"{where}: {error}; the row starts {_excerpt(raw)}"
+                if source.on_bad_line == "stop":
+                    raise UserError(
+                        f"{problem}. Correct it, or set on_bad_line: skip to leave such rows out."
+                    ) from error
+                num_skipped += 1
+                if len(reasons) < NUM_SKIPPED_REASONS:
+                    reasons.append(problem)
+
+    prompts = list(islice(well_formed(), source.size))
+    if not prompts and num_skipped:
+        raise UserError(f"every one of the {num_skipped} rows of {path} is malformed; the first: {reasons[0]}")
+    if not prompts:
+        raise UserError(f"{path} holds no prompts; write one JSON object a line, with a prompt and its answer")
+    return PromptSet(prompts, num_skipped, tuple(reasons))
+
+
+def _to_prompt(
+    row: Mapping[str, Any], source: PromptSourceConfig, path: Path, prompt_id: str, system_prompt: str | None
+) -> Prompt:
+    prompt = _lookup(row, source.prompt_key)
+    if prompt is None:
+        raise Malformed(
+            f"no {source.prompt_key!r} among the keys {sorted(row)}; prompt_key names the column that holds the prompt"
+        )
+    label_keys = LABEL_KEYS if source.label_key is None else (source.label_key,)
+    ground_truth = next((value for key in label_keys if (value := _lookup(row, key)) is not None), None)
+    if ground_truth is None:
+        raise Malformed(
+            f"no ground truth under {' or '.join(map(repr, label_keys))} among the keys {sorted(row)}; "
+            "label_key names the column that holds it"
+        )
+    return Prompt(
+        prompt_id=prompt_id,
+        messages=_messages(prompt, system_prompt),
+        ground_truth=_text(ground_truth),
+        data_source=_data_source(row, path),
+        extra_info=_extra_info(row),
+    )
+
+
+def _lookup(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a column, or of a field inside one when `key` has dots; None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _messages(prompt: Any, system_prompt: str | None) -> tuple[dict[str, str], ...]:
+    chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(chat, list) or not chat:
+        raise Malformed(f"the prompt is {prompt!r:.80}; it must be text or a list of messages with role and content")
+    messages = [_message(message) for message in chat]
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return tuple(messages)
+
+
+def _message(message: Any) -> dict[str, str]:
+    # Parquet gives every message the union of all messages' fields, absent ones as None.
+    fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if fields.keys() != {"role", "content"} or fields["role"] not in ROLES:
+        raise Malformed(f"the message {message!r:.80} needs exactly a role ({', '.join(ROLES)}) and a content")
+    if not isinstance(fields["content"], str) or not fields["content"].strip():
+        raise Malformed(
+            f"the {fields['role']} message's content is {fields['content']!r:.80}; it must be text, not empty"
+        )
+    return {"role": fields["role"], "content": fields["content"]}
+
+
+def _text(ground_truth: Any) -> str:
+    if isinstance(ground_truth, dict | list):
+        return json.dumps(ground_truth, ensure_ascii=False, default=str)
+    return str(ground_truth)
+
+
+def _data_source(row: Mapping[str, Any], path: Path) -> str:
+    data_source = row.get("data_source")
+    if data_source is None:
+        return path.stem
+    if not isinstance(data_source, str):
+        raise Malformed(f"data_source is {data_source!r:.80}; it must be text")
+    return data_source
+
+
+def _extra_info(row: Mapping[str, Any]) -> dict[str, Any]:
+    value = next((row[key] for key in EXTRA_INFO_KEYS if row.get(key) is not None), {})
+    if not isinstance(value, dict):
+        raise Malformed(f"extra_info (or metadata) is {value!r:.80}; it must be an object")
+    # Parquet also holds dates, decimals and bytes: those become text.
+    return json.loads(json.dumps(value, default=str))
+
+
+def _excerpt(raw: bytes | dict[str, Any]) -> str:
+    text = raw.decode("utf-8", errors="replace").strip() if isinstance(raw, bytes) else repr(raw)
+    return f"{text[:120]!r}"

@@ -1,0 +1,124 @@
+"""Questions of reasoning-gym's procedural generators (https://github.com/open-thought/reasoning-gym)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from megatron_bapo.errors import UserError
+
+CHUNK_SIZE = 500
+# reasoning-gym 0.1.25: the questions of these follow the iteration order of sets of strings. Remove when they do not.
+HASH_SEEDED_TASKS = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
+
+
+def generate_entries(tasks: dict[str, dict[str, Any]], *, size: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
+    """`size` pairs (task, entry) with distinct questions within a task, the tasks taking turns in alphabetical order.
+
+    An entry is the generator's {question, answer, metadata} as JSON values: what the task's own scorer needs. The
+    result depends on the arguments only. Raises UserError for an unknown task, refused parameters, or a task with too
+    few distinct questions.
+    """
+    if not tasks or size < len(tasks):
+        raise UserError(
+            f"size is {size} for {len(tasks)} reasoning_gym tasks; name a task and give each at least one prompt"
+        )
+    names = sorted(tasks)
+    entries = []
+    for position, name in enumerate(names):
+        share = len(range(position, size, len(names)))
+        found = list(islice(_distinct(_entries(name, tasks[name], seed)), share))
+        if len(found) < share:
+            raise UserError(
+                f"reasoning_gym task {name} has only {len(found)} distinct questions with the parameters "
+                f"{tasks[name]}, and {share} are asked for; lower size or widen its parameters"
+            )
+        entries.append(found)
+    return [(names[index % len(names)], entries[index % len(names)][index // len(names)]) for index in range(size)]
+
+
+def _distinct(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Leave out repeated questions; end when repeats make it plain that there are no more.
+
+    With D equally likely questions, missing the last one in 10 D draws has a chance of e^-10.
+    """
+    seen: set[str] = set()
+    num_repeats = 0
+    for entry in entries:
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            num_repeats = 0
+            yield entry
+        else:
+            num_repeats += 1
+            if num_repeats >= 200 + 10 * len(seen):
+                return
+
+
+def _entries(name: str, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
+    """A task's entries without end, from datasets of CHUNK_SIZE: some generators know no index beyond their size."""
+    chunk = 0
+    while True:
+        # Generators seed question i with seed + i: neighbouring seeds would give nearly the same questions.
+        dataset = _create_dataset(name, params, seed=random.Random(f"{seed}/{name}/{chunk}").getrandbits(31))
+        num_entries = 0
+        for index in range(CHUNK_SIZE):
+            try:
+                entry = dataset[index]
+            except IndexError:
+                break
+            if chunk == 0 and index == 0:
+                _check_scorable(name, dataset, entry)
+            num_entries += 1
+            yield _plain(entry)
+        if num_entries == 0:
+            return
+        chunk += 1
+
+
+def _create_dataset(name: str, params: dict[str, Any], seed: int) -> Any:
+    # The import takes a second: only runs that use it pay.
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
+        raise UserError(f"reasoning_gym has no task {name!r}; the nearest is {near!r} (it knows {len(DATASETS)})")
+    if name in HASH_SEEDED_TASKS and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise UserError(
+            f"reasoning_gym task {name} gives other questions in every process, so that a run could not be resumed; "
+            "set the environment variable PYTHONHASHSEED=0"
+        )
+    known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
+    for key in params:
+        if key in ("seed", "size"):
+            raise UserError(f"{key} is not a parameter of reasoning_gym task {name}: give it next to reasoning_gym")
+        if key not in known:
+            near = "".join(difflib.get_close_matches(key, known, n=1, cutoff=0.0)) or "none"
+            raise UserError(
+                f"reasoning_gym task {name} has no parameter {key!r}; the nearest is {near}, all are {', '.join(known)}"
+            )
+    try:
+        return create_dataset(name, **params, seed=seed, size=CHUNK_SIZE)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise UserError(f"reasoning_gym task {name} refuses the parameters {params}: {error}") from error
+
+
+def _plain(entry: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(entry, default=str))
+
+
+def _check_scorable(name: str, dataset: Any, entry: dict[str, Any]) -> None:
+    """Some scorers compare tuples, which JSON turns into lists: they would score every right answer as wrong."""
+    if isinstance(entry["answer"], str):
+        expected, got = (dataset.score_answer(entry["answer"], form) for form in (entry, _plain(entry)))
+        if got != expected:
+            raise UserError(
+                f"reasoning_gym task {name} cannot be used: its scorer gives its own answer {got} instead of "
+                f"{expected} once the entry has been stored as JSON; leave the task out"
+            )

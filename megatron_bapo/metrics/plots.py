@@ -1,0 +1,153 @@
+"""One figure style for the whole project: curves as deterministic SVG text."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+# Okabe and Ito's colour-blind-safe palette, "Color Universal Design" (2008), without black and yellow.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
+
+_INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
+_FEW_POINTS = 16
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 10.5,
+    "text.color": _INK,
+    "axes.labelcolor": _QUIET,
+    "axes.edgecolor": "#C9CDD1",
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": _GRID,
+    "grid.linewidth": 0.9,
+    "xtick.color": "#C9CDD1",
+    "xtick.labelcolor": _QUIET,
+    "ytick.labelcolor": _QUIET,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "legend.frameon": False,
+    "legend.handlelength": 1.1,
+    "legend.handletextpad": 0.5,
+    "legend.columnspacing": 1.4,
+    "legend.borderpad": 0.35,
+    "legend.borderaxespad": 0.2,
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; NaN leaves a gap."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def curve_figure(
+    series: Sequence[Series],
+    *,
+    x_label: str,
+    y_label: str,
+    title: str = "",
+    log_y: bool = False,
+    stacked: bool = False,
+    smoothing: float = 0.0,
+    target: float | None = None,
+) -> str:
+    """Draw the curves and return an `<svg>` element: the same input gives the same text.
+
+    `smoothing` in [0, 1) is the decay of an exponential moving average drawn over the raw curve. `stacked` adds the
+    curves up as areas and reads NaN as 0. `target` is a dashed reference line. Several series get a legend.
+    """
+    # The salt separates the ids of figures that share an HTML page.
+    with rc_context({**_STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
+        figure = Figure(figsize=(5.6, 3.0), layout="constrained")
+        axes = figure.add_subplot()
+        if stacked:
+            _draw_areas(axes, series)
+        else:
+            _draw_curves(axes, series, smoothing)
+        if target is not None:
+            axes.axhline(target, color=_QUIET, linewidth=1.1, dashes=(4, 3), label=f"target {target:.3g}")
+        if log_y and any(value > 0 for curve in series for value in curve.y):
+            _set_log_scale(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
+        axes.margins(x=0.02)
+        axes.set_xlabel(x_label)
+        # A horizontal label above the axis is read without turning one's head.
+        axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            figure.legend(loc="outside lower left", ncols=4)
+        return _svg(figure)
+
+
+def _draw_curves(axes: Axes, series: Sequence[Series], smoothing: float) -> None:
+    for index, curve in enumerate(series):
+        colour = PALETTE[index % len(PALETTE)]
+        marker = "o" if len(curve.x) <= _FEW_POINTS else None
+        if smoothing:
+            axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.35)
+        y = _moving_average(curve.y, smoothing) if smoothing else curve.y
+        axes.plot(curve.x, y, color=colour, marker=marker, markersize=4, label=curve.name)
+
+
+def _draw_areas(axes: Axes, series: Sequence[Series]) -> None:
+    steps = sorted({x for curve in series for x in curve.x})
+    heights = []
+    for curve in series:
+        values = dict(zip(curve.x, curve.y, strict=True))
+        heights.append(np.nan_to_num([values.get(step, 0.0) for step in steps]))
+    colours = [PALETTE[index % len(PALETTE)] for index in range(len(series))]
+    axes.stackplot(steps, heights, labels=[curve.name for curve in series], colors=colours, alpha=0.82, linewidth=0)
+    axes.set_ylim(bottom=0)
+
+
+def _moving_average(values: Sequence[float], decay: float) -> list[float]:
+    smoothed: list[float] = []
+    average = math.nan
+    for value in values:
+        if not math.isnan(value):
+            average = value if math.isnan(average) else decay * average + (1 - decay) * value
+        smoothed.append(average)
+    return smoothed
+
+
+def _set_log_scale(axes: Axes) -> None:
+    axes.set_yscale("log", nonpositive="mask")
+    low, high = axes.get_ylim()
+    subs = (1.0,) if high / low > 50 else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    FigureCanvasSVG(figure).print_svg(buffer, metadata=no_metadata)
+    svg = buffer.getvalue()
+    # Group ids repeat in every figure and nothing refers to them.
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+    return svg.replace("<svg", '<svg role="img"', 1).strip()

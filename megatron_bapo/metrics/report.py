@@ -1,0 +1,268 @@
+"""The report of a run: one HTML file that needs nothing else, no script and no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from megatron_bapo.metrics.plots import PALETTE, Series, curve_figure
+from megatron_bapo.metrics.sinks import Phase, replace_text
+
+_MAX_SAMPLES = 8
+_HEADLINE = ("accuracy_before", "accuracy_after")
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """A figure of the report. `metrics` maps a metric name, or a pattern with one `*`, to its label in the legend.
+
+    The label of a pattern is what stands for its `*`.
+    """
+
+    title: str
+    healthy: str
+    metrics: Mapping[str, str]
+    y_label: str
+    phase: Phase = "train"
+    log_y: bool = False
+    stacked: bool = False
+    with_target: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    figures: tuple[FigureSpec, ...]
+
+
+SECTIONS = (
+    Section(
+        "Learning",
+        (
+            FigureSpec(
+                "Held-out accuracy",
+                "Healthy: rises with the reward; a reward that rises alone is memorised or gamed.",
+                {"val/*": ""},
+                "accuracy",
+                phase="validation",
+            ),
+            FigureSpec(
+                "Mean reward of the sampled answers",
+                "Healthy: rises, with noise between batches, and flattens near what the task allows.",
+                {"critic/score/mean": "reward"},
+                "reward per answer",
+            ),
+            FigureSpec(
+                "Warm-start loss",
+                "Healthy: falls steeply, then slowly, without spikes.",
+                {"actor/loss": "loss"},
+                "nats per token",
+                phase="warm_start",
+            ),
+            FigureSpec(
+                "Response length",
+                "Healthy: settles; growth without reward is rambling, a fall towards zero is giving up.",
+                {"response_length/mean": "mean", "response_length/max": "longest"},
+                "tokens",
+            ),
+        ),
+    ),
+    Section(
+        "Clipping",
+        (
+            FigureSpec(
+                "Positive share of the policy loss",
+                "Healthy: the moved bounds lift the share to the target, or as far as their ranges allow.",
+                {
+                    "actor/bapo_initial_positive_share": "at the start bounds",
+                    "actor/bapo_positive_share": "at the bounds used",
+                },
+                "positive / (positive + negative)",
+                with_target=True,
+            ),
+            FigureSpec(
+                "Clip bounds",
+                "Healthy: move with the batches inside their ranges; resting on a limit asks for another range.",
+                {"actor/bapo_clip_high": "upper", "actor/bapo_clip_low": "lower"},
+                "probability ratio",
+            ),
+            FigureSpec(
+                "Clipped tokens",
+                "Healthy: a few per cent; more means that updates are too large or trajectories too old.",
+                {
+                    "actor/pg_clipfrac": "all",
+                    "actor/pg_clipfrac_lower": "at the lower bound",
+                    "actor/pg_clipfrac_upper": "at the upper bound",
+                },
+                "fraction of tokens",
+            ),
+        ),
+    ),
+    Section(
+        "Stability",
+        (
+            FigureSpec(
+                "Entropy of the policy",
+                "Healthy: falls slowly and stays above zero; a collapse ends exploration.",
+                {"actor/entropy": "entropy"},
+                "nats per token",
+            ),
+            FigureSpec(
+                "Gradient norm before clipping",
+                "Healthy: stays within one order of magnitude; repeated spikes ask for a lower learning rate.",
+                {"actor/grad_norm": "norm"},
+                "L2 norm",
+            ),
+            FigureSpec(
+                "Policy divergence within a step",
+                "Healthy: small and without trend; growth means that late updates train on old data.",
+                {"actor/ppo_kl": "KL"},
+                "nats per token",
+            ),
+            FigureSpec(
+                "Trainer and rollout engine disagree by",
+                "Healthy: flat, at the size of rounding; growth means that the weights or the arithmetic drift apart.",
+                {"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "largest"},
+                "difference per token, log scale",
+                log_y=True,
+            ),
+        ),
+    ),
+    Section(
+        "Cost",
+        (
+            FigureSpec(
+                "Time per step",
+                "Healthy: constant; a phase that grows alone is the one to look at.",
+                {"timing_s/*": ""},
+                "seconds",
+                stacked=True,
+            ),
+            FigureSpec(
+                "Throughput",
+                "Healthy: constant; it falls when batches shrink or waiting grows.",
+                {"perf/throughput": "throughput"},
+                "tokens/s",
+            ),
+        ),
+    ),
+)
+
+
+def write_report(
+    run_dir: Path,
+    *,
+    title: str,
+    summary: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    samples: Sequence[Mapping[str, Any]],
+    config_yaml: str,
+) -> Path:
+    """Write `run_dir/report.html` as a whole or not at all, and return its path.
+
+    `summary` holds the headline `accuracy_before` and `accuracy_after` (fractions, or None where not measured); its
+    other entries are shown as facts in their order, named by their keys. `rows` are MetricsRows and `samples` are
+    SampleRows as `sinks.read_rows` returns them. A figure whose metrics are missing is left out.
+    """
+    target = _positive_share_target(config_yaml)
+    sections = [(section.title, _figures(section, rows, target)) for section in SECTIONS]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = environment.get_template("report.html.j2").render(
+        title=title,
+        before=summary.get("accuracy_before"),
+        after=summary.get("accuracy_after"),
+        facts={name.replace("_", " "): value for name, value in summary.items() if name not in _HEADLINE},
+        sections=[(name, figures) for name, figures in sections if figures],
+        sample_steps=_first_and_last_step(samples),
+        config_yaml=config_yaml,
+    )
+    path = run_dir / "report.html"
+    replace_text(path, page)
+    return path
+
+
+def _figures(section: Section, rows: Sequence[Mapping[str, Any]], target: float | None) -> list[dict[str, Any]]:
+    figures = []
+    for spec in section.figures:
+        series = _series(spec, rows)
+        if series:
+            svg = curve_figure(
+                series,
+                x_label="step",
+                y_label=spec.y_label,
+                log_y=spec.log_y,
+                stacked=spec.stacked,
+                target=target if spec.with_target else None,
+            )
+            change = _change(series[0]) if len(series) == 1 else ""
+            figures.append({"title": spec.title, "healthy": spec.healthy, "svg": Markup(svg), "change": change})
+    return figures
+
+
+def _series(spec: FigureSpec, rows: Iterable[Mapping[str, Any]]) -> list[Series]:
+    """The figure's curves, null as NaN, in the order of its patterns; curves without any number are left out."""
+    # A later row of the same step, written after a resume, replaces the earlier one.
+    metrics_by_step = {row["step"]: row["metrics"] for row in rows if row["phase"] == spec.phase}
+    steps = sorted(metrics_by_step)
+    names = dict.fromkeys(name for step in steps for name in metrics_by_step[step])
+    series = []
+    for pattern, label in spec.metrics.items():
+        for name in filter(lambda name: fnmatchcase(name, pattern), names):
+            values = [metrics_by_step[step].get(name) for step in steps]
+            points = [math.nan if value is None else float(value) for value in values]
+            if not all(map(math.isnan, points)):
+                series.append(Series(label or name.removeprefix(pattern.rstrip("*")), steps, points))
+    return _parts_of_whole(series) if spec.stacked else series
+
+
+def _parts_of_whole(series: list[Series]) -> list[Series]:
+    """Stackable series: without the total, the largest first, the smallest ones added up beyond the palette's size."""
+    parts = [part for part in series if part.name != "step"]
+    parts.sort(key=lambda part: float(-sum(value for value in part.y if not math.isnan(value))))
+    kept, rest = parts[: len(PALETTE) - 1], parts[len(PALETTE) - 1 :]
+    if len(rest) < 2:
+        return parts
+    others = [
+        sum(0.0 if math.isnan(value) else value for value in values)
+        for values in zip(*(part.y for part in rest), strict=True)
+    ]
+    return [*kept, Series("other", rest[0].x, others)]
+
+
+def _change(curve: Series) -> str:
+    values = [value for value in curve.y if not math.isnan(value)]
+    return f"{_number(values[0])} → {_number(values[-1])}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+
+
+def _positive_share_target(config_yaml: str) -> float | None:
+    """The target as a share P/(P+N), whichever measure the run compares; None without BAPO's section."""
+    config = yaml.safe_load(config_yaml) or {}
+    bounds = config.get("algorithm", {}).get("clip_bounds", {})
+    target = bounds.get("positive_contribution_target")
+    if target is not None and bounds.get("target_measure") == "ratio":
+        return target / (1 + target)
+    return target
+
+
+def _first_and_last_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:
+    steps = sorted({sample["step"] for sample in samples})
+    ends = dict.fromkeys((*steps[:1], *steps[-1:]))
+    return [(step, [sample for sample in samples if sample["step"] == step][:_MAX_SAMPLES]) for step in ends]

@@ -1,0 +1,162 @@
+"""Where metrics and sampled answers are written: JSON lines and TensorBoard.
+
+A row's `step` counts finished steps of its phase: 1 is the first, validation at 0 comes before training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.records import FinishReason
+
+Phase = Literal["warm_start", "train", "validation"]
+
+
+class MetricsRow(TypedDict):
+    step: int
+    phase: Phase
+    time_s: float
+    """Seconds since the run started."""
+    metrics: Mapping[str, float | None]
+
+
+class SampleRow(TypedDict):
+    step: int
+    prompt: str
+    answer: str
+    ground_truth: str
+    reward: float | None
+    finish_reason: FinishReason
+
+
+class JsonlSink:
+    """Appends one JSON object a line, flushed at once; NaN and infinities become null."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            # A killed run leaves half a line, which the first new row would otherwise complete to garbage.
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: MetricsRow | SampleRow) -> None:
+        self._file.write(json.dumps(_without_non_finite(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TensorBoardSink:
+    """Writes every phase as a TensorBoard run of its own (`folder/train`, ...), because their steps overlap.
+
+    `resume_step` is the last step to keep: events of later steps, left by an interrupted run, are hidden.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        self._folder = folder
+        self._resume_step = resume_step
+        self._writers: dict[Phase, EventFileWriter] = {}
+
+    def write(self, row: MetricsRow) -> None:
+        writer = self._writers.get(row["phase"]) or self._open(row["phase"])
+        values = [
+            Summary.Value(tag=name, simple_value=value) for name, value in row["metrics"].items() if value is not None
+        ]
+        writer.add_event(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+        writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, phase: Phase) -> EventFileWriter:
+        writer = EventFileWriter(str(self._folder / phase))
+        self._writers[phase] = writer
+        if self._resume_step is not None:
+            # TensorBoard drops what it read of this and later steps when it meets a session start.
+            start = SessionLog(status=SessionLog.START)
+            writer.add_event(Event(wall_time=time.time(), step=self._resume_step + 1, session_log=start))
+        return writer
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All complete rows of a file that a JsonlSink wrote; a half-written last line is left out.
+
+    Raises RunError for a line that is not JSON.
+    """
+    return [row for _, row in _lines_and_rows(path)]
+
+
+def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
+    """Drop the rows after `step` of `phase`, which the resumed run will write again; a missing file stays missing.
+
+    Training and validation follow the warm start; rows without a phase (sampled answers) belong to training.
+    """
+    if not path.exists():
+        return
+    last = (phase != "warm_start", step)
+    kept = [
+        line for line, row in _lines_and_rows(path) if (row.get("phase", "train") != "warm_start", row["step"]) <= last
+    ]
+    replace_text(path, "".join(line + "\n" for line in kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the file as a whole or not at all: a temporary neighbour is synced and renamed."""
+    temporary = path.with_name(path.name + ".tmp")
+    # A sampled answer can hold half a surrogate pair, which UTF-8 has no bytes for.
+    with temporary.open("w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _lines_and_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    *lines, _half_written = path.read_bytes().split(b"\n")
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed.append((line.decode(), json.loads(line)))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number} is not JSON ({error}); repair or delete that line") from error
+    return parsed
+
+
+def _without_non_finite(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {key: _without_non_finite(item) for key, item in value.items()}
+        case float():
+            return value if math.isfinite(value) else None
+        case _:
+            return value

@@ -1,0 +1,124 @@
+"""Metrics that state how they are reduced over micro-batches, updates and ranks.
+
+`merge` reduces on one process; `to_vectors` and `from_vectors` let the caller reduce a whole dictionary over ranks with
+one SUM and one MAX all-reduce. No collectives here, plain floats only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean kept as its two sums, e.g. nats over tokens; NaN where nothing was counted."""
+
+    total: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Sum:
+    value: float
+
+
+@dataclass(frozen=True)
+class Max:
+    """`-inf` on a rank that saw nothing."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Last:
+    """The latest value; the same on every rank (a learning rate, a clip bound)."""
+
+    value: float
+
+
+Metric = Mean | Sum | Max | Last
+Metrics = Mapping[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Reduce the metrics of micro-batches or updates, in their order; a name need not be in every part."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = _combine(name, merged[name], metric) if name in merged else metric
+    return merged
+
+
+def to_vectors(metrics: Metrics) -> tuple[np.ndarray, np.ndarray]:
+    """Pack the metrics into a float64 vector to all-reduce with SUM and one to all-reduce with MAX.
+
+    Entries follow the sorted names. The MAX vector opens with the fingerprint of names and reductions and its negative,
+    by which `from_vectors` sees whether all ranks packed the same metrics.
+    """
+    fingerprint = _fingerprint(metrics)
+    sums: list[float] = []
+    maxima = [fingerprint, -fingerprint]
+    for _, metric in sorted(metrics.items()):
+        match metric:
+            case Mean(total, weight):
+                sums += [total, weight]
+            case Sum(value):
+                sums.append(value)
+            case Max(value) | Last(value):
+                maxima.append(value)
+    return np.array(sums, dtype=np.float64), np.array(maxima, dtype=np.float64)
+
+
+def from_vectors(local: Metrics, sums: np.ndarray, maxima: np.ndarray) -> dict[str, Metric]:
+    """Unpack reduced vectors; `local` is what this rank gave to `to_vectors`."""
+    fingerprint = _fingerprint(local)
+    assert tuple(maxima[:2]) == (fingerprint, -fingerprint), (
+        f"the ranks packed different metrics; this one packed {sorted(local)}"
+    )
+    next_sum, next_maximum = iter(sums.tolist()), iter(maxima[2:].tolist())
+    reduced: dict[str, Metric] = {}
+    for name, metric in sorted(local.items()):
+        match metric:
+            case Mean():
+                reduced[name] = Mean(next(next_sum), next(next_sum))
+            case Sum():
+                reduced[name] = Sum(next(next_sum))
+            case Max():
+                reduced[name] = Max(next(next_maximum))
+            case Last():
+                reduced[name] = Last(next(next_maximum))
+    return reduced
+
+
+def scalars(metrics: Metrics) -> dict[str, float]:
+    """The numbers to log, by sorted name."""
+    return {name: _scalar(metric) for name, metric in sorted(metrics.items())}
+
+
+def _combine(name: str, first: Metric, second: Metric) -> Metric:
+    match first, second:
+        case Mean(), Mean():
+            return Mean(first.total + second.total, first.weight + second.weight)
+        case Sum(), Sum():
+            return Sum(first.value + second.value)
+        case Max(), Max():
+            # Unlike Python's max, np.maximum never hides a NaN.
+            return Max(float(np.maximum(first.value, second.value)))
+        case Last(), Last():
+            return second
+    raise AssertionError(f"{name} is {type(first).__name__} in one part and {type(second).__name__} in another")
+
+
+def _scalar(metric: Metric) -> float:
+    if isinstance(metric, Mean):
+        return metric.total / metric.weight if metric.weight else float("nan")
+    return metric.value
+
+
+def _fingerprint(metrics: Metrics) -> float:
+    schema = "\n".join(f"{name} {type(metric).__name__}" for name, metric in sorted(metrics.items()))
+    return float(zlib.crc32(schema.encode()))

@@ -1,0 +1,69 @@
+"""Small collectives over one axis at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
+from megatron_bapo.parallel.platform import local_device
+
+
+def sum_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
+    """A callable that sums one tensor in place over the given axes."""
+
+    def reduce(tensor: torch.Tensor) -> None:
+        for axis in axes:
+            if axis.size > 1:
+                dist.all_reduce(tensor, group=axis.group)
+
+    return reduce
+
+
+def max_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
+    """A callable that takes the element-wise maximum of one tensor in place over the given axes."""
+
+    def reduce(tensor: torch.Tensor) -> None:
+        for axis in axes:
+            if axis.size > 1:
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+
+    return reduce
+
+
+def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
+    """Overwrite `tensor` on every pipeline stage with the last stage's values; shapes must agree."""
+    pipeline = groups.pipeline
+    if pipeline.size > 1:
+        dist.broadcast(tensor, src=pipeline.global_ranks[-1], group=pipeline.group)
+    return tensor
+
+
+def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
+    """Global rank 0's value on every rank. The ranks are one program, so pickling between them is safe.
+
+    Walks the mesh axis by axis: rank 0 is the first of its pipeline, data and tensor groups.
+    """
+    box = [value]
+    for axis in (groups.pipeline, groups.data, groups.tensor):
+        if axis.size > 1:
+            dist.broadcast_object_list(box, src=axis.global_ranks[0], group=axis.group)
+    return box[0]
+
+
+def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
+    """The last pipeline stage's value on every stage."""
+    pipeline, box = groups.pipeline, [value]
+    if pipeline.size > 1:
+        dist.broadcast_object_list(box, src=pipeline.global_ranks[-1], group=pipeline.group)
+    return box[0]
+
+
+def barrier(groups: ParallelGroups) -> None:
+    """Return when every rank has called it: each axis in turn waits for what the axes before have gathered."""
+    arrived = torch.zeros(1, device=local_device())
+    sum_over(groups.tensor, groups.data, groups.pipeline)(arrived)
+    arrived.item()

@@ -1,0 +1,77 @@
+"""The trainer's process groups as one frozen value; the only reader of Megatron's `parallel_state`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.parallel.megatron import model_parallel_cuda_manual_seed, parallel_state
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis as this rank sees it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @property
+    def global_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Every axis of the trainer's mesh."""
+
+    tensor: Axis
+    pipeline: Axis
+    data: Axis
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def is_stage_leader(self) -> bool:
+        """One rank of each pipeline stage: it writes what the stage owns."""
+        return self.tensor.rank == 0 and self.data.rank == 0
+
+    @property
+    def is_main(self) -> bool:
+        """Global rank 0: it talks to the rollout service and records metrics."""
+        return dist.get_rank() == 0
+
+
+def _axis(group: Any) -> Axis:
+    return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def create_groups(parallel: ParallelConfig, seed: int) -> ParallelGroups:
+    """Lay the mesh over the started process group and seed Megatron's RNG tracker.
+
+    Raises UserError when the number of processes is not the configured one.
+    """
+    if dist.get_world_size() != parallel.world_size:
+        raise UserError(
+            f"parallel.world_size is {parallel.world_size}, but {dist.get_world_size()} trainer processes were "
+            "started; make torchrun's --nnodes times --nproc-per-node equal to it"
+        )
+    parallel_state.initialize_model_parallel(
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order="tp-cp-ep-dp-pp"
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelGroups(
+        tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        data=_axis(parallel_state.get_data_parallel_group()),
+    )

@@ -1,0 +1,59 @@
+"""The one door to Megatron-Core: nothing else in the project imports `megatron`.
+
+Installs the CPU stand-ins where there is no GPU, then names what the project uses. What differs between Megatron-Core
+0.16.1 (the CPU lock) and 0.19 (the GPU lock) is settled here.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from megatron_bapo.parallel import megatron_on_cpu, platform
+
+if not platform.has_gpu():
+    megatron_on_cpu.install()
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # absent apex and Transformer Engine; the preflight reports them
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+logging.getLogger("megatron").setLevel(logging.WARNING)
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+    "model_parallel_cuda_manual_seed",
+    "parallel_state",
+]

@@ -1,0 +1,148 @@
+"""Lets Megatron-Core 0.16 run without CUDA.
+
+Megatron-Core names CUDA devices, streams and RNG states in its code. On a machine without a GPU an import hook gives
+every `megatron.*` module a copy of torch's namespace in which those few names have CPU stand-ins. Torch itself stays as
+it is, but for two methods that act only when a Megatron module calls them: patching `torch.empty` for everyone corrupts
+the rotary buffers of `transformers`. Verified with megatron-core 0.16.1; goes away when Megatron-Core takes the device
+from its config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_PREFIX = "megatron."
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
+
+
+class _NullStream:
+    """Stands in for streams and events: every method does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., _NullStream]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+
+def _namespace(source: types.ModuleType, **replaced: Any) -> types.ModuleType:
+    """A copy of a module's namespace with some names replaced."""
+    copy = types.ModuleType(source.__name__)
+    copy.__dict__.update(source.__dict__, **replaced)
+    copy.__dict__["__getattr__"] = lambda name: getattr(source, name)
+    return copy
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same tensor factory, which reads a CUDA device as the CPU."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _torch_for_megatron() -> types.ModuleType:
+    cuda = _namespace(
+        torch.cuda,
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda *_, **__: None,
+        empty_cache=lambda *_, **__: None,
+        Stream=_NullStream,
+        Event=_NullStream,
+        current_stream=lambda *_, **__: _NullStream(),
+        default_stream=lambda *_, **__: _NullStream(),
+        stream=lambda _: contextlib.nullcontext(),
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+        manual_seed=lambda seed: torch.manual_seed(seed) and None,
+    )
+    return _namespace(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
+
+
+def _fix_rng(module: types.ModuleType) -> None:
+    """The RNG tracker and activation recompute save and restore the CPU's state."""
+    module.__dict__["_get_cuda_rng_state"] = lambda *_, **__: torch.get_rng_state()
+    module.__dict__["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _fix_jit(module: types.ModuleType) -> None:
+    """`jit_fuser` is torch.compile, whose C++ builds cost more than they save here."""
+    module.disable_jit_fuser()
+
+
+_FIXES = {"megatron.core.tensor_parallel.random": _fix_rng, "megatron.core.jit": _fix_jit}
+
+
+def _called_by_megatron() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith(_PREFIX)
+
+
+def _patch_methods() -> None:
+    """Optimizers compare `param.type()` with 'torch.cuda.FloatTensor'; a few places call `.cuda()`."""
+    tensor_type, tensor_cuda, module_cuda = torch.Tensor.type, torch.Tensor.cuda, torch.nn.Module.cuda
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return tensor_type(self, dtype, *args, **kwargs)
+        name = tensor_type(self)
+        return name.replace("torch.", "torch.cuda.", 1) if _called_by_megatron() else name
+
+    def tensor_cuda_(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _called_by_megatron() else tensor_cuda(self, *args, **kwargs)
+
+    def module_cuda_(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        return self if _called_by_megatron() else module_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type = type_  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.cuda = tensor_cuda_  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Module.cuda = module_cuda_  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Finder:
+    """A meta-path finder that swaps `torch` in each Megatron module right after it ran."""
+
+    namespace = _torch_for_megatron()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(_PREFIX):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_swap(module: types.ModuleType) -> None:
+            execute(module)
+            if module.__dict__.get("torch") is torch:
+                module.__dict__["torch"] = cls.namespace
+            if name in _FIXES:
+                _FIXES[name](module)
+
+        spec.loader.exec_module = execute_and_swap
+        return spec
+
+
+@functools.cache
+def install() -> None:
+    """Install the hook; must run before the first import of `megatron.core`."""
+    assert not any(name.startswith("megatron.core") for name in sys.modules), (
+        "megatron.core was imported before its CPU stand-ins; import it through megatron_bapo.parallel.megatron"
+    )
+    sys.meta_path.insert(0, _Finder)  # pyright: ignore[reportArgumentType]
+    _patch_methods()

@@ -1,0 +1,35 @@
+"""The only file that knows whether there is a GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def local_device() -> torch.device:
+    """This rank's device; torchrun's LOCAL_RANK names the GPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
+
+
+def start_distributed(timeout_s: float) -> None:
+    """Join the process group that torchrun (or a test) describes in the environment: NCCL on GPUs, gloo on CPUs."""
+    if has_gpu():
+        torch.cuda.set_device(local_device())
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu() else "gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def now_s() -> float:
+    """A clock for phase times, in seconds; waits for the device's queued work first."""
+    if has_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()

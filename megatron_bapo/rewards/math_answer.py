@@ -1,0 +1,31 @@
+"""Mathematical equality of an answer and the ground truth, by math-verify (https://github.com/huggingface/Math-Verify)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from math_verify import parse, verify
+
+# It warns that its own time limits are off. They rest on SIGALRM, which some computations outlast (verl PR #5635):
+# the scorer kills the process instead.
+NO_TIMEOUT = 0
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> float:
+    r"""1.0 when the answer equals the ground truth, else 0.0.
+
+    The answer is the text's last \boxed{} (several close together make a set), else its last formula or number. The
+    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs. Raises ValueError when nothing can be
+    read from the ground truth.
+    """
+    delimited = "\\boxed" in ground_truth or "$" in ground_truth
+    gold = parse(ground_truth if delimited else f"\\boxed{{{ground_truth}}}", parsing_timeout=NO_TIMEOUT)
+    if not gold:
+        raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
+    answer = parse(solution_str, parsing_timeout=NO_TIMEOUT)
+    # math-verify's comparison is not symmetric: the ground truth comes first.
+    return float(verify(gold, answer, timeout_seconds=NO_TIMEOUT))

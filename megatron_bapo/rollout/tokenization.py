@@ -1,0 +1,81 @@
+"""Prompts to token ids, once, before anything is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_bapo.config.schema import DataConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Prompt, Trajectory, VersionSpan
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    prompt: Prompt
+    token_ids: np.ndarray
+    """int32 [P], at least one token."""
+
+
+def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer; no code from the checkpoint is run.
+
+    Raises UserError when the folder has none, or when it names no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no tokenizer can be loaded from {model_path}: {error}") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"the tokenizer in {model_path} has no eos_token; set it in tokenizer_config.json")
+    return tokenizer
+
+
+def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[TokenizedPrompt]:
+    """Render and encode every prompt.
+
+    Raises UserError for a prompt that is empty or longer than `data.max_prompt_length`, and for a tokenizer without a
+    chat template where one is asked for.
+    """
+    if data.chat_template and tokenizer.chat_template is None:
+        raise UserError(
+            "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false to join "
+            "the messages as plain text"
+        )
+    tokenized = []
+    for prompt in prompts:
+        token_ids = np.asarray(_encode(prompt, tokenizer, chat_template=data.chat_template), np.int32)
+        if not 0 < len(token_ids) <= data.max_prompt_length:
+            raise UserError(
+                f"prompt {prompt.prompt_id} has {len(token_ids)} tokens; data.max_prompt_length allows 1 to "
+                f"{data.max_prompt_length}: raise it (with the model's context in mind) or drop the prompt"
+            )
+        tokenized.append(TokenizedPrompt(prompt, token_ids))
+    return tokenized
+
+
+def worked_example(tokenized: TokenizedPrompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+    """The ground truth as if it had been answered, for supervised learning."""
+    answer = tokenizer.encode(tokenized.prompt.ground_truth, add_special_tokens=False)
+    response = np.asarray([*answer, tokenizer.eos_token_id], np.int32)
+    return Trajectory(
+        prompt_token_ids=tokenized.token_ids,
+        response_token_ids=response,
+        behaviour_log_probs=np.zeros(len(response), np.float32),
+        version_spans=(VersionSpan(0, len(response)),),
+        finish_reason="stop",
+        text=tokenized.prompt.ground_truth,
+        reward=1.0,
+    )
+
+
+def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:
+    if chat_template:
+        text = str(tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True))
+    else:
+        text = "\n".join(message["content"] for message in prompt.messages)
+    return tokenizer.encode(text, add_special_tokens=False)

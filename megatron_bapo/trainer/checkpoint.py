@@ -1,0 +1,88 @@
+"""Complete trainer state on disk: safetensors and JSON, in Hugging Face's names, so in no particular layout.
+
+    checkpoints/step-00000020/
+        weights/ exp_avg/ exp_avg_sq/    one safetensors file per pipeline stage, fp32
+        state.json                       counters, Adam's step, the run's position in the data
+
+The folder is written as `*.partial` and renamed when whole; what carries the final name is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_bapo.model.hf_export import stream_tensors, write_stage_file
+from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
+from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.trainer.optimizer import MOMENTS, adam_of, main_parameter, moment
+from megatron_bapo.trainer.worker import Worker
+
+_NAME = re.compile(r"step-(\d{8})")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def save_checkpoint(worker: Worker, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write `folder/step-N`, then delete all but the newest `keep`. `state` is JSON and read from rank 0 only."""
+    final = folder / f"step-{step:08d}"
+    partial = final.with_name(final.name + ".partial")
+    sources = {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
+    if worker.groups.is_main:
+        for leftover in folder.glob("*.partial"):
+            shutil.rmtree(leftover)
+        for name in sources:
+            (partial / name).mkdir(parents=True)
+    barrier(worker.groups)
+    for name, value_of in sources.items():
+        write_stage_file(partial / name, stream_tensors(worker.model, worker.groups, value_of=value_of), worker.groups)
+    barrier(worker.groups)
+    if worker.groups.is_main:
+        (partial / "state.json").write_text(json.dumps({**state, "adam_step": _adam_step(worker)}, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        _flush_to_disk(partial)
+        partial.rename(final)
+        for old in checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    barrier(worker.groups)
+    return final
+
+
+def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
+    """Fill weights and moments bit for bit, whatever layout wrote them; returns the saved state.
+
+    Raises UserError when a file is missing or unreadable.
+    """
+    state = json.loads((checkpoint / "state.json").read_text())
+    targets = {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
+    for name, target_of in targets.items():
+        with SafetensorsFolder(checkpoint / name) as folder:
+            load_tensors(worker.model, folder, worker.groups.tensor, target_of=target_of)
+    with torch.no_grad():
+        for _, parameter in worker.model.named_parameters():
+            parameter.copy_(main_parameter(parameter))
+    for entry in adam_of(worker.optimizer).state.values():
+        entry["step"].fill_(state["adam_step"])
+    return state
+
+
+def _adam_step(worker: Worker) -> int:
+    return int(next(iter(adam_of(worker.optimizer).state.values()))["step"])
+
+
+def _flush_to_disk(folder: Path) -> None:
+    """A rename must not survive a power cut that its files do not."""
+    for path in (*folder.rglob("*"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,245 @@
+"""A real vLLM engine against Hugging Face, on one tiny Qwen3 checkpoint with tied embeddings."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.errors import RunError
+from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
+from megatron_bapo.weight_sync.transport import WeightStore
+from tests.tolerances import ENGINE_LOG_PROB
+
+VOCABULARY = ["<eos>", *map(chr, range(ord(" "), ord("~") + 1))]
+END = VOCABULARY.index("<eos>")
+LONG_PROMPT = np.arange(1, 81, dtype=np.int32)
+"""Fills two blocks of the engine's prefix cache."""
+
+
+def create_checkpoint(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=END,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine, the Hugging Face model whose weights it should have, and the loop that the engine lives on."""
+
+    engine: Engine
+    model: Qwen3ForCausalLM
+    store: WeightStore
+    wait_for: Callable[[Awaitable[Any]], Any]
+
+    def generate(self, prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7) -> Generated:
+        return self.wait_for(self.engine.generate(request(prompt, n=n, temperature=temperature, seed=seed)))
+
+    def publish(self, version: int) -> None:
+        self.store.write(version, "trainer", exported(self.model).items(), bucket_bytes=64 << 10)
+        self.store.commit(version, ["trainer"])
+
+    def perturb(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def log_probs(self, token_ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
+        """[S - 1] by Hugging Face."""
+        tokens = torch.from_numpy(token_ids).long()
+        with torch.no_grad():
+            logits = self.model(tokens[None]).logits[0, :-1] / temperature
+        return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+
+    def assert_engine_has_the_models_weights(self) -> None:
+        token_ids = np.concatenate([LONG_PROMPT, LONG_PROMPT[::-3]])
+        score = self.wait_for(self.engine.score(token_ids))
+        np.testing.assert_allclose(score.log_probs, self.log_probs(token_ids), atol=ENGINE_LOG_PROB, rtol=0)
+        self.assert_sampled_log_probs_are_the_models(self.generate(LONG_PROMPT), LONG_PROMPT)
+
+    def assert_sampled_log_probs_are_the_models(
+        self, generated: Generated, prompt: np.ndarray, temperature: float = 1.0
+    ) -> None:
+        for completion in generated.completions:
+            sequence = np.concatenate([prompt, completion.token_ids])
+            expected = self.log_probs(sequence, temperature=temperature)[len(prompt) - 1 :]
+            np.testing.assert_allclose(completion.log_probs, expected, atol=ENGINE_LOG_PROB, rtol=0)
+
+
+def request(prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7) -> GenerationRequest:
+    return GenerationRequest("request", prompt, n, temperature, max_tokens=24, seed=seed)
+
+
+def exported(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+@contextmanager
+def running_engine(folder: Path) -> Iterator[Running]:
+    create_checkpoint(folder)
+    store = WeightStore.create(folder)
+    settings = RolloutConfig(max_num_seqs=64, kv_cache_gib=0.02, request_timeout_s=60)
+    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
+        for name, value in engine_environment(False).items():
+            environment.setenv(name, value)
+
+        async def waited(work: Awaitable[Any]) -> Any:
+            return await work
+
+        engine = Engine()
+        run = Running(engine, Qwen3ForCausalLM.from_pretrained(folder), store, lambda work: runner.run(waited(work)))
+        run.wait_for(engine.start(folder, settings, "float32", max_model_len=200, seed=0, store_folder=store.folder))
+        try:
+            yield run
+        finally:
+            run.wait_for(engine.shutdown())
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_engine(tmp_path_factory.mktemp("checkpoint")) as run:
+        yield run
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_log_probs_equal_hugging_faces_at_the_sampling_temperature(run: Running, temperature: float):
+    prompt = np.asarray([5, 9, 2], np.int32)
+    generated = run.generate(prompt, n=8, temperature=temperature)
+    assert len(generated.completions) == 8
+    run.assert_sampled_log_probs_are_the_models(generated, prompt, temperature)
+
+
+def test_scores_equal_hugging_faces(run: Running):
+    score = run.wait_for(run.engine.score(LONG_PROMPT))
+    assert score.log_probs.dtype == np.float32
+    np.testing.assert_allclose(score.log_probs, run.log_probs(LONG_PROMPT), atol=ENGINE_LOG_PROB, rtol=0)
+
+
+def test_an_answer_that_stops_ends_with_the_end_token_and_its_text_leaves_it_out(run: Running):
+    generated = run.generate(np.asarray([3, 4], np.int32), n=64)
+    stopped = [completion for completion in generated.completions if completion.finish_reason == "stop"]
+    full = [completion for completion in generated.completions if completion.finish_reason == "length"]
+    assert stopped
+    assert full
+    for completion in stopped:
+        assert completion.token_ids[-1] == END
+        assert END not in completion.token_ids[:-1]
+    for completion in full:
+        assert len(completion.token_ids) == 24
+        assert END not in completion.token_ids
+    for completion in generated.completions:
+        assert completion.token_ids.dtype == np.int32
+        assert completion.log_probs.dtype == np.float32
+        known = [VOCABULARY[token] for token in completion.token_ids if 0 < token < len(VOCABULARY)]
+        assert completion.text == "".join(known)
+
+
+def test_the_same_seed_gives_the_same_samples_whatever_else_is_in_the_batch(run: Running):
+    alone = run.generate(LONG_PROMPT, seed=11)
+    others = [request(np.asarray([token], np.int32), seed=token) for token in range(1, 30)]
+    crowded = run.wait_for(run.engine.generate_many([*others, request(LONG_PROMPT, seed=11)]))[-1]
+    for first, second in zip(alone.completions, crowded.completions, strict=True):
+        np.testing.assert_array_equal(first.token_ids, second.token_ids)
+        np.testing.assert_allclose(first.log_probs, second.log_probs, atol=ENGINE_LOG_PROB, rtol=0)
+
+
+def test_another_seed_and_another_completion_give_other_samples(run: Running):
+    completions = [*run.generate(LONG_PROMPT, seed=11).completions, *run.generate(LONG_PROMPT, seed=12345).completions]
+    assert len({completion.token_ids.tobytes() for completion in completions}) == len(completions)
+
+
+def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(run: Running):
+    requests = [request(np.roll(LONG_PROMPT, shift), seed=shift) for shift in range(60)]
+    answers = run.wait_for(run.engine.generate_many(requests))
+    assert [len(answer.completions) for answer in answers] == [4] * 60
+    run.assert_sampled_log_probs_are_the_models(answers[-1], requests[-1].prompt_token_ids)
+
+
+def test_after_each_load_the_engine_has_the_new_weights_and_no_stale_prefix(run: Running):
+    run.assert_engine_has_the_models_weights()
+    for version in (1, 2):
+        run.perturb(seed=version)
+        run.publish(version)
+        run.wait_for(run.engine.load_weights(version))
+        run.assert_engine_has_the_models_weights()
+        assert run.generate(LONG_PROMPT).policy_version == version
+        assert run.wait_for(run.engine.score(LONG_PROMPT)).policy_version == version
+
+
+def test_weights_that_are_stale_uncommitted_or_incomplete_are_refused_and_the_engine_serves_on(run: Running):
+    with pytest.raises(RunError, match="does not go back to 2"):
+        run.wait_for(run.engine.load_weights(2))
+    with pytest.raises(RunError, match="version 99 is not committed"):
+        run.wait_for(run.engine.load_weights(99))
+    complete = exported(run.model)
+    without_norm = {name: tensor for name, tensor in complete.items() if name != "model.norm.weight"}
+    broken = {
+        10: (without_norm, r"lacks tensor model\.norm\.weight"),
+        11: (complete | {"model.extra": torch.ones(1)}, r"has unknown tensor model\.extra"),
+        12: (
+            complete | {"model.norm.weight": torch.ones(3)},
+            r"has model\.norm\.weight as \(3,\), the model as \(64,\)",
+        ),
+    }
+    for version, (tensors, message) in broken.items():
+        run.store.write(version, "trainer", tensors.items(), 1 << 20)
+        run.store.commit(version, ["trainer"])
+        with pytest.raises(RunError, match=message):
+            run.wait_for(run.engine.load_weights(version))
+    run.assert_engine_has_the_models_weights()
+
+
+def test_weights_are_not_exchanged_under_requests_in_flight(run: Running):
+    async def load_while_generating() -> None:
+        generating = asyncio.ensure_future(run.engine.generate(request(LONG_PROMPT)))
+        await asyncio.sleep(0)
+        try:
+            with pytest.raises(RunError, match="1 batches are in flight"):
+                await run.engine.load_weights(50)
+        finally:
+            await generating
+
+    run.wait_for(load_while_generating())
+
+
+def test_after_a_damaged_store_the_engine_serves_nothing(run: Running):
+    run.publish(60)
+    damaged = sorted(run.store.folder.rglob("00000060/*.safetensors"))[-1]
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(RunError, match=f"60 was not loaded, the engine stops serving: .*{damaged.name} is damaged"):
+        run.wait_for(run.engine.load_weights(60))
+    with pytest.raises(RunError, match="no known weights"):
+        run.generate(LONG_PROMPT)
+    with pytest.raises(RunError, match="no known weights"):
+        run.wait_for(run.engine.score(LONG_PROMPT))
+    run.publish(61)
+    with pytest.raises(RunError, match="no known weights"):
+        run.wait_for(run.engine.load_weights(61))

@@ -1,0 +1,47 @@
+"""The small models and examples that every layout is tried on."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.records import Trajectory, VersionSpan
+from megatron_bapo.trainer.micro_batches import Example
+
+NUM_EXAMPLES = 12
+
+
+def make_config(model: Path, run_dir: Path, parallel: dict) -> Config:
+    return Config.model_validate(
+        {
+            "run_dir": run_dir,
+            "model": {"path": model, "dtype": "float32"},
+            "parallel": parallel,
+            "data": {"train": {"path": "unused.jsonl"}},
+            "optimizer": {"lr": 1e-3, "adam_eps": 1e-5, "weight_decay": 0.01, "clip_grad": 100.0},
+            "trainer": {
+                "total_steps": 1,
+                "train_batch_size": NUM_EXAMPLES,
+                "ppo_mini_batch_size": NUM_EXAMPLES,
+                "max_tokens_per_gpu": 64,
+            },
+        }
+    )
+
+
+def make_examples(vocab_size: int) -> list[Example]:
+    """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds."""
+    rng = np.random.default_rng(0)
+    examples = []
+    for _ in range(NUM_EXAMPLES):
+        num_prompt, num_response = rng.integers(3, 12), rng.integers(2, 16)
+        trajectory = Trajectory(
+            prompt_token_ids=rng.integers(0, vocab_size, num_prompt).astype(np.int32),
+            response_token_ids=rng.integers(0, vocab_size, num_response).astype(np.int32),
+            behaviour_log_probs=(-np.log(vocab_size) + 0.5 * rng.standard_normal(num_response)).astype(np.float32),
+            version_spans=(VersionSpan(0, int(num_response)),),
+            finish_reason="stop",
+            text="",
+        )
+        examples.append(Example(trajectory, advantage=float(rng.normal(0.2, 1.0)), weight=1.0 / (NUM_EXAMPLES * 8)))
+    return examples

@@ -1,0 +1,11 @@
+"""Every numerical tolerance of the test suite, with its reason."""
+
+LOG_PROB = 2e-6
+"""fp32 log-probs, absolute: the softmax sums 1e2 terms, in another order on every layout."""
+GRADIENT = 5e-6
+"""fp32 gradients, relative to the largest: layouts add the same terms in another order."""
+PARAMETER = 2e-6
+"""fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size, which magnifies
+rounding in small gradients."""
+ENGINE_LOG_PROB = 1e-4
+"""fp32 log-probs of vLLM against another implementation, absolute: other kernels, other attention order."""

@@ -1,0 +1,307 @@
+"""The one-pass search against the oracle and against Algorithm 1 iterated literally over tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron_bapo.algorithm.clip_bounds import (
+    ClipBounds,
+    ClipBoundsSettings,
+    find_clip_bounds,
+    immovable_bounds_warning,
+)
+
+ORACLE = json.loads((Path(__file__).parent / "clip_bounds_cases.json").read_text())["cases"]
+PAPER = ClipBoundsSettings()
+
+
+class Token(NamedTuple):
+    ratio: float
+    advantage: float
+    weight: float
+    present: bool
+
+
+def tensor(values: Any, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor([float(value) for value in values], dtype=dtype)
+
+
+def settings_from(cfg: dict[str, float], **choices: Any) -> ClipBoundsSettings:
+    # The oracle also asks for targets 0 and 1, which a run's configuration need not accept.
+    return ClipBoundsSettings.model_construct(
+        positive_contribution_target=cfg["rho0"],
+        ratio_lower_start=cfg["a_lo"],
+        ratio_lower_max=cfg["b_lo"],
+        ratio_lower_step=cfg["d_lo"],
+        ratio_upper_start=cfg["a_hi"],
+        ratio_upper_max=cfg["b_hi"],
+        ratio_upper_step=cfg["d_hi"],
+        **choices,
+    )
+
+
+def search(tokens: list[Token], settings: ClipBoundsSettings, **kwargs: Any) -> ClipBounds:
+    return find_clip_bounds(
+        tensor(t.ratio for t in tokens).log(),
+        tensor(t.advantage for t in tokens),
+        settings,
+        mask=torch.tensor([t.present for t in tokens], dtype=torch.bool),
+        weights=tensor(t.weight for t in tokens),
+        **kwargs,
+    )
+
+
+def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) -> list[ClipBounds]:
+    """Every rank's result, with a reduction that adds the ranks' vectors."""
+    vectors: list[torch.Tensor] = []
+    for shard in shards:
+        search(shard, settings, reduce=lambda vector: vectors.append(vector.clone()))
+    assert len(vectors) == len(shards), "reduce is called exactly once per search"
+    total = torch.stack(vectors).sum(dim=0)
+    return [search(shard, settings, reduce=lambda vector: vector.copy_(total)) for shard in shards]
+
+
+def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[float, float, float, int]:
+    """Algorithm 1 (or the released code's loop) with one full evaluation per move: (low, high, share, num_dropped)."""
+    kept = [
+        (min(max(t.ratio, math.exp(-20)), math.exp(20)), t.advantage, t.weight)
+        for t in tokens
+        if t.present and not math.isnan(t.ratio) and math.isfinite(t.advantage) and math.isfinite(t.weight)
+    ]
+    num_dropped = sum(t.present for t in tokens) - len(kept)
+    s, gradient = settings, settings.contribution == "gradient"
+    low, high = s.ratio_lower_start, s.ratio_upper_start
+
+    def evaluate() -> tuple[float, float]:
+        positive = (w * a * (r * (r < high) if gradient else min(r, high)) for r, a, w in kept if a > 0)
+        negative = (w * -a * (r * (r > low) if gradient else max(r, low)) for r, a, w in kept if a < 0)
+        return math.fsum(positive), math.fsum(negative)
+
+    while True:
+        positive, negative = evaluate()
+        share = positive / (positive + negative) if positive + negative else math.nan
+        if s.target_measure == "ratio":
+            target = s.positive_contribution_target / (1 - s.positive_contribution_target)
+            satisfied = negative == 0 or positive / (negative + 1e-8) >= target
+        else:
+            satisfied = math.isnan(share) or share >= s.positive_contribution_target - 1e-9
+        next_low, next_high = round(low + s.ratio_lower_step, 9), round(high + s.ratio_upper_step, 9)
+        if s.search_order == "upper_first":
+            if satisfied or next_low > s.ratio_lower_max:
+                return low, high, share, num_dropped
+            low, high = (low, next_high) if next_high <= s.ratio_upper_max else (next_low, high)
+        else:
+            if satisfied or (low == s.ratio_lower_max and high == s.ratio_upper_max):
+                return low, high, share, num_dropped
+            if low < s.ratio_lower_max:
+                low = min(next_low, s.ratio_lower_max)
+            else:
+                high = min(next_high, s.ratio_upper_max)
+
+
+def random_settings(rng: random.Random) -> ClipBoundsSettings:
+    a_lo, a_hi = rng.choice([0.5, 0.6, 0.8]), rng.choice([1.0, 1.2, 1.25])
+    return settings_from(
+        {
+            "a_lo": a_lo,
+            "b_lo": rng.choice([a_lo, 0.85, 0.9, 1.0]),
+            "d_lo": rng.choice([0.02, 0.05, 0.07, 0.3]),
+            "a_hi": a_hi,
+            "b_hi": rng.choice([a_hi, 1.5, 2.0, 3.0]),
+            "d_hi": rng.choice([0.05, 0.1, 0.13]),
+            "rho0": rng.choice([0.0, 0.2, 0.33, 0.4, 0.45, 0.5, 0.6, 0.9]),
+        },
+        contribution=rng.choice(["value", "gradient"]),
+        search_order=rng.choice(["upper_first", "lower_first"]),
+        target_measure=rng.choice(["share", "ratio"]),
+    )
+
+
+def random_tokens(rng: random.Random) -> list[Token]:
+    ratios = rng.choice(
+        [[0.5, 0.7, 1.0, 1.2, 1.35, 2.0, 3.0, 5.0], [round(rng.lognormvariate(0, 0.5), 3) for _ in range(8)]]
+    )
+    advantages = rng.choice([[-2.0, -1.0, -0.5, 0.0, 1.0, 2.0, 3.0], [round(rng.gauss(0, 1), 2) for _ in range(8)]])
+    tokens = []
+    for _ in range(rng.randrange(14)):
+        odd = rng.random() < 0.06
+        tokens.append(
+            Token(
+                ratio=rng.choice([math.nan, math.inf, 0.0]) if odd and rng.random() < 0.6 else rng.choice(ratios),
+                advantage=rng.choice([math.nan, math.inf, -math.inf])
+                if odd and rng.random() < 0.4
+                else rng.choice(advantages),
+                weight=rng.choice([math.nan, math.inf, 0.0])
+                if odd and rng.random() < 0.3
+                else rng.choice([0.25, 0.5, 1.0]),
+                present=rng.random() < 0.9,
+            )
+        )
+    return tokens
+
+
+def assert_matches_literal(found: ClipBounds, expected: tuple[float, float, float, int]) -> None:
+    low, high, share, num_dropped = expected
+    assert (found.low.item(), found.high.item(), found.num_dropped) == (low, high, num_dropped)
+    assert found.positive_share.item() == pytest.approx(share, rel=1e-12, nan_ok=True)
+
+
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+@pytest.mark.parametrize("case", ORACLE, ids=lambda case: case["name"])
+def test_oracle_case(case: dict[str, Any], contribution: str) -> None:
+    settings = settings_from(case["cfg"], contribution=contribution)
+    found = find_clip_bounds(
+        tensor(case["r"]).log(),
+        tensor(case["A"]),
+        settings,
+        mask=None if case["mask"] is None else torch.tensor(case["mask"]),
+        weights=None if case["w"] is None else tensor(case["w"]),
+    )
+    expected = case[contribution]
+    assert (found.low.item(), found.high.item()) == (expected["c_low"], expected["c_high"])
+    assert found.num_dropped == case["dropped"]
+    for value, name in [
+        (found.positive_share, "rho"),
+        (found.initial_positive_share, "rho_start"),
+        (found.positive_sum, "P"),
+        (found.negative_sum, "N"),
+    ]:
+        reference = math.nan if expected[name] is None else expected[name]
+        assert value.item() == pytest.approx(reference, abs=1e-8, rel=1e-9, nan_ok=True)
+
+
+# The released search multiplies by the mask, so that a masked NaN stops it at the start: a fault, not reproduced.
+@pytest.mark.parametrize("case", [c for c in ORACLE if c["name"] != "nan_ratio_masked"], ids=lambda case: case["name"])
+def test_lower_first_with_the_ratio_measure_is_the_released_search(case: dict[str, Any]) -> None:
+    settings = settings_from(case["cfg"], search_order="lower_first", target_measure="ratio")
+    found = find_clip_bounds(tensor(case["r"]).log(), tensor(case["A"]), settings)
+    expected = case["released"]
+    assert (found.low.item(), found.high.item()) == (expected["c_low"], expected["c_high"])
+    if isinstance(expected["pos_neg_ratio"], float):
+        assert (found.positive_sum / (found.negative_sum + 1e-8)).item() == pytest.approx(
+            expected["pos_neg_ratio"], abs=1e-6
+        )
+
+
+def test_random_cases_match_the_literal_loop_in_any_order_and_split() -> None:
+    rng = random.Random(20251018)
+    outcomes = set()
+    for _ in range(2500):
+        tokens, settings = random_tokens(rng), random_settings(rng)
+        found, expected = search(tokens, settings), literal_search(tokens, settings)
+        assert_matches_literal(found, expected)
+        outcomes.add(found.outcome)
+        rng.shuffle(tokens)
+        cuts = sorted(rng.randrange(len(tokens) + 1) for _ in range(rng.randrange(1, 4)))
+        shards = [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+        for sharded in search_in_shards(shards, settings):
+            assert_matches_literal(sharded, expected)
+            assert sharded.outcome == found.outcome
+            assert sharded.positive_sum.equal(found.positive_sum)
+            assert sharded.negative_sum.equal(found.negative_sum)
+    assert outcomes == {"start", "interior", "end", "no_signal"}
+
+
+def test_sums_over_many_chunks_are_bitwise_independent_of_the_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_ratio = torch.randn(300_000, generator=generator) * 0.4
+    advantages = torch.randn(300_000, generator=generator) * torch.randn(300_000, generator=generator).mul(10).exp()
+    order = torch.randperm(300_000, generator=generator)
+    first, second = (
+        find_clip_bounds(log_ratio, advantages, PAPER),
+        find_clip_bounds(log_ratio[order], advantages[order], PAPER),
+    )
+    for name in ("low", "high", "positive_share", "initial_positive_share", "positive_sum", "negative_sum"):
+        assert getattr(first, name).equal(getattr(second, name))
+    terms = advantages.double() * torch.minimum(log_ratio.double().exp(), first.high)
+    assert first.positive_sum.item() == pytest.approx(math.fsum(terms[advantages > 0].tolist()), rel=1e-14)
+
+
+@pytest.mark.parametrize("scale", [2.0**-150, 1e-30, 1e30, 2.0**150])
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+def test_a_common_scale_of_the_advantages_changes_no_bound(scale: float, contribution: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    log_ratio = torch.randn(2000, generator=generator, dtype=torch.float64) * 0.5
+    advantages = torch.randn(2000, generator=generator, dtype=torch.float64)
+    target = {"value": 0.45, "gradient": 0.42}[contribution]
+    settings = ClipBoundsSettings.model_validate({"positive_contribution_target": target, "contribution": contribution})
+    plain = find_clip_bounds(log_ratio, advantages, settings)
+    scaled = find_clip_bounds(log_ratio, advantages * scale, settings)
+    assert plain.outcome == "interior"
+    assert (scaled.low, scaled.high, scaled.num_dropped) == (plain.low, plain.high, 0)
+    assert scaled.positive_share.item() == pytest.approx(plain.positive_share.item(), rel=1e-12)
+
+
+def test_contributions_out_of_range_vanish_below_and_are_dropped_above() -> None:
+    found = find_clip_bounds(torch.zeros(4, dtype=torch.float64), tensor(["1e-60", "-1e-300", "1e50", "-1e308"]), PAPER)
+    assert (found.outcome, found.num_dropped) == ("no_signal", 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_takes_a_ratio_within_rounding_of_a_grid_point_as_on_it(dtype: torch.dtype) -> None:
+    settings = ClipBoundsSettings(contribution="gradient")
+    points = [round(1.2 + 0.05 * k, 2) for k in range(37)]
+    for index, point in enumerate(points[:-1]):
+        found = find_clip_bounds(torch.tensor([point, 1.0], dtype=dtype).log(), tensor([1, -1], dtype), settings)
+        assert found.high.item() == points[index + 1]
+    lower = [round(0.6 + 0.02 * k, 2) for k in range(16)]
+    for point in lower[1:]:
+        found = find_clip_bounds(
+            torch.tensor([1.0, point, 1.0], dtype=dtype).log(), tensor([1, -1, -1], dtype), settings
+        )
+        assert found.low.item() == point
+
+
+def test_half_precision_inputs_are_read_at_full_range() -> None:
+    found = find_clip_bounds(
+        torch.tensor([2.0, 1.0], dtype=torch.bfloat16).log(), torch.tensor([1.0, -2.0], dtype=torch.bfloat16), PAPER
+    )
+    assert (found.low.item(), found.high.item()) == (0.6, 1.35)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    log_ratio, advantages, weights = tensor([-30, 0, 1]), tensor([-1, 2, -3]), tensor([1, 2, 3])
+    before = [t.clone() for t in (log_ratio, advantages, weights)]
+    find_clip_bounds(log_ratio, advantages, PAPER, mask=torch.tensor([True, False, True]), weights=weights)
+    assert all(map(torch.equal, before, (log_ratio, advantages, weights)))
+
+
+def test_inputs_that_require_gradients_give_detached_bounds() -> None:
+    found = find_clip_bounds(tensor([0, 0]).requires_grad_(), tensor([1, -1]), PAPER)
+    assert not found.high.requires_grad
+
+
+def test_no_token_on_this_rank_still_takes_part_in_the_reduction() -> None:
+    filled = [Token(2.0, 1.0, 1.0, True), Token(1.0, -2.0, 1.0, True)]
+    empty, full = search_in_shards([[], filled], PAPER)
+    assert (empty.low, empty.high, empty.outcome) == (full.low, full.high, "interior")
+    assert full.high.item() == 1.35
+
+
+def test_dropped_tokens_are_counted_over_all_ranks() -> None:
+    bad = [Token(math.nan, 1.0, 1.0, True), Token(1.0, math.inf, 1.0, True), Token(math.nan, 1.0, 1.0, False)]
+    assert [found.num_dropped for found in search_in_shards([bad, bad[:1], []], PAPER)] == [3, 3, 3]
+
+
+def test_a_lower_range_of_less_than_one_step_is_reported_as_immovable() -> None:
+    warning = immovable_bounds_warning(ClipBoundsSettings(ratio_lower_start=0.89))
+    assert warning is not None
+    assert "ratio_lower_start 0.89 plus ratio_lower_step 0.02 exceeds ratio_lower_max 0.9" in warning
+
+
+def test_lower_first_is_immovable_only_if_both_ranges_are_empty() -> None:
+    narrow = {"search_order": "lower_first", "ratio_lower_start": 0.89}
+    assert immovable_bounds_warning(ClipBoundsSettings.model_validate(narrow)) is None
+    empty = {"search_order": "lower_first", "ratio_lower_start": 0.9, "ratio_upper_start": 3.0}
+    assert "widen a range" in str(immovable_bounds_warning(ClipBoundsSettings.model_validate(empty)))
+
+
+def test_the_papers_settings_raise_no_warning() -> None:
+    assert immovable_bounds_warning(PAPER) is None

@@ -1,0 +1,107 @@
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.data.prompts import load_prompts
+from megatron_bapo.data.reasoning_gym_tasks import generate_entries
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Prompt
+
+ONE_DIGIT_SUMS = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+
+
+def generate(tasks: dict[str, dict[str, Any]], size: int, seed: int = 0) -> list[Prompt]:
+    source = PromptSourceConfig(reasoning_gym=tasks, size=size, seed=seed)
+    return load_prompts(source, name="train", system_prompt=None).prompts
+
+
+def test_prompts_carry_the_entry_for_the_tasks_own_scorer():
+    (prompt,) = generate({"chain_sum": {}}, size=1)
+    assert prompt.prompt_id == "train:0"
+    assert prompt.data_source == "reasoning_gym/chain_sum"
+    assert prompt.messages == ({"role": "user", "content": prompt.extra_info["question"]},)
+    assert prompt.ground_truth == prompt.extra_info["answer"]
+    assert json.loads(json.dumps(prompt.extra_info)) == prompt.extra_info
+
+
+def test_tasks_are_mixed_evenly_whatever_their_order_in_the_file():
+    prompts = generate({"gcd": {}, "chain_sum": {}, "lcm": {}}, size=8)
+    tasks = [prompt.data_source.removeprefix("reasoning_gym/") for prompt in prompts]
+    assert tasks == ["chain_sum", "gcd", "lcm", "chain_sum", "gcd", "lcm", "chain_sum", "gcd"]
+    assert prompts == generate({"lcm": {}, "chain_sum": {}, "gcd": {}}, size=8)
+
+
+def test_the_same_seed_gives_the_same_prompts_in_another_process():
+    code = (
+        "import json; from megatron_bapo.data.reasoning_gym_tasks import generate_entries\n"
+        "print(json.dumps(generate_entries({'chain_sum': {}, 'knights_knaves': {}}, size=6, seed=3)))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=120).stdout
+    here = generate_entries({"chain_sum": {}, "knights_knaves": {}}, size=6, seed=3)
+    assert json.loads(output) == [list(pair) for pair in here]
+
+
+def test_neighbouring_seeds_give_other_questions():
+    tasks = {"chain_sum": {"min_digits": 4, "max_digits": 4}}
+    first, second = (
+        {prompt.messages[0]["content"] for prompt in generate(tasks, size=50, seed=seed)} for seed in (0, 1)
+    )
+    assert not first & second
+
+
+def test_all_of_a_small_task_is_found_and_each_question_once():
+    prompts = generate(ONE_DIGIT_SUMS, size=200)
+    assert len({prompt.messages[0]["content"] for prompt in prompts}) == 200
+
+
+def test_a_task_with_fewer_questions_than_asked_for_is_refused():
+    with pytest.raises(
+        UserError, match=r"chain_sum has only 200 distinct questions .* and 201 are asked for; lower size"
+    ):
+        generate(ONE_DIGIT_SUMS, size=201)
+
+
+def test_a_generator_that_knows_no_index_beyond_its_size_goes_on():
+    assert len(generate({"gsm_symbolic": {}}, size=600)) == 600
+
+
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(UserError, match="no task 'chain_sums'; the nearest is 'chain_sum'"):
+        generate({"chain_sums": {}}, size=1)
+
+
+def test_an_unknown_parameter_names_the_nearest():
+    with pytest.raises(UserError, match="chain_sum has no parameter 'min_term'; the nearest is min_terms, all are"):
+        generate({"chain_sum": {"min_term": 2}}, size=1)
+
+
+@pytest.mark.parametrize("params", [{"min_terms": 5, "max_terms": 2}, {"min_terms": "two"}])
+def test_refused_parameters_are_named(params):
+    with pytest.raises(UserError, match="chain_sum refuses the parameters"):
+        generate({"chain_sum": params}, size=1)
+
+
+@pytest.mark.parametrize("key", ["seed", "size"])
+def test_seed_and_size_belong_to_the_source(key):
+    with pytest.raises(UserError, match=f"{key} is not a parameter"):
+        generate({"chain_sum": {key: 3}}, size=1)
+
+
+def test_a_size_below_the_number_of_tasks_is_refused():
+    with pytest.raises(UserError, match="size is 1 for 2 reasoning_gym tasks"):
+        generate({"chain_sum": {}, "gcd": {}}, size=1)
+
+
+def test_a_task_whose_scorer_does_not_survive_json_is_refused():
+    with pytest.raises(UserError, match=r"rearc cannot be used: its scorer gives its own answer 0\.05 instead of 1\.0"):
+        generate({"rearc": {}}, size=1)
+
+
+def test_a_task_that_differs_between_processes_needs_a_fixed_hash_seed(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(UserError, match="PYTHONHASHSEED=0"):
+        generate({"ransom_note": {}}, size=1)

@@ -1,0 +1,87 @@
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_bapo.metrics.plots import Series, curve_figure
+
+STEPS = [1.0, 2.0, 3.0, 4.0]
+CURVE = Series("reward", STEPS, [0.1, 0.2, 0.4, 0.8])
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw(*series: Series, **options) -> str:
+    return curve_figure(series, x_label="step", y_label="score", **options)
+
+
+def texts(svg: str) -> list[str]:
+    return ["".join(element.itertext()).strip() for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def curves(svg: str) -> list[str]:
+    """The paths of the lines in the palette's first colour."""
+    elements = ElementTree.fromstring(svg).iter(f"{SVG}path")
+    return [
+        element.get("d", "") for element in elements if "stroke: #0072b2; stroke-width: 1.8" in element.get("style", "")
+    ]
+
+
+def test_the_same_curves_give_the_same_text():
+    assert draw(CURVE) == draw(CURVE)
+
+
+def test_a_figure_is_one_svg_element_without_metadata():
+    svg = draw(CURVE, title="Reward rises")
+    assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
+    assert "metadata" not in svg
+    assert {"Reward rises", "score", "step"} <= set(texts(svg))
+
+
+def test_figures_that_share_a_page_share_no_id():
+    other = Series("entropy", STEPS, [4.0, 3.0, 2.0, 1.0])
+    ids = [set(re.findall(r'id="([^"]+)"', draw(series))) for series in (CURVE, other)]
+    assert ids[0]
+    assert ids[0].isdisjoint(ids[1])
+
+
+def test_only_several_series_get_a_legend():
+    assert "reward" not in texts(draw(CURVE))
+    assert {"reward", "entropy"} <= set(texts(draw(CURVE, Series("entropy", STEPS, STEPS))))
+
+
+def test_nan_leaves_a_gap():
+    whole, broken = (draw(Series("a", STEPS, y)) for y in ([1, 2, 3, 4], [1, math.nan, 3, 4]))
+    assert [curve.count("M") for curve in curves(whole)] == [1]
+    assert [curve.count("M") for curve in curves(broken)] == [2]
+
+
+def test_smoothing_draws_the_average_over_the_thin_raw_curve():
+    smoothed = draw(CURVE, smoothing=0.9)
+    assert curves(smoothed) != curves(draw(CURVE))
+    assert "stroke-opacity: 0.35; stroke-width: 0.8" in smoothed
+
+
+def test_a_target_is_named_in_the_legend():
+    assert "target 0.4" in texts(draw(CURVE, target=0.4))
+
+
+def test_a_log_axis_is_labelled_with_plain_numbers():
+    labels = texts(draw(Series("gap", STEPS, [1e-4, 1e-3, 1e-2, 1e-1]), log_y=True))
+    assert {"0.001", "0.01"} <= set(labels)
+
+
+def test_a_log_axis_without_positive_values_falls_back_to_a_linear_one():
+    assert "0.00" in texts(draw(Series("gap", STEPS, [0.0, 0.0, 0.0, 0.0]), log_y=True))
+
+
+@pytest.mark.parametrize("name", ["<script>", "a & b"])
+def test_names_are_escaped(name: str):
+    svg = draw(CURVE, Series(name, STEPS, STEPS))
+    assert name not in svg
+    assert name in texts(svg)
+
+
+def test_stacked_series_need_not_have_the_same_steps():
+    svg = draw(Series("update", [1, 2], [1, 1]), Series("checkpoint", [2], [math.nan]), stacked=True)
+    assert {"update", "checkpoint"} <= set(texts(svg))

@@ -1,0 +1,173 @@
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from megatron_bapo.metrics.report import SECTIONS, write_report
+from megatron_bapo.metrics.sinks import JsonlSink, MetricsRow, SampleRow, read_rows
+
+TITLES = {figure.title for section in SECTIONS for figure in section.figures}
+LOADING_ATTRIBUTES = {"src", "srcset", "href", "xlink:href", "data", "poster", "action"}
+
+
+class Page(HTMLParser):
+    """Elements, their attributes and their text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.headings: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+        if self.elements and self.elements[-1][0] == "h3" and data.strip():
+            self.headings.append(data.strip())
+
+
+def every_metric(step: int) -> dict[str, float]:
+    names = [name for section in SECTIONS for figure in section.figures for name in figure.metrics]
+    return {name.replace("*", "x"): 0.1 * step for name in names}
+
+
+def row(step: int, metrics: dict[str, float], phase: Any = "train") -> MetricsRow:
+    return {"step": step, "phase": phase, "time_s": float(step), "metrics": metrics}
+
+
+def sample(step: int, **changes: Any) -> SampleRow:
+    answer: SampleRow = {
+        "step": step,
+        "prompt": "2 + 2 =",
+        "answer": "4",
+        "ground_truth": "4",
+        "reward": 1.0,
+        "finish_reason": "stop",
+    }
+    return cast(SampleRow, answer | changes)
+
+
+def page(run_dir: Path, **changes: Any) -> Page:
+    content: dict[str, Any] = {
+        "title": "Addition",
+        "summary": {},
+        "rows": [],
+        "samples": [],
+        "config_yaml": "seed: 0\n",
+    }
+    return Page(write_report(run_dir, **{**content, **changes}).read_text(encoding="utf-8"))
+
+
+def test_the_page_loads_nothing(tmp_path: Path):
+    rows = [row(step, every_metric(step), phase) for step in (1, 2) for phase in ("warm_start", "train", "validation")]
+    report = page(tmp_path, rows=rows, samples=[sample(1)])
+    loaded = [
+        value
+        for _, attributes in report.elements
+        for name, value in attributes.items()
+        if name in LOADING_ATTRIBUTES and not (value or "").startswith("#")
+    ]
+    assert loaded == []
+    assert {"script", "link", "img", "iframe", "base"}.isdisjoint(tag for tag, _ in report.elements)
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert html.count("url(") == html.count("url(#")
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+def test_every_figure_is_drawn_when_its_metrics_are_there(tmp_path: Path):
+    rows = [row(step, every_metric(step), phase) for step in (1, 2) for phase in ("warm_start", "train", "validation")]
+    report = page(tmp_path, rows=rows)
+    assert set(report.headings) == TITLES
+    assert [tag for tag, _ in report.elements].count("svg") == len(TITLES)
+
+
+def test_a_figure_without_metrics_is_left_out(tmp_path: Path):
+    report = page(tmp_path, rows=[row(1, {"critic/score/mean": 0.5, "actor/entropy": math.nan})])
+    assert report.headings == ["Mean reward of the sampled answers"]
+
+
+def test_markup_in_texts_of_the_run_is_shown_and_not_run(tmp_path: Path):
+    evil = "<script>alert('x')</script>"
+    report = page(
+        tmp_path,
+        title=evil,
+        summary={"model": evil},
+        samples=[sample(1, answer=evil, prompt=evil, ground_truth=evil)],
+        rows=[row(1, {f"val/{evil}": 0.5}, "validation"), row(2, {f"val/{evil}": 0.5, "val/other": 0.5}, "validation")],
+        config_yaml=f"model: {evil}\n",
+    )
+    assert "script" not in {tag for tag, _ in report.elements}
+    # Page and heading title, fact, prompt, answer and legend.
+    assert report.texts.count(evil) == 6
+    assert f"expected {evil}" in report.texts
+    assert f"model: {evil}" in report.texts
+
+
+def test_the_headline_compares_accuracy_before_and_after(tmp_path: Path):
+    report = page(tmp_path, summary={"accuracy_before": 0.125, "accuracy_after": 0.75, "num_steps": 60})
+    assert {"12.5%", "75.0%", "+62.5 percentage points", "num steps", "60"} <= set(report.texts)
+
+
+def test_an_accuracy_that_was_not_measured_is_a_dash(tmp_path: Path):
+    report = page(tmp_path, summary={"accuracy_before": 0.125, "accuracy_after": None})
+    assert {"12.5%", "–"} <= set(report.texts)
+
+
+def test_answers_of_the_first_and_the_last_step_are_shown(tmp_path: Path):
+    samples = [sample(step, answer=f"answer {step}") for step in (1, 2, 3)]
+    report = page(tmp_path, samples=samples)
+    assert report.headings == ["Step 1", "Step 3"]
+    assert {"answer 1", "answer 3"} <= set(report.texts)
+    assert "answer 2" not in report.texts
+
+
+def test_an_answer_that_was_cut_or_not_scored_says_so(tmp_path: Path):
+    report = page(tmp_path, samples=[sample(1, reward=None, finish_reason="length")])
+    assert {"reward –", "cut at the length limit"} <= set(report.texts)
+
+
+def test_an_answer_that_is_no_valid_text_does_not_stop_the_report(tmp_path: Path):
+    assert "4 ?" in page(tmp_path, samples=[sample(1, answer="4 \ud800")]).texts
+
+
+@pytest.mark.parametrize(("measure", "label"), [("share", "target 0.4"), ("ratio", "target 0.286")])
+def test_the_target_line_is_a_share_whatever_the_run_compares(tmp_path: Path, measure: str, label: str):
+    bounds = f"{{positive_contribution_target: 0.4, target_measure: {measure}}}"
+    report = page(
+        tmp_path,
+        rows=[row(1, {"actor/bapo_positive_share": 0.3})],
+        config_yaml=f"algorithm:\n  clip_bounds: {bounds}\n",
+    )
+    assert label in report.texts
+
+
+def test_the_total_of_a_step_is_not_stacked_on_its_parts(tmp_path: Path):
+    report = page(tmp_path, rows=[row(1, {"timing_s/step": 9.0, "timing_s/generate": 5.0, "timing_s/update": 4.0})])
+    assert {"generate", "update"} <= set(report.texts)
+    assert report.texts.count("step") == 1
+
+
+def test_many_small_phases_become_one(tmp_path: Path):
+    phases = {f"timing_s/phase_{index}": 10.0 - index for index in range(9)}
+    report = page(tmp_path, rows=[row(1, phases)])
+    assert {"phase_0", "phase_5", "other"} <= set(report.texts)
+    assert "phase_6" not in report.texts
+
+
+def test_rows_from_disk_make_the_same_page_twice(tmp_path: Path):
+    with JsonlSink(tmp_path / "metrics.jsonl") as sink:
+        for step in (1, 2):
+            sink.write(row(step, {**every_metric(step), "actor/ppo_kl": math.nan}))
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    page(tmp_path, rows=rows)
+    first = (tmp_path / "report.html").read_bytes()
+    page(tmp_path, rows=rows)
+    assert (tmp_path / "report.html").read_bytes() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]

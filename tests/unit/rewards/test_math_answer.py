@@ -1,0 +1,44 @@
+import pytest
+
+from megatron_bapo.rewards.math_answer import compute_score
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("42", "42"),
+        ("The answer is \\boxed{42}.", "42"),
+        ("First \\boxed{41}. Another look at it corrects this: \\boxed{42}", "42"),
+        ("12 + 30 = 42", "42"),
+        ("so it is 1,000", "1000"),
+        ("\\boxed{0.5}", "\\frac{1}{2}"),
+        ("$\\frac{2}{4}$", "1/2"),
+        ("\\boxed{-3.5}", "-3.50"),
+        ("\\boxed{(x+1)^2}", "x^2 + 2x + 1"),
+        ("\\boxed{42}", "The result is $42$"),
+        ("\\boxed{42}", "\\boxed{42}"),
+    ],
+)
+def test_an_equal_answer_scores_one(answer, ground_truth):
+    assert compute_score("math", answer, ground_truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "ground_truth"),
+    [
+        ("", "42"),
+        ("I do not know.", "42"),
+        ("142", "42"),
+        ("\\boxed{41}, although 42 is near", "42"),
+        ("42, no: 43", "42"),
+        ("\\boxed{42} \\boxed{43}", "42"),
+        ("\\boxed{\\frac{1}{", "\\frac{1}{2}"),
+    ],
+)
+def test_another_answer_scores_zero(answer, ground_truth):
+    assert compute_score("math", answer, ground_truth) == 0.0
+
+
+def test_an_unreadable_ground_truth_raises():
+    with pytest.raises(ValueError, match="no number or formula in the ground truth ''"):
+        compute_score("math", "42", "")

@@ -1,0 +1,103 @@
+import textwrap
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.errors import UserError
+from megatron_bapo.rewards import user_function
+
+MODULE_NUMBERS = count()
+
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+    """Writes an importable module and returns its name, another one at every call."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source: str) -> str:
+        name = f"my_reward_{next(MODULE_NUMBERS)}"
+        Path(tmp_path, f"{name}.py").write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+def call(spec: str) -> float:
+    return user_function.load(spec)(data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("body", "reward"),
+    [
+        ("return float(solution_str == ground_truth)", 1.0),
+        ("return solution_str == ground_truth", 1.0),
+        ("return {'score': 0.25, 'acc': 1}", 0.25),
+        ("return extra_info['weight']", 0.5),
+        ("import numpy; return numpy.float32(0.5)", 0.5),
+    ],
+)
+@pytest.mark.parametrize("definition", ["def", "async def"])
+def test_numbers_and_dicts_are_rewards(write_module, definition, body, reward):
+    name = write_module(f"{definition} f(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+    assert call(f"{name}:f") == reward
+
+
+@pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])
+def test_anything_else_raises(write_module, value):
+    name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {value}\n")
+    with pytest.raises(
+        ValueError, match=r"it returned .*; a reward is a finite number, or a dict with one under 'score'"
+    ):
+        call(f"{name}:f")
+
+
+def test_a_missing_module_names_the_nearest(write_module):
+    name = write_module("")
+    with pytest.raises(UserError, match=f"no module '{name}x'; did you mean '{name}'"):
+        user_function.load(f"{name}x:f")
+
+
+def test_a_missing_module_of_a_package_names_the_nearest():
+    with pytest.raises(UserError, match=r"no module 'json\.decode'; did you mean 'json\.decoder'"):
+        user_function.load("json.decode:f")
+
+
+def test_a_module_that_is_no_package_is_named():
+    with pytest.raises(UserError, match=r"no module 'math\.score'"):
+        user_function.load("math.score:f")
+
+
+def test_a_missing_function_names_the_nearest(write_module):
+    name = write_module("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n")
+    with pytest.raises(UserError, match=f"{name} has no 'compute_scores'; did you mean 'compute_score'"):
+        user_function.load(f"{name}:compute_scores")
+
+
+def test_a_missing_dependency_is_named_itself(write_module):
+    name = write_module("import surely_not_installed\n")
+    with pytest.raises(UserError, match=f"importing {name} failed, as it needs 'surely_not_installed'"):
+        user_function.load(f"{name}:f")
+
+
+def test_an_error_at_import_is_shown(write_module):
+    name = write_module("limit = 1 / 0\n")
+    with pytest.raises(UserError, match=rf"importing {name} failed:(?s:.)*ZeroDivisionError"):
+        user_function.load(f"{name}:f")
+
+
+def test_what_is_no_function_is_refused(write_module):
+    name = write_module("f = 3\n")
+    with pytest.raises(UserError, match=f"{name}:f is a int, not a function"):
+        user_function.load(f"{name}:f")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["solution_str, ground_truth", "data_source, answer, ground_truth, extra_info=None"]
+)
+def test_another_signature_is_refused_with_the_right_one(write_module, arguments):
+    name = write_module(f"def f({arguments}): return 0.0\n")
+    with pytest.raises(
+        UserError, match=r"write it as def f\(data_source, solution_str, ground_truth, extra_info=None\)"
+    ):
+        user_function.load(f"{name}:f")
