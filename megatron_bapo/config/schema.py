@@ -133,7 +133,7 @@ class RewardConfig(Section):
 class ClipBoundsSettings(Section):
     """BAPO's search ranges (arXiv 2510.18927, Algorithm 1). The defaults are the paper's."""
 
-    positive_contribution_target: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
+    positive_contribution_target: Fraction = 0.4
     ratio_lower_start: PositiveFloat = 0.6
     ratio_lower_max: PositiveFloat = 0.9
     ratio_lower_step: PositiveFloat = 0.02
@@ -282,6 +282,11 @@ class Config(Section):
     @property
     def prompts_per_step(self) -> int:
         return self.trainer.train_batch_size // self.rollout.n
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and answer together."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
 
     @property
     def model_path(self) -> Path:

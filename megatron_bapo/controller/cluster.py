@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import ray
+# Ray reads the mode once, when its library is loaded.
+os.environ["RAY_AUTH_MODE"] = "token"
+
+import ray  # noqa: E402
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_bapo.errors import RunError, UserError
@@ -24,8 +27,7 @@ def local_cluster(num_actors: int) -> Iterator[str]:
 
     The token is made here and travels to the trainer in its environment, never in arguments or logs.
     """
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_DEDUP_LOGS="0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.pop("RAY_ADDRESS", None)
     ray.init(
         num_cpus=num_actors,
@@ -58,6 +60,12 @@ def find(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
+def finished(references: dict[str, Any]) -> list[str]:
+    """The names of the calls that have returned or failed."""
+    ready = ray.wait(list(references.values()), num_returns=len(references), timeout=0)[0] if references else []
+    return [name for name, reference in references.items() if reference in ready]
+
+
 def ask(reference: Any, who: str, timeout_s: float) -> Any:
     """The result of a remote call.
 
@@ -67,19 +75,23 @@ def ask(reference: Any, who: str, timeout_s: float) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise RunError(
-            f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder for what it was doing"
-        ) from None
-    except RayActorError as error:
-        raise RunError(f"{who} died: {_last_line(error)}; see the run's logs folder") from None
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError | RunError):
-            raise error.cause from None
-        raise RunError(
-            f"{who} failed: {type(error.cause).__name__}: {error.cause}; see the run's logs folder"
-        ) from error
+        raise RunError(f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder") from None
+    except (RayActorError, RayTaskError) as error:
+        raise _cause(error, who) from error
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+async def answer(reference: Any, who: str) -> Any:
+    """`ask` for an actor that awaits another; the caller of the outer one bounds the wait."""
+    try:
+        return await reference
+    except (RayActorError, RayTaskError) as error:
+        raise _cause(error, who) from error
+
+
+def _cause(error: RayActorError | RayTaskError, who: str) -> Exception:
+    if isinstance(error, RayActorError):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return RunError(f"{who} died: {lines[-1] if lines else 'no reason given'}; see the run's logs folder")
+    if isinstance(error.cause, UserError | RunError):
+        return error.cause
+    return RunError(f"{who} failed with {type(error.cause).__name__}: {error.cause}; see the run's logs folder")

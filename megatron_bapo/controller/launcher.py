@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 from rich.console import Console
 
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.cluster import ask, local_cluster, place
+from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.interrupts import Interrupts
 from megatron_bapo.controller.logs import last_lines
 from megatron_bapo.controller.progress import ProgressDisplay
@@ -132,16 +131,17 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
     display.phase("starting Ray, the engines and the trainer")
     num_actors = config.rollout.num_engines + 1
     with _weight_store() as store, local_cluster(num_actors) as address:
-        starting = _place_actors(config, directory, store)
+        _actors, starting = _place_actors(config, directory, store)  # held: an actor lives as long as its handle
         with _trainer(config, directory, address, store) as trainer:
             _watch(trainer, starting, config, directory, display, interrupts)
     return interrupts.requested
 
 
-def _place_actors(config: Config, directory: RunDirectory, store: Path) -> dict[str, Any]:
-    """Place engines and service; who is starting, and the references that tell when each has."""
+def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Place engines and service: their handles, and by name the references that tell when each has started."""
     settings = config.rollout
-    engines, starting = {}, {}
+    engines: dict[str, Any] = {}
+    starting: dict[str, Any] = {}
     for index in range(settings.num_engines):
         name = engine_name(index)
         log_file = directory.logs / f"engine-{index}.log"
@@ -150,13 +150,14 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> dict[
             config.model_path.absolute(),
             settings,
             config.model.dtype,
-            max_model_len=config.data.max_prompt_length + settings.max_response_length,
+            max_model_len=config.max_model_len,
             seed=config.seed,
             store_folder=store,
         )
-    service = place(RolloutService, config, engines, directory.logs / "rollout-service.log", name=SERVICE)
+    log_file = directory.logs / "rollout-service.log"
+    service = place(RolloutService, config, engines, dict(starting), log_file, name=SERVICE)
     starting[SERVICE] = service.probe_token_ids.remote()
-    return starting
+    return [*engines.values(), service], starting
 
 
 @contextmanager
@@ -241,11 +242,8 @@ def _watch(
 
 def _check_started(starting: dict[str, Any], config: Config) -> None:
     """Take note of actors that have started; raises when one failed to."""
-    ready, _ = ray.wait(list(starting.values()), num_returns=len(starting), timeout=0) if starting else ([], [])
-    for name, reference in list(starting.items()):
-        if reference in ready:
-            ask(reference, name, config.rollout.start_timeout_s)
-            del starting[name]
+    for name in finished(starting):
+        ask(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
 def _failure(exit_code: int, directory: RunDirectory) -> Exception:

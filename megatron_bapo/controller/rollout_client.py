@@ -30,6 +30,9 @@ class RolloutClient:
         self._service = find(SERVICE)
         self._engines = {name: find(name) for name in map(engine_name, range(config.rollout.num_engines))}
 
+    def wait_for_engines(self) -> None:
+        ask(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
+
     @cached_property
     def probe_token_ids(self) -> np.ndarray:
         # The first call also waits for the service to have loaded its prompts.

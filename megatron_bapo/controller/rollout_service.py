@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.cluster import answer
 from megatron_bapo.controller.logs import redirect_output
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.data.prompt_stream import PromptStream
@@ -22,10 +23,12 @@ from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize, worked_
 class RolloutService:
     """One per run. Its methods run one at a time, but for what they await."""
 
-    def __init__(self, config: Config, engines: dict[str, Any], log_file: Path) -> None:
+    def __init__(self, config: Config, engines: dict[str, Any], starts: dict[str, Any], log_file: Path) -> None:
+        """`engines` are handles by name, `starts` the references that tell when each has started."""
         redirect_output(log_file)
         self._config = config
         self._engines = engines
+        self._starts = starts
         self._tokenizer = load_tokenizer(config.model_path)
         prompts: TaskPrompts = load_task_prompts(config)
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
@@ -34,15 +37,21 @@ class RolloutService:
         self._stream = PromptStream(prompts.train, seed=config.seed, shuffle=config.data.shuffle)
         self._scorer = Scorer(config.reward)
 
+    async def wait_for_engines(self) -> None:
+        """Return when all engines serve the initial model."""
+        await asyncio.gather(*(answer(start, name) for name, start in self._starts.items()))
+
     def probe_token_ids(self) -> np.ndarray:
         """The first prompts and their ground truths, up to `weight_sync.probe_tokens` tokens, int32."""
+        config = self._config
+        size = min(config.weight_sync.probe_tokens, config.max_model_len - 1)
         tokens: list[int] = []
         for prompt in self._tokenized.values():
             example = worked_example(prompt, self._tokenizer)
             tokens += [*example.prompt_token_ids.tolist(), *example.response_token_ids.tolist()]
-            if len(tokens) >= self._config.weight_sync.probe_tokens:
+            if len(tokens) >= size:
                 break
-        return np.asarray(tokens[: self._config.weight_sync.probe_tokens], np.int32)
+        return np.asarray(tokens[:size], np.int32)
 
     def worked_examples(self, num: int) -> list[Trajectory]:
         """The next training prompts with their ground truths as answers."""
@@ -69,14 +78,15 @@ class RolloutService:
 
     async def _answer(self, prompts: list[Any], sampling: Sampling) -> tuple[ScoredGroups, dict[str, float]]:
         start = time.perf_counter()
-        groups = await generate_groups([_remote(engine) for engine in self._engines.values()], prompts, sampling)
+        engines = [_remote(name, engine) for name, engine in self._engines.items()]
+        groups = await generate_groups(engines, prompts, sampling)
         generated = time.perf_counter()
         scored = await asyncio.to_thread(score_groups, groups, self._scorer)
         return scored, {"generate": generated - start, "reward": time.perf_counter() - generated}
 
 
-def _remote(engine: Any) -> GenerateMany:
+def _remote(name: str, engine: Any) -> GenerateMany:
     async def generate_many(requests: list[Any]) -> list[Any]:
-        return await engine.generate_many.remote(requests)
+        return await answer(engine.generate_many.remote(requests), name)
 
     return generate_many

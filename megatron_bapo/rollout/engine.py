@@ -109,6 +109,8 @@ class Engine:
         `max_model_len` counts prompt and response. Raises UserError for settings that vLLM refuses, RunError when its
         processes do not come up.
         """
+        # vLLM leaves its sockets behind; in the store's folder they are private, and go with it.
+        os.environ["VLLM_RPC_BASE_PATH"] = str(store_folder)
         try:
             self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
         except ValueError as error:
@@ -160,7 +162,7 @@ class Engine:
         if version <= current:
             raise RunError(f"the engine has policy version {current}; it does not go back to {version}")
         if self._num_in_flight:
-            raise RunError(f"{self._num_in_flight} batches are in flight; load policy version {version} after them")
+            raise RunError(f"{self._num_in_flight} batch(es) in flight; load policy version {version} after them")
         self._check_complete(version)
         self._policy_version = None
         try:

@@ -224,6 +224,17 @@ def test_sums_over_many_chunks_are_bitwise_independent_of_the_order() -> None:
     assert first.positive_sum.item() == pytest.approx(math.fsum(terms[advantages > 0].tolist()), rel=1e-14)
 
 
+@pytest.mark.parametrize(("excess", "outcome"), [(2e-9, "start"), (1e-8, "end")])
+def test_a_share_within_1e_9_of_the_target_is_satisfied(excess: float, outcome: str) -> None:
+    settings = ClipBoundsSettings(positive_contribution_target=0.5)
+    assert find_clip_bounds(tensor([0, 0]), tensor([1, -1 - excess]), settings).outcome == outcome
+
+
+def test_an_exact_tie_does_not_satisfy_the_ratio_measure() -> None:
+    settings = ClipBoundsSettings(positive_contribution_target=0.5, target_measure="ratio")
+    assert find_clip_bounds(tensor([0, 0]), tensor([1, -1]), settings).outcome == "end"
+
+
 @pytest.mark.parametrize("scale", [2.0**-150, 1e-30, 1e30, 2.0**150])
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 def test_a_common_scale_of_the_advantages_changes_no_bound(scale: float, contribution: str) -> None:
@@ -288,6 +299,12 @@ def test_no_token_on_this_rank_still_takes_part_in_the_reduction() -> None:
 def test_dropped_tokens_are_counted_over_all_ranks() -> None:
     bad = [Token(math.nan, 1.0, 1.0, True), Token(1.0, math.inf, 1.0, True), Token(math.nan, 1.0, 1.0, False)]
     assert [found.num_dropped for found in search_in_shards([bad, bad[:1], []], PAPER)] == [3, 3, 3]
+
+
+def test_dropped_tokens_are_counted_over_all_chunks() -> None:
+    log_ratio = torch.zeros(300_000)
+    log_ratio[[0, 150_000, 299_999]] = math.nan
+    assert find_clip_bounds(log_ratio, torch.ones(300_000), PAPER).num_dropped == 3
 
 
 def test_a_lower_range_of_less_than_one_step_is_reported_as_immovable() -> None:

@@ -1,0 +1,2 @@
+def check_config(c): return []
+def resume_conflicts(a,b): return []
