@@ -116,6 +116,8 @@ class RewardConfig(Section):
     type: Literal["reasoning_gym", "math_verify", "function"] = "math_verify"
     function: str | None = None
     """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info)."""
+    partial_credit: bool = True
+    """`false` counts only a full score: 1 for it, 0 for anything less. Some reasoning-gym scorers reward near misses."""
     timeout_s: PositiveFloat = 10.0
     """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted."""
     timeout_reward: float = 0.0

@@ -25,6 +25,11 @@ TRACE_LINES = 6
 
 def build_score_function(config: RewardConfig) -> Callable[..., float]:
     """The function that `config` asks for, with verl's four keyword arguments; imports only what it needs."""
+    compute_score = _load(config)
+    return compute_score if config.partial_credit else lambda **arguments: float(compute_score(**arguments) >= 1.0)
+
+
+def _load(config: RewardConfig) -> Callable[..., float]:
     match config.type:
         case "math_verify":
             from megatron_bapo.rewards.math_answer import compute_score

@@ -95,6 +95,17 @@ def test_math_and_reasoning_gym_rewards_are_served():
             assert scorer.score([request]) == [RewardResult(1.0)]
 
 
+def test_without_partial_credit_only_a_full_score_counts():
+    config = RewardConfig(type="reasoning_gym", partial_credit=False)
+    entry = {"question": "40 + 2 =", "answer": "42", "metadata": {}}
+    answers = ["42", "142", "41"]
+    with Scorer(config) as scorer:
+        results = scorer.score(
+            [RewardRequest("train:0", "reasoning_gym/chain_sum", answer, "42", entry) for answer in answers]
+        )
+    assert [result.reward for result in results] == [1.0, 0.0, 0.0]
+
+
 def test_workers_import_nothing_heavy(module):
     with Scorer(config(f"{module}:obey")) as scorer:
         assert scorer.score(requests("modules")) == [RewardResult(0.0)]
