@@ -1,2 +1,318 @@
-def check_config(c): return []
-def resume_conflicts(a,b): return []
+"""Rules that span sections, and those about files that a configuration names. Nothing here changes a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.config.schema import Config, PromptSourceConfig
+from megatron_bapo.errors import UserError
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
+PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
+
+BFLOAT16_LOG_PROB_NOISE = 0.1
+"""Nats by which two implementations of one bfloat16 model differ on a sampled token; up to 0.09 was measured."""
+
+FREE_ON_RESUME = ("trainer.total_steps", "checkpoint", "logging", "evaluation")
+"""Keys and sections that a continued run may change: they decide how long it trains and what it writes."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the layout rules need to know of a model. `source` is where a reader finds these numbers."""
+
+    source: str
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+
+
+def check_config(config: Config) -> list[str]:
+    """What is allowed but probably not meant, one line each.
+
+    Raises UserError with every violated rule at once.
+    """
+    problems = list(
+        chain(_layout_problems(config), _batch_problems(config), _data_problems(config), _model_problems(config))
+    )
+    if problems:
+        raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
+    return list(chain(_clip_bounds_warnings(config), _other_warnings(config)))
+
+
+def resume_conflicts(old: Config, new: Config) -> list[str]:
+    """The keys in which an interrupted run's configuration differs from the one it is to continue with.
+
+    Differences in `FREE_ON_RESUME` and in the name of the run directory are no conflicts.
+    """
+    return list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+
+
+def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
+    if key in (*FREE_ON_RESUME, "run_dir") or old == new:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in old | new:
+            yield from _differences(f"{key}.{name}" if key else name, old.get(name), new.get(name))
+    else:
+        yield f"{key}: {json.dumps(old)} in the run directory, {json.dumps(new)} now"
+
+
+def _layout_problems(config: Config) -> Iterator[str]:
+    parallel, trainer = config.parallel, config.trainer
+    tp, pp, world = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.world_size,
+    )
+    if parallel.sequence_parallel and tp == 1:
+        yield (
+            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1: it splits sequences over "
+            "tensor-parallel ranks; set sequence_parallel=false or raise tensor_model_parallel_size"
+        )
+    if world % (tp * pp):
+        yield (
+            f"parallel.world_size={world} must be a multiple of tensor_model_parallel_size={tp} x "
+            f"pipeline_model_parallel_size={pp} = {tp * pp}; set parallel.world_size to {_multiples(world, tp * pp)}"
+        )
+        return
+    dp = parallel.data_parallel_size
+    if trainer.ppo_mini_batch_size % dp:
+        yield (
+            f"trainer.ppo_mini_batch_size={trainer.ppo_mini_batch_size} trajectories must split evenly over "
+            f"{dp} data-parallel ranks (parallel.world_size={world} / {tp * pp}); "
+            f"set it to {_multiples(trainer.ppo_mini_batch_size, dp)}"
+        )
+    if config.warm_start is not None and config.warm_start.batch_size % dp:
+        yield (
+            f"warm_start.batch_size={config.warm_start.batch_size} examples must split evenly over {dp} data-parallel "
+            f"ranks (parallel.world_size={world} / {tp * pp}); set it to {_multiples(config.warm_start.batch_size, dp)}"
+        )
+
+
+def _batch_problems(config: Config) -> Iterator[str]:
+    trainer, n = config.trainer, config.rollout.n
+    batch, mini_batch = trainer.train_batch_size, trainer.ppo_mini_batch_size
+    if n == 1:
+        yield (
+            "rollout.n=1: a trajectory's advantage is its reward minus its group's mean, zero in a group of one; "
+            "set rollout.n to 2 or more"
+        )
+    if batch % n:
+        yield (
+            f"trainer.train_batch_size={batch} counts trajectories and must be a multiple of rollout.n={n}, the "
+            f"trajectories per prompt; set it to {_multiples(batch, n)}"
+        )
+    if batch % mini_batch:
+        yield (
+            f"trainer.train_batch_size={batch} trajectories must split evenly into minibatches of "
+            f"trainer.ppo_mini_batch_size={mini_batch}; set train_batch_size to {_multiples(batch, mini_batch)}"
+        )
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    if trainer.max_tokens_per_gpu < prompt + response:
+        yield (
+            f"trainer.max_tokens_per_gpu={trainer.max_tokens_per_gpu} must hold the longest trajectory: "
+            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response}; "
+            "raise it to at least that, or shorten the two"
+        )
+
+
+def _multiples(value: int, of: int) -> str:
+    """The multiples next to a value that is none."""
+    below = value // of * of
+    return f"{below} or {below + of}" if below else str(of)
+
+
+def _data_problems(config: Config) -> Iterator[str]:
+    train, validation = config.data.train, config.data.validation
+    sources = {"data.train": train} | ({"data.validation": validation} if validation is not None else {})
+    for key, source in sources.items():
+        yield from _prompt_source_problems(key, source, config.reward.type)
+    if validation is None and config.evaluation.every_steps:
+        yield (
+            f"evaluation.every_steps={config.evaluation.every_steps} needs held-out prompts, and data.validation is "
+            "not given; add it, or set evaluation.every_steps=0"
+        )
+    if validation is not None and _origin(train) == _origin(validation):
+        yield (
+            f"data.train and data.validation are the same prompts ({_origin(train)}): held-out prompts are left out of "
+            "training; give validation its own file, or another seed"
+        )
+
+
+def _prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: str) -> Iterator[str]:
+    if reward_type == "reasoning_gym" and source.reasoning_gym is None:
+        yield (
+            f"reward.type=reasoning_gym scores reasoning_gym tasks only, and {key}.path={source.path} is a file; "
+            f"use {key}.reasoning_gym, or reward.type=math_verify or function"
+        )
+    if source.path is not None and source.path.suffix not in PROMPT_FILE_SUFFIXES:
+        yield f"{key}.path={source.path} must end in {' or '.join(PROMPT_FILE_SUFFIXES)}; convert it to one of them"
+    elif source.path is not None and not source.path.is_file():
+        yield f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}"
+
+
+def _origin(source: PromptSourceConfig) -> str:
+    if source.path is not None:
+        return str(source.path)
+    return f"reasoning_gym {', '.join(sorted(source.reasoning_gym or {}))} with seed {source.seed}"
+
+
+def _model_problems(config: Config) -> Iterator[str]:
+    if config.model.create is not None:
+        create = config.model.create.model_dump()
+        yield from _shape_problems(config, _Shape("model.create", *_fields(create)))
+        return
+    folder = config.model.path
+    assert folder is not None, "the schema requires path or create"
+    if not folder.is_dir():
+        yield (
+            f"model.path={folder} must be an existing folder of a Hugging Face checkpoint, with {CHECKPOINT_CONTENTS}; "
+            f"relative paths start at {Path.cwd()}"
+        )
+        return
+    yield from _folder_problems(folder)
+    file = folder / "config.json"
+    if file.is_file():
+        yield from _hf_config_problems(config, file)
+
+
+def _folder_problems(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if not (folder / "config.json").is_file():
+        yield f"model.path={folder} has no config.json; the folder must hold {CHECKPOINT_CONTENTS}"
+    if not any(folder.glob("*.safetensors")):
+        yield (
+            f"model.path={folder} has no *.safetensors; other weight formats are not read: convert them "
+            "(tools/convert_gguf.py, or save_pretrained of transformers)"
+        )
+    elif index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        absent = [shard for shard in shards if not (folder / shard).is_file()]
+        if absent:
+            yield (
+                f"model.path={folder} lacks {len(absent)} of the {len(shards)} files that {index.name} lists, first "
+                f"{absent[0]}; complete the download"
+            )
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield f"model.path={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
+
+
+def _hf_config_problems(config: Config, file: Path) -> Iterator[str]:
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield f"{file} must be JSON ({error}); download it again"
+        return
+    if fields.get("model_type") not in MODEL_TYPES:
+        yield (
+            f"{file}: model_type={fields.get('model_type')!r} must be one of {', '.join(MODEL_TYPES)}; choose a model "
+            "of these families"
+        )
+        return
+    absent = [name for name in _Shape.__dataclass_fields__ if name not in ("source", "num_key_value_heads", *fields)]
+    if absent:
+        yield f"{file} lacks {', '.join(absent)}; take the checkpoint's original config.json"
+        return
+    yield from _shape_problems(config, _Shape(str(file), *_fields(fields)))
+
+
+def _fields(values: dict[str, Any]) -> list[int]:
+    """A shape's numbers from a mapping with Hugging Face's names; key-value heads default to the attention heads."""
+    heads = {"num_key_value_heads": values["num_attention_heads"]}
+    given = heads | {name: value for name, value in values.items() if value is not None}
+    return [given[name] for name in _Shape.__dataclass_fields__ if name != "source"]
+
+
+def _shape_problems(config: Config, shape: _Shape) -> Iterator[str]:
+    parallel, where = config.parallel, shape.source
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        value = getattr(shape, name)
+        if value % tp:
+            yield (
+                f"{where}: {name}={value} must be a multiple of parallel.tensor_model_parallel_size={tp}, which splits "
+                f"it; choose a tensor_model_parallel_size that divides {value}"
+            )
+    if shape.num_hidden_layers % pp:
+        yield (
+            f"{where}: num_hidden_layers={shape.num_hidden_layers} must be a multiple of "
+            f"parallel.pipeline_model_parallel_size={pp}, which splits them; choose one that divides it"
+        )
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        yield (
+            f"{where}: num_attention_heads={shape.num_attention_heads} must be a multiple of num_key_value_heads="
+            f"{shape.num_key_value_heads}, whose heads they share; change one of them"
+        )
+    engine_tp = config.rollout.tensor_parallel_size
+    if shape.num_attention_heads % engine_tp:
+        yield (
+            f"{where}: num_attention_heads={shape.num_attention_heads} must be a multiple of "
+            f"rollout.tensor_parallel_size={engine_tp}; choose one that divides it"
+        )
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    if prompt + response > shape.max_position_embeddings:
+        yield (
+            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response} tokens "
+            f"must not exceed the model's max_position_embeddings={shape.max_position_embeddings} ({where}); "
+            "shorten one of the two"
+        )
+
+
+def _clip_bounds_warnings(config: Config) -> Iterator[str]:
+    """Ranges narrower than one step (arXiv 2510.18927, Algorithm 1), in decimal, as the settings are written."""
+    bounds = config.algorithm.clip_bounds
+    if config.algorithm.objective != "bapo" or bounds.search_order != "upper_first":
+        return
+    low, low_step, low_max, high, high_step, high_max = (
+        Decimal(str(value))
+        for value in (
+            bounds.ratio_lower_start,
+            bounds.ratio_lower_step,
+            bounds.ratio_lower_max,
+            bounds.ratio_upper_start,
+            bounds.ratio_upper_step,
+            bounds.ratio_upper_max,
+        )
+    )
+    section = "algorithm.clip_bounds"
+    if low + low_step > low_max:
+        yield (
+            f"{section}: ratio_lower_start={low} + ratio_lower_step={low_step} exceeds ratio_lower_max={low_max}; "
+            "Algorithm 1 then ends before the upper bound moves either, so no bound ever moves. Raise ratio_lower_max, "
+            "lower ratio_lower_step, or set algorithm.objective=ppo for fixed bounds"
+        )
+    elif high + high_step > high_max:
+        yield (
+            f"{section}: ratio_upper_start={high} + ratio_upper_step={high_step} exceeds ratio_upper_max={high_max}; "
+            "the upper bound, the only one that can raise the positive share, never moves. Raise ratio_upper_max or "
+            "lower ratio_upper_step"
+        )
+
+
+def _other_warnings(config: Config) -> Iterator[str]:
+    trainer, warmup = config.trainer, config.optimizer.lr_warmup_steps
+    num_updates = trainer.total_steps * trainer.updates_per_step
+    if warmup >= num_updates:
+        yield (
+            f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates; the learning rate "
+            f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
+        )
+    tolerance = config.weight_sync.probe_tolerance
+    if config.model.dtype == "bfloat16" and tolerance < BFLOAT16_LOG_PROB_NOISE:
+        yield (
+            f"weight_sync.probe_tolerance={tolerance} with model.dtype=bfloat16: engine and trainer round differently, "
+            f"by up to {BFLOAT16_LOG_PROB_NOISE} nats per token, so the probe may end the run. Set probe_tolerance to "
+            f"{BFLOAT16_LOG_PROB_NOISE} or more, or model.dtype=float32"
+        )

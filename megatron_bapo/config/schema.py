@@ -33,6 +33,8 @@ class CreateModelConfig(Section):
     head_dim: PositiveInt = 32
     max_position_embeddings: PositiveInt = 512
     tie_word_embeddings: bool = True
+    initializer_range: PositiveFloat = 0.06
+    """Standard deviation of the initial weights; 0.02, common for wide models, leaves one this narrow slow to learn."""
     vocab_size: Annotated[int, Field(ge=320)] = 384
     """256 bytes, the end-of-sequence token and what is merged from the prompts."""
 

@@ -12,7 +12,7 @@ from typing import Any
 # Ray reads the mode once, when its library is loaded.
 os.environ["RAY_AUTH_MODE"] = "token"
 
-import ray  # noqa: E402
+import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_bapo.errors import RunError, UserError

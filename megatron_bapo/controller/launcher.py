@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +24,23 @@ from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.interrupts import Interrupts
-from megatron_bapo.controller.logs import last_lines
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.rollout_client import SERVICE, engine_name
 from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.metrics.report import write_report
+from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.parallel.platform import has_gpu
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
 STOP_GRACE_S = 120.0
 """How long a requested stop may take to finish its update and save."""
-STORE_PREFIX = "megatron-bapo-"
 
 
 def run_training(config: Config) -> int:
@@ -62,7 +60,7 @@ def run_training(config: Config) -> int:
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         with Interrupts() as interrupts, display:
             stopped = _run_planes(config, directory, display, interrupts)
-        report = rebuild_report(directory.root)
+        report = write_run_report(directory.root)
         if stopped:
             console.print(
                 f"Stopped; the state is saved. Continue with the same command, or: {_resume_command(directory)}"
@@ -70,38 +68,6 @@ def run_training(config: Config) -> int:
             return 130
         _summarise(display, directory, report)
     return 0
-
-
-def rebuild_report(run_dir: Path) -> Path:
-    """Write the HTML report from what the run directory holds.
-
-    Raises UserError when there are no metrics.
-    """
-    directory = RunDirectory(run_dir)
-    if not directory.metrics.is_file():
-        raise UserError(f"{run_dir} holds no metrics.jsonl; give the folder of a run that has trained")
-    config = load_config(directory.config, [])
-    rows = read_rows(directory.metrics)
-    before, after = _accuracies(rows)
-    train = [row for row in rows if row["phase"] == "train"]
-    parallel = config.parallel
-    summary: dict[str, Any] = {
-        "accuracy_before": before,
-        "accuracy_after": after,
-        "model": config.model.path or "built for this run",
-        "layout": f"TP {parallel.tensor_model_parallel_size}, PP {parallel.pipeline_model_parallel_size}, "
-        f"DP {parallel.data_parallel_size}; {config.rollout.num_engines} vLLM engine(s)",
-        "steps": f"{len(train)} of {config.trainer.total_steps}, {config.trainer.updates_per_step} updates each",
-        "minutes": f"{rows[-1]['time_s'] / 60:.1f}" if rows else "0",
-    }
-    return write_report(
-        run_dir,
-        title=f"{config.algorithm.objective.upper()} run {run_dir.name}",
-        summary=summary,
-        rows=rows,
-        samples=read_rows(directory.samples) if directory.samples.is_file() else [],
-        config_yaml=dump_config(config),
-    )
 
 
 def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
@@ -130,9 +96,9 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
     """Start both planes and watch them to the end; True when the run was stopped on request."""
     display.phase("starting Ray, the engines and the trainer")
     num_actors = config.rollout.num_engines + 1
-    with _weight_store() as store, local_cluster(num_actors) as address:
-        _actors, starting = _place_actors(config, directory, store)  # held: an actor lives as long as its handle
-        with _trainer(config, directory, address, store) as trainer:
+    with closing(WeightStore.create()) as store, local_cluster(num_actors) as address:
+        _actors, starting = _place_actors(config, directory, store.folder)  # held: an actor lives as long as its handle
+        with _trainer(config, directory, address, store.folder) as trainer:
             _watch(trainer, starting, config, directory, display, interrupts)
     return interrupts.requested
 
@@ -158,17 +124,6 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
     service = place(RolloutService, config, engines, dict(starting), log_file, name=SERVICE)
     starting[SERVICE] = service.probe_token_ids.remote()
     return [*engines.values(), service], starting
-
-
-@contextmanager
-def _weight_store() -> Iterator[Path]:
-    """A folder in shared memory that is gone when the run is."""
-    shared_memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix=STORE_PREFIX, dir=shared_memory if shared_memory.is_dir() else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -234,7 +189,7 @@ def _watch(
             deadline = time.monotonic() + STOP_GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             raise RunError(
-                f"the trainer did not save and stop within {STOP_GRACE_S:.0f} s and was ended. {_resume_hint(directory)}"
+                f"the trainer did not stop within {STOP_GRACE_S:.0f} s and was ended. {_resume_hint(directory)}"
             )
     if trainer.returncode != 0:
         raise _failure(trainer.returncode, directory)
@@ -265,21 +220,9 @@ def _resume_hint(directory: RunDirectory) -> str:
     return f"Continue from the last complete checkpoint with: {_resume_command(directory)}"
 
 
-def _accuracies(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Held-out accuracy of the first and of the last evaluation."""
-    values = [
-        value
-        for row in rows
-        if row["phase"] == "validation"
-        for name, value in row["metrics"].items()
-        if name.startswith("val/mean@")
-    ]
-    return (values[0], values[-1]) if values else (None, None)
-
-
 def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) -> None:
     rows = read_rows(directory.metrics)
-    before, after = _accuracies(rows)
+    before, after = accuracies(rows)
     saved = sorted(directory.checkpoints.glob("step-*"))
     display.final_summary(
         accuracy_before=before,

@@ -10,8 +10,8 @@ import numpy as np
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, connect, find
 from megatron_bapo.records import Trajectory
-from megatron_bapo.rollout.engine import SequenceScore
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.messages import SequenceScore
 
 SERVICE = "rollout service"
 _QUICK_S = 120.0

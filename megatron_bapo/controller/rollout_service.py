@@ -11,9 +11,9 @@ import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import answer
-from megatron_bapo.controller.logs import redirect_output
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.data.prompt_stream import PromptStream
+from megatron_bapo.logs import redirect_output
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.generation import GenerateMany, Sampling, ScoredGroups, generate_groups, score_groups

@@ -59,6 +59,7 @@ def create_checkpoint(folder: Path, settings: CreateModelConfig, texts: Iterable
             head_dim=settings.head_dim,
             max_position_embeddings=settings.max_position_embeddings,
             tie_word_embeddings=settings.tie_word_embeddings,
+            initializer_range=settings.initializer_range,
             bos_token_id=None,
             eos_token_id=end_of_sequence,
             pad_token_id=end_of_sequence,

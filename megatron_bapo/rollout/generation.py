@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, Trajectory, VersionSpan
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
-from megatron_bapo.rollout.engine import Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
 GenerateMany = Callable[[list[GenerationRequest]], Awaitable[list[Generated]]]

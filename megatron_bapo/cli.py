@@ -1,0 +1,111 @@
+"""The command line. Heavy libraries are imported by the command that needs them, so that --help is instant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import RunError, UserError
+
+USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@contextmanager
+def messages() -> Iterator[None]:
+    """Turn the project's errors into one message and an exit code; anything else is our bug and keeps its trace."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] ", end="")
+        typer.echo(str(error), err=True)
+        raise typer.Exit(USER_ERROR if isinstance(error, UserError) else RUN_ERROR) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatron-bapo {version('megatron-bapo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del show_version
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="dotted.key=value, e.g. seed=2 optimizer.lr=2e-6.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, start nothing.")] = False,
+) -> None:
+    """Train. A run directory that was interrupted is continued from its last complete checkpoint.
+
+    Ctrl-C saves and stops after the current update; a second Ctrl-C ends at once. Exit codes: 0 done, 1 a part of the
+    run failed, 2 the input is wrong, 130 interrupted.
+    """
+    with messages():
+        resolved = load_config(config, overrides or [])
+        warnings = check_config(resolved)
+        _print_plan(resolved, warnings)
+        if dry_run:
+            return
+        from megatron_bapo.controller.launcher import run_training
+
+        code = run_training(resolved)
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/quickstart.")]) -> None:
+    """Write RUN_DIR/report.html anew from the run's metrics, also while it is running."""
+    with messages():
+        from megatron_bapo.controller.run_report import write_run_report
+
+        typer.echo(write_run_report(run_dir))
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine and environment, and say what to do about what is wrong. Exit code 1 on problems."""
+    from megatron_bapo.controller.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(Console()))
+
+
+def _print_plan(config: Config, warnings: list[str]) -> None:
+    console = Console()
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, explanation in [("run directory", str(config.run_dir)), *batch_arithmetic(config)]:
+        table.add_row(name, explanation)
+    console.print(table)
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)

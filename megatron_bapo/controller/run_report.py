@@ -1,0 +1,57 @@
+"""The HTML report of a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.errors import UserError
+from megatron_bapo.metrics.report import write_report
+from megatron_bapo.metrics.sinks import read_rows
+
+
+def write_run_report(run_dir: Path) -> Path:
+    """Write the HTML report from what the run directory holds.
+
+    Raises UserError when there are no metrics.
+    """
+    directory = RunDirectory(run_dir)
+    if not directory.metrics.is_file():
+        raise UserError(f"{run_dir} holds no metrics.jsonl; give the folder of a run that has trained")
+    config = load_config(directory.config, [])
+    rows = read_rows(directory.metrics)
+    before, after = accuracies(rows)
+    train = [row for row in rows if row["phase"] == "train"]
+    parallel = config.parallel
+    summary: dict[str, Any] = {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "model": config.model.path or "built for this run",
+        "layout": f"TP {parallel.tensor_model_parallel_size}, PP {parallel.pipeline_model_parallel_size}, "
+        f"DP {parallel.data_parallel_size}; {config.rollout.num_engines} vLLM engine(s)",
+        "steps": f"{len(train)} of {config.trainer.total_steps}, {config.trainer.updates_per_step} updates each",
+        "minutes": f"{rows[-1]['time_s'] / 60:.1f}" if rows else "0",
+    }
+    return write_report(
+        run_dir,
+        title=f"{config.algorithm.objective.upper()} run {run_dir.name}",
+        summary=summary,
+        rows=rows,
+        samples=read_rows(directory.samples) if directory.samples.is_file() else [],
+        config_yaml=dump_config(config),
+    )
+
+
+def accuracies(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Held-out accuracy of the first and of the last evaluation."""
+    values = [
+        value
+        for row in rows
+        if row["phase"] == "validation"
+        for name, value in row["metrics"].items()
+        if name.startswith("val/mean@")
+    ]
+    return (values[0], values[-1]) if values else (None, None)

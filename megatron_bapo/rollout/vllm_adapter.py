@@ -1,0 +1,143 @@
+"""vLLM's asynchronous engine behind the few calls that the project makes. Supported: vLLM 0.32 on GPUs and CPUs.
+
+Only the engine's own process imports this file: loading vLLM takes seconds and hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.messages import Completion, GenerationRequest
+
+
+class VllmServer:
+    """Owns vLLM's processes."""
+
+    def __init__(self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int) -> None:
+        """Load the checkpoint.
+
+        Raises UserError for settings that vLLM refuses, RunError when its processes do not come up.
+        """
+        try:
+            self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
+        except ValueError as error:
+            raise UserError(f"vLLM refuses {model_path} with these rollout settings: {error}") from error
+        except RuntimeError as error:
+            raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
+        self._tokenizer = self._llm.get_tokenizer()
+        # Half a million objects of imports that live as long as the process: walking them is a 0.3 s pause.
+        gc.collect()
+        gc.freeze()
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
+        """The completions of each request, in order. Raises RunError when vLLM fails."""
+        try:
+            outputs = await asyncio.gather(*(_sample(self._llm, request) for request in requests))
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RunError(f"vLLM failed while generating: {error!r}; its output says why") from error
+        completions = iter(_completions([answer for output in outputs for answer in output.outputs], self._tokenizer))
+        return [tuple(next(completions) for _ in output.outputs) for output in outputs]
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Log-probs at temperature 1 of each token but the first, float32 [S - 1]. Raises RunError when vLLM fails."""
+        # A request has to generate; prompt_logprobs=0 asks for the prompt's own tokens and for no alternatives.
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        try:
+            output = await _final_output(self._llm, token_ids, params, "score")
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RunError(f"vLLM failed while scoring: {error!r}; its output says why") from error
+        assert isinstance(output.prompt_logprobs, FlatLogprobs)
+        return np.asarray(output.prompt_logprobs.logprobs, np.float32)
+
+    async def load(self, store_folder: Path, version: int) -> None:
+        """Take over a version's weights from the store and forget every key and value of the old ones."""
+        await self._llm.collective_rpc("load_policy", args=(str(store_folder), version))
+        # Keys and values of the old weights would answer for prompts that were seen before.
+        if not await self._llm.reset_prefix_cache():
+            raise RunError("vLLM did not clear its prefix cache")
+
+    def shutdown(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown()
+
+
+def _engine_args(
+    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int
+) -> AsyncEngineArgs:
+    options: dict[str, Any] = {}
+    if current_platform.is_cpu():
+        options = {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 29,
+            # A quarter of vLLM's own choice: a group shares its prompt's full blocks only.
+            "block_size": 32,
+            # vLLM 0.32.0 dies of "CPU Generator does not use offset" when it cuts the prompt of a request with a seed
+            # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
+            "enable_chunked_prefill": False,
+        }
+    if settings.kv_cache_gib is not None:
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
+    return AsyncEngineArgs(
+        model=str(model_path),
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        max_model_len=max_model_len,
+        seed=seed,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_prefix_caching=True,
+        # After the temperature: the log-probs of the distribution that was sampled from.
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
+        trust_remote_code=False,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+async def _sample(llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
+    # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
+    params = SamplingParams(
+        n=request.n, temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
+        logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+    return await _final_output(llm, request.prompt_token_ids, params, request.request_id)
+
+
+async def _final_output(llm: AsyncLLM, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> RequestOutput:
+    outputs = [output async for output in llm.generate(tokens_input(token_ids.tolist()), params, request_id)]
+    return outputs[-1]
+
+
+def _completions(answers: Sequence[CompletionOutput], tokenizer: TokenizerLike) -> list[Completion]:
+    token_ids = [list(answer.token_ids) for answer in answers]
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportAttributeAccessIssue]
+    completions = []
+    for answer, ids, text in zip(answers, token_ids, texts, strict=True):
+        assert isinstance(answer.logprobs, FlatLogprobs)
+        assert len(answer.logprobs.logprobs) == len(ids), "one log-prob per sampled token"
+        if answer.finish_reason not in ("stop", "length"):
+            raise RunError(f"vLLM ended a request with {answer.finish_reason!r} instead of an answer")
+        log_probs = np.asarray(answer.logprobs.logprobs, np.float32)
+        completions.append(Completion(np.asarray(ids, np.int32), log_probs, answer.finish_reason, text))
+    return completions
