@@ -38,7 +38,7 @@ def load_task_prompts(config: Config) -> TaskPrompts:
             notes += (f"{num_removed} training prompts are also held out; they are left out of training",)
     if len(prompts) < config.prompts_per_step:
         raise UserError(
-            f"there are {len(prompts)} training prompts, but a rollout batch takes trainer.train_batch_size / rollout.n "
+            f"there are {len(prompts)} training prompts, but a batch takes trainer.train_batch_size / rollout.n "
             f"= {config.prompts_per_step}; lower the batch or add data"
         )
     return TaskPrompts(prompts, validation, notes)

@@ -45,7 +45,7 @@ from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.optimizer import reset_moments
+from megatron_bapo.trainer.optimizer import reset_moments, warm_start_learning_rate
 from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -137,9 +137,7 @@ def warm_start(run: Run) -> None:
         examples = _weighted(trajectories, np.zeros(len(trajectories)), "token-mean")
         timer = Timer()
         with timer.phase("step"):
-            # Cosine decay lets the warm start end on settled weights.
-            done = run.state.warm_start_step / settings.num_steps
-            lr = settings.lr * 0.5 * (1.0 + np.cos(np.pi * done)) + 0.02 * settings.lr
+            lr = warm_start_learning_rate(settings, run.state.warm_start_step)
             metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
         run.state.warm_start_step += 1
         run.state.update += 1
