@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config
@@ -21,9 +22,12 @@ from megatron_bapo.errors import RunError, UserError
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
 app = typer.Typer(
-    help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.",
+    help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
+    "Start with [bold]doctor[/], look at a plan with [bold]train CONFIG --dry-run[/], then train.",
+    rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -34,8 +38,8 @@ def messages() -> Iterator[None]:
     try:
         yield
     except (UserError, RunError) as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] ", end="")
-        typer.echo(str(error), err=True)
+        # echo and not rich: a value in brackets is no markup, and lines stay whole.
+        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
         raise typer.Exit(USER_ERROR if isinstance(error, UserError) else RUN_ERROR) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -57,18 +61,26 @@ def main(
     del show_version
 
 
-@app.command()
+@app.command(
+    epilog="Examples: [bold]train configs/quickstart.yaml --dry-run[/] prints the plan; "
+    "[bold]train configs/quickstart.yaml seed=2 run_dir=runs/seed2 optimizer.lr=5e-5[/] varies it. "
+    "Exit codes: 0 done, 1 a part of the run failed, 2 the input is wrong, 130 interrupted."
+)
 def train(
-    config: Annotated[Path, typer.Argument(help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="dotted.key=value, e.g. seed=2 optimizer.lr=2e-6.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Dotted keys over the file's values, e.g. seed=2 optimizer.lr=2e-6; null brings a default back.",
+            show_default=False,
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, start nothing.")] = False,
 ) -> None:
-    """Train. A run directory that was interrupted is continued from its last complete checkpoint.
+    """Train, or continue a run directory that was interrupted from its last complete checkpoint.
 
-    Ctrl-C saves and stops after the current update; a second Ctrl-C ends at once. Exit codes: 0 done, 1 a part of the
-    run failed, 2 the input is wrong, 130 interrupted.
+    Ctrl-C saves and stops after the current update; a second Ctrl-C ends at once.
     """
     with messages():
         resolved = load_config(config, overrides or [])
@@ -83,7 +95,9 @@ def train(
 
 
 @app.command()
-def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, e.g. runs/quickstart.")]) -> None:
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, e.g. runs/quickstart.")],
+) -> None:
     """Write RUN_DIR/report.html anew from the run's metrics, also while it is running."""
     with messages():
         from megatron_bapo.controller.run_report import write_run_report
@@ -92,20 +106,22 @@ def report(run_dir: Annotated[Path, typer.Argument(help="Folder of a run, e.g. r
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    deep: Annotated[bool, typer.Option("--deep", help="Also import the heavy packages, which takes a minute.")] = False,
+) -> None:
     """Check this machine and environment, and say what to do about what is wrong. Exit code 1 on problems."""
     from megatron_bapo.controller.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(Console()))
+    raise typer.Exit(run_doctor(Console(), deep=deep))
 
 
-def _print_plan(config: Config, warnings: list[str]) -> None:
+def _print_plan(config: Config, warnings: Sequence[str]) -> None:
     console = Console()
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, explanation in [("run directory", str(config.run_dir)), *batch_arithmetic(config)]:
-        table.add_row(name, explanation)
+        table.add_row(name, Text(explanation))
     console.print(table)
     for warning in warnings:
-        console.print(f"[yellow]warning:[/] {warning}", soft_wrap=True)
+        console.print(Text("warning: ", "yellow").append(warning, "default"), soft_wrap=True)

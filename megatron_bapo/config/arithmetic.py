@@ -1,4 +1,4 @@
-"""The run's batch sizes in one unit, trajectories, as they are printed before anything starts."""
+"""What a configuration amounts to, in one unit: trajectories, then their tokens."""
 
 from __future__ import annotations
 
@@ -6,37 +6,65 @@ from megatron_bapo.config.schema import Config
 
 
 def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
-    """(quantity, how it comes about) pairs."""
-    trainer, parallel, rollout = config.trainer, config.parallel, config.rollout
+    """Rows (what, how it comes about) from the layout down to the token limits, printed before anything starts.
+
+    The configuration must have passed `check_config`: every division is exact.
+    """
+    trainer, dp, n = config.trainer, config.parallel.data_parallel_size, config.rollout.n
+    steps, batch, mini_batch = trainer.total_steps, trainer.train_batch_size, trainer.ppo_mini_batch_size
+    updates, per_rank = trainer.updates_per_step, mini_batch // dp
     rows = [
+        ("trainer", _trainer_layout(config)),
+        ("engines", f"{config.rollout.num_engines} x {config.rollout.tensor_parallel_size} tensor parallel"),
+        ("each step", f"{config.prompts_per_step:,} prompts x {n} = {batch:,} trajectories"),
         (
-            "layout",
-            f"{parallel.world_size} trainer processes = TP {parallel.tensor_model_parallel_size} x PP "
-            f"{parallel.pipeline_model_parallel_size} x DP {parallel.data_parallel_size}; {rollout.num_engines} "
-            f"vLLM engine(s) x TP {rollout.tensor_parallel_size}",
+            "updates per step",
+            f"{_count(trainer.ppo_epochs, 'pass', 'passes')} x {batch:,} / {mini_batch:,} trajectories = {updates:,}",
         ),
-        (
-            "rollout batch",
-            f"{config.prompts_per_step} prompts x {rollout.n} answers = {trainer.train_batch_size} trajectories",
-        ),
-        (
-            "updates per batch",
-            f"{trainer.ppo_epochs} pass(es) x {trainer.train_batch_size} / {trainer.ppo_mini_batch_size} = "
-            f"{trainer.updates_per_step} updates of {trainer.ppo_mini_batch_size} trajectories",
-        ),
-        (
-            "per rank and update",
-            f"{trainer.ppo_mini_batch_size} / DP {parallel.data_parallel_size} = "
-            f"{trainer.ppo_mini_batch_size // parallel.data_parallel_size} trajectories, in packed micro-batches of at "
-            f"most {trainer.max_tokens_per_gpu} tokens",
-        ),
+        ("each update", f"{mini_batch:,} trajectories = {per_rank:,} x {_count(dp, 'data-parallel rank')}"),
         (
             "whole run",
-            f"{trainer.total_steps} batches = {trainer.total_steps * trainer.train_batch_size} trajectories, "
-            f"{trainer.total_steps * trainer.updates_per_step} updates",
+            f"{_count(steps, 'step')} x {updates:,} = {steps * updates:,} updates on {steps * batch:,} trajectories",
         ),
+        ("tokens", _tokens(config, per_rank)),
+        ("held-out samples", _evaluation(config)),
     ]
     if config.warm_start is not None:
         start = config.warm_start
-        rows.insert(1, ("warm start", f"{start.num_steps} supervised updates of {start.batch_size} worked examples"))
+        rows.insert(
+            2, ("warm start", f"{start.num_steps:,} supervised updates of {start.batch_size:,} worked examples")
+        )
     return rows
+
+
+def _trainer_layout(config: Config) -> str:
+    parallel = config.parallel
+    text = (
+        f"{_count(parallel.world_size, 'process', 'processes')} = {parallel.tensor_model_parallel_size} tensor x "
+        f"{parallel.pipeline_model_parallel_size} pipeline x {parallel.data_parallel_size} data parallel"
+    )
+    return f"{text}, sequence parallel" if parallel.sequence_parallel else text
+
+
+def _tokens(config: Config, per_rank: int) -> str:
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    budget = config.trainer.max_tokens_per_gpu
+    fitting = budget // (prompt + response)
+    num_micro_batches = -(-per_rank // fitting)
+    return (
+        f"{prompt:,} prompt + {response:,} response = {prompt + response:,} at most per trajectory; a micro-batch of "
+        f"{budget:,} holds {fitting:,} such, so an update takes at most "
+        f"{_count(num_micro_batches, 'micro-batch', 'micro-batches')} per rank"
+    )
+
+
+def _evaluation(config: Config) -> str:
+    if config.data.validation is None:
+        return "none: data.validation is not given"
+    every = config.evaluation.every_steps
+    between = f", and every {_count(every, 'step')}" if every else ""
+    return f"{config.evaluation.n} per prompt, before the first and after the last step{between}"
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"

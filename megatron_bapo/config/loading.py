@@ -1,171 +1,198 @@
-"""From YAML and command-line overrides to a Config, and back.
+"""Configuration files: YAML with `extends`, dotted overrides, and every problem named at once.
 
-Every problem of a configuration is reported at once: key, value, rule. Relative paths inside a configuration are
-relative to the working directory; `extends` is relative to the file that it stands in.
+A file may extend another one, named relative to itself. Mappings merge key by key and the child wins; a null removes a
+key that the parent has, so that its default comes back. Overrides `section.key=value` merge last, with the same rules;
+their values are YAML. Paths inside a configuration are relative to the current working directory, not to the file.
 """
 
 from __future__ import annotations
 
 import difflib
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, Section
 from megatron_bapo.errors import UserError
 
+EXTENDS = "extends"
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe subset; a key that stands twice in one mapping is an error instead of a silent override."""
+_RULES = {
+    "missing": "is required",
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "bool": "must be true or false",
+    "string": "must be text; put it in quotes",
+    "path": "must be a path, written as text",
+    "model": "must be a section: a mapping of keys to values",
+    "dict": "must be a mapping of keys to values",
+    "invalid": "has a key that is not text; put the key in quotes",
+}
+"""By the first word of pydantic's error type."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                mark = key_node.start_mark
-                raise UserError(f"{mark.name}:{mark.line + 1}: the key {key!r} stands twice; remove one")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file and the files it extends, with overrides such as `optimizer.lr=2e-6`.
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a file with its `extends` chain, apply `dotted.key=value` overrides, and validate.
-
-    Raises UserError that lists every problem.
+    Raises UserError for a file that cannot be read or parsed, and one that lists every unknown key and wrong value.
     """
-    tree = _read_tree(path, ())
+    document = _read(Path(path), ())
     for override in overrides:
-        _apply(tree, override)
-    unknown = list(_unknown_keys(tree, Config, ""))
-    if unknown:
-        raise UserError(_listed(path, unknown))
+        document = _merge(document, _parse_override(override))
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(document)
     except ValidationError as error:
-        raise UserError(_listed(path, [_describe(problem) for problem in error.errors()])) from None
+        problems = [f"  {_problem(details)}" for details in error.errors(include_url=False)]
+    source = " ".join([str(path), *(f"with {override}" for override in overrides)])
+    plural = "s" if len(problems) > 1 else ""
+    raise UserError("\n".join([f"{source}: {len(problems)} problem{plural}", *problems]))
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML that loads back equal."""
+    """YAML of every value, defaults included; it loads back equal. Relative paths stay relative."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_tree(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    """The file's mapping merged over what it extends."""
-    if path.resolve() in chain:
-        raise UserError(f"extends runs in a circle: {' -> '.join(map(str, (*chain, path.resolve())))}")
-    tree = _read_yaml(path)
-    parent = tree.pop("extends", None)
-    if parent is None:
-        return tree
-    return _merged(_read_tree(path.parent / str(parent), (*chain, path.resolve())), tree)
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """The safe loader, which keeps the last of two equal keys, made to refuse them."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here and not in construct_mapping: by then `<<` has merged keys in that may be overridden.
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {name!r} stands here for the second time; keep one", problem_mark=key.start_mark
+                )
+            seen.add(name)
+        return node
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _parse(text: str, where: str) -> Any:
+    """The YAML value of a text; nothing but plain data can come out of it."""
     try:
-        with path.open(encoding="utf-8") as file:
-            tree = yaml.load(file, _UniqueKeyLoader)  # noqa: S506, a SafeLoader
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a YAML configuration, e.g. configs/quickstart.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} must be a mapping of sections (model:, data:, trainer:, ...), not {type(tree).__name__}")
-    return tree
+        return yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not YAML: {error}") from None
 
 
-def _merged(base: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
-    """`child` over `base`, mapping by mapping; a null in the child removes the key."""
-    merged = dict(base)
+def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in `path`, merged over the one it extends; `children` are the files that led here."""
+    chain = (*children, path)
+    if path.resolve() in [child.resolve() for child in children]:
+        raise UserError(f"{EXTENDS} goes in a circle: {' -> '.join(map(str, chain))}; remove one of these links")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        named_in = f", which {children[-1]} extends" if children else ""
+        start = children[-1].parent.absolute() if children else Path.cwd()
+        raise UserError(
+            f"cannot read the config file {path}{named_in}: {error.strerror}; relative paths start at {start}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    document = _parse(text, str(path))
+    if not isinstance(document, dict):
+        raise UserError(
+            f"{path} holds {_shown(document)}; a config is a mapping of sections, such as trainer: {{total_steps: 100}}"
+        )
+    if EXTENDS not in document:
+        return document
+    parent = document.pop(EXTENDS)
+    if not isinstance(parent, str):
+        raise UserError(f"{path}: {EXTENDS}={_shown(parent)} must be one file name, relative to this file")
+    return _merge(_read(path.parent / parent, chain), document)
+
+
+def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    """The child's values over the parent's; neither is changed."""
+    merged = dict(parent)
     for key, value in child.items():
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _merged(merged[key], value)
+        if value is None and key in merged:
+            del merged[key]
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
         else:
             merged[key] = value
     return merged
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set one `dotted.key=value`; the value is read as YAML, null removes the key."""
-    dotted, equals, text = override.partition("=")
-    if not equals or not all(dotted.split(".")):
-        raise UserError(f"the override {override!r} is not of the form dotted.key=value, e.g. optimizer.lr=2e-6")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"the value of the override {override!r} is not valid YAML: {error}") from None
-    *sections, key = dotted.split(".")
-    node = tree
-    for depth, section in enumerate(sections):
-        child = node.setdefault(section, {})
-        if not isinstance(child, dict):
-            raise UserError(f"the override {override!r} goes below {'.'.join(sections[: depth + 1])}, which is {child!r}")
-        node = child
-    if value is None:
-        node.pop(key, None)
+def _parse_override(override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not (equals and text and all(parts)):
+        raise UserError(
+            f"override {override!r} must be KEY=VALUE with a dotted key, such as optimizer.lr=2e-6 "
+            "(KEY=null brings the default back, KEY='\"\"' is the empty text)"
+        )
+    value = _parse(text, f"override {override!r}")
+    for part in reversed(parts):
+        value = {part: value}
+    return value
+
+
+def _problem(error: ErrorDetails) -> str:
+    """One line: dotted key, value, rule, way out."""
+    location = tuple(map(str, error["loc"]))
+    key, kind, value = ".".join(location), error["type"], error["input"]
+    if kind == "extra_forbidden":
+        return f"{key}={_shown(value)}: unknown key; {_nearest(location)}"
+    if kind == "missing":
+        return f"{key}: {_RULES['missing']}; give it a value"
+    if kind == "value_error":
+        rule = str(error.get("ctx", {}).get("error", error["msg"]))
+    elif kind == "literal_error":
+        rule = f"must be {error.get('ctx', {}).get('expected')}"
     else:
-        node[key] = value
+        rule = _RULES.get(kind.split("_")[0]) or error["msg"].replace("Input should be", "must be")
+    return f"{key}={_shown(value)}: {rule}" + ("; remove the key for its default" if value is None else "")
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation such as `Section | None`."""
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
+def _nearest(location: tuple[str, ...]) -> str:
+    """Where an unknown key may have been meant to stand: in its own section, else in any other."""
+    *parents, name = location
+    if "." in name:
+        return "dotted keys are for the command line; in a file, nest the sections"
+    section: type[Section] = Config
+    for parent in parents:
+        section = _subsection(section, parent) or section
+    here = difflib.get_close_matches(name, section.model_fields, n=1)
+    if here:
+        return f"did you mean {'.'.join([*parents, *here])}?"
+    known = list(_dotted_keys(Config))
+    last_parts = {key.rpartition(".")[2] for key in known}
+    near = name if name in last_parts else "".join(difflib.get_close_matches(name, last_parts, n=1, cutoff=0.8))
+    elsewhere = [key for key in known if key.rpartition(".")[2] == near]
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    return f"known here: {', '.join(section.model_fields)}"
 
 
-def _all_keys(section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
+def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    for name in section.model_fields:
         yield prefix + name
-        child = _section_of(field.annotation)
-        if child is not None:
-            yield from _all_keys(child, f"{prefix}{name}.")
+        subsection = _subsection(section, name)
+        if subsection is not None:
+            yield from _dotted_keys(subsection, f"{prefix}{name}.")
 
 
-def _unknown_keys(tree: Mapping[Any, Any], section: type[BaseModel], prefix: str) -> Iterator[str]:
-    for key, value in tree.items():
-        field = section.model_fields.get(key)
-        if field is None:
-            yield f"{prefix}{key}: unknown key; {_suggestion(str(key), section, prefix)}"
-            continue
-        child = _section_of(field.annotation)
-        if child is not None and isinstance(value, Mapping):
-            yield from _unknown_keys(value, child, f"{prefix}{key}.")
+def _subsection(section: type[Section], name: str) -> type[Section] | None:
+    """The section that a field holds (an optional one included), or None for a plain value."""
+    annotation = section.model_fields[name].annotation
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
-def _suggestion(key: str, section: type[BaseModel], prefix: str) -> str:
-    """The nearest key of the section, or the same or nearest key of any other section."""
-    near = difflib.get_close_matches(key, section.model_fields, n=1)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    everywhere = list(_all_keys(Config, ""))
-    last_parts = [dotted.rsplit(".", 1)[-1] for dotted in everywhere]
-    near = difflib.get_close_matches(key, last_parts, n=1)
-    if near:
-        return f"did you mean {everywhere[last_parts.index(near[0])]}?"
-    return f"known keys here: {', '.join(section.model_fields)}"
-
-
-def _describe(problem: Any) -> str:
-    """One line for one pydantic finding: key, value, rule."""
-    key = ".".join(map(str, problem["loc"])) or "configuration"
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{key}: required, but not given"
-    if isinstance(problem["input"], Mapping):
-        return f"{key}: {message}"
-    return f"{key}: {problem['input']!r} is not accepted; {message[0].lower()}{message[1:]}"
-
-
-def _listed(path: Path, problems: Sequence[str]) -> str:
-    lines = "\n".join(f"  {problem}" for problem in problems)
-    return f"{path} has {len(problems)} problem{'s' if len(problems) > 1 else ''}:\n{lines}"
+def _shown(value: Any) -> str:
+    """A value as YAML on one line, shortened."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,181 @@
+"""The whole loop on real parts: Ray, a vLLM engine, reward workers, two trainer ranks; interrupted, resumed, broken."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
+from tests.tolerances import ENGINE_LOG_PROB
+
+CONFIG = """
+run_dir: {run_dir}
+model:
+  dtype: float32
+  create: {{num_hidden_layers: 2, hidden_size: 64, intermediate_size: 128, num_attention_heads: 2,
+           num_key_value_heads: 2, head_dim: 32}}
+parallel: {{world_size: 2, tensor_model_parallel_size: 2, sequence_parallel: true}}
+data:
+  chat_template: false
+  max_prompt_length: 24
+  train:
+    reasoning_gym: {{chain_sum: &task {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}}}
+    size: 60
+  validation: {{reasoning_gym: {{chain_sum: *task}}, size: 8, seed: 1}}
+reward: {{type: reasoning_gym}}
+warm_start: {{num_steps: 6, batch_size: 16}}
+rollout: {{n: 4, max_response_length: 4}}
+trainer: {{total_steps: 4, train_batch_size: 32, ppo_mini_batch_size: 16, max_tokens_per_gpu: 128}}
+optimizer: {{lr: 1.0e-3}}
+checkpoint: {{every_steps: 2}}
+"""
+RUN_LIMIT_S = 240
+FOREIGN = ("ray::", "raylet", "gcs_server", "VLLM::", "megatron_bapo.rewards.worker")
+"""Names of processes that a run starts; the suite runs nothing else of that kind at the time."""
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
+    config = run_dir.parent / f"{run_dir.name}.yaml"
+    config.write_text(CONFIG.format(run_dir=run_dir))
+    command = [sys.executable, "-m", "megatron_bapo", "train", str(config), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=run_dir.parent)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=RUN_LIMIT_S)
+    return process.returncode, output, errors
+
+
+def train_steps(run_dir: Path) -> list[int]:
+    rows = read_rows(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    return [row["step"] for row in rows if row["phase"] == "train"]
+
+
+def wait_for_step(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + RUN_LIMIT_S
+    while step not in train_steps(run_dir):
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.2)
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes that name the run's folder, Ray's and vLLM's processes, and weight stores."""
+    ours = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if process.pid != os.getpid() and any(word in command for word in (str(run_dir), *FOREIGN)):
+            ours.append(command)
+    return ours + [str(path) for path in SHARED_MEMORY.glob(f"{PREFIX}*")]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run that Ctrl-C stops after its first step and that the same command then completes."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "run"
+    process = start(run_dir)
+    wait_for_step(run_dir, 1)
+    process.send_signal(signal.SIGINT)
+    first = finish(process)
+    steps_before = train_steps(run_dir)
+    left = leftovers(run_dir)
+    second = finish(start(run_dir))
+    return {"run_dir": run_dir, "first": first, "steps_before": steps_before, "left": left, "second": second}
+
+
+def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing_running(resumed: dict) -> None:
+    code, output, errors = resumed["first"]
+    assert code == 130, output + errors
+    assert "python -m megatron_bapo train" in output
+    assert resumed["left"] == []
+    assert 1 <= len(resumed["steps_before"]) < 4
+
+
+def test_the_same_command_continues_and_completes(resumed: dict) -> None:
+    code, output, errors = resumed["second"]
+    assert code == 0, output + errors
+    assert train_steps(resumed["run_dir"]) == [1, 2, 3, 4]
+    warm_start = [r["step"] for r in read_rows(resumed["run_dir"] / "metrics.jsonl") if r["phase"] == "warm_start"]
+    assert warm_start == [1, 2, 3, 4, 5, 6]
+    assert leftovers(resumed["run_dir"]) == []
+
+
+def test_every_sync_is_proven_by_the_probe(resumed: dict) -> None:
+    rows = [row["metrics"] for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "train"]
+    assert all(0 <= row["weight_sync/probe_diff_max"] < ENGINE_LOG_PROB for row in rows)
+    assert all(row["training/rollout_probs_diff_max"] < ENGINE_LOG_PROB for row in rows)
+    versions = [row["training/policy_version"] for row in rows]
+    assert versions == sorted(set(versions))
+
+
+def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
+    rows = [row for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "validation"]
+    assert [row["step"] for row in rows] == [0, 4]
+    assert all(0.0 <= row["metrics"]["val/mean@4"] <= row["metrics"]["val/best@4"] <= 1.0 for row in rows)
+
+
+def test_the_export_loads_in_transformers_with_trained_weights(resumed: dict) -> None:
+    run_dir = resumed["run_dir"]
+    initial = AutoModelForCausalLM.from_pretrained(run_dir / "initial_model").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(run_dir / "hf").state_dict()
+    assert initial.keys() == exported.keys()
+    assert any(not torch.equal(initial[name], exported[name]) for name in initial)
+    assert AutoTokenizer.from_pretrained(run_dir / "hf").eos_token == "<|endoftext|>"
+
+
+def test_the_last_checkpoint_holds_the_exported_weights(resumed: dict) -> None:
+    run_dir = resumed["run_dir"]
+    newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
+    saved = load_file(next((newest / "weights").glob("*.safetensors")))
+    exported = load_file(next((run_dir / "hf").glob("*.safetensors")))
+    assert saved.keys() == exported.keys()
+    assert all(torch.equal(saved[name], exported[name]) for name in saved)
+    assert json.loads((newest / "state.json").read_text())["step"] == 4
+
+
+def test_report_and_tensorboard_show_the_run(resumed: dict) -> None:
+    run_dir = resumed["run_dir"]
+    page = (run_dir / "report.html").read_text()
+    assert page.count("<svg") >= 8
+    events = EventAccumulator(str(run_dir / "tensorboard" / "train"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2, 3, 4]
+
+
+def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> None:
+    code, _, errors = finish(start(resumed["run_dir"], "optimizer.lr=1e-5"))
+    assert code == 2
+    assert "optimizer.lr" in errors
+    assert "run_dir=" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "broken_reward.py").write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
+    )
+    process = start(tmp_path / "run", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
+    code, output, errors = finish(process)
+    assert code != 0, output
+    assert "broken_reward:score" in errors
+    assert "ZeroDivisionError" in errors
+    assert leftovers(tmp_path) == []
+
+
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "rollout.kv_cache_gib=0.0000001", "warm_start.num_steps=10000")
+    code, output, errors = finish(process)
+    assert code != 0, output
+    assert "engine 0" in errors or "vLLM" in errors
+    assert "Traceback" not in errors
+    assert leftovers(tmp_path) == []

@@ -1,0 +1,40 @@
+from typing import Any
+
+from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.schema import Config
+
+
+def rows(**sections: dict[str, Any]) -> dict[str, str]:
+    trainer = {"total_steps": 10, "train_batch_size": 1024, "ppo_mini_batch_size": 256, "ppo_epochs": 2}
+    tree = {
+        "run_dir": "runs/test",
+        "model": {"create": {}},
+        "parallel": {"world_size": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "data": {"train": {"path": "x.jsonl"}, "max_prompt_length": 1000},
+        "rollout": {"n": 16, "max_response_length": 3000},
+        "trainer": trainer | {"max_tokens_per_gpu": 10000},
+    }
+    return dict(batch_arithmetic(Config.model_validate(tree | sections)))
+
+
+def test_everything_is_counted_in_trajectories() -> None:
+    table = rows()
+    assert table["trainer"] == "8 processes = 2 tensor x 1 pipeline x 4 data parallel, sequence parallel"
+    assert table["each step"] == "64 prompts x 16 = 1,024 trajectories"
+    assert table["updates per step"] == "2 passes x 1,024 / 256 trajectories = 8"
+    assert table["each update"] == "256 trajectories = 64 x 4 data-parallel ranks"
+    assert table["whole run"] == "10 steps x 8 = 80 updates on 10,240 trajectories"
+
+
+def test_token_limits_are_counted_for_the_longest_trajectories() -> None:
+    assert "1,000 prompt + 3,000 response = 4,000 at most per trajectory" in rows()["tokens"]
+    assert "10,000 holds 2 such, so an update takes at most 32 micro-batches per rank" in rows()["tokens"]
+
+
+def test_held_out_samples_and_warm_start_are_listed() -> None:
+    assert rows()["held-out samples"] == "none: data.validation is not given"
+    assert "warm start" not in rows()
+    data = {"train": {"path": "x.jsonl"}, "validation": {"path": "y.jsonl"}}
+    table = rows(data=data, evaluation={"every_steps": 5}, warm_start={"num_steps": 300})
+    assert table["held-out samples"] == "4 per prompt, before the first and after the last step, and every 5 steps"
+    assert table["warm start"] == "300 supervised updates of 128 worked examples"

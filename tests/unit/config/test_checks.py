@@ -1,0 +1,310 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.checks import check_config, resume_conflicts
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import UserError
+
+ARITHMETIC = {"reasoning_gym": {"chain_sum": {}}, "size": 100, "seed": 1}
+HF_CONFIG = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+
+def config(**values: Any) -> Config:
+    """A valid config with the given dotted keys (`__` for the dot) replaced."""
+    tree: dict[str, Any] = {
+        "run_dir": "runs/test",
+        "model": {"create": {"max_position_embeddings": 4096}, "dtype": "float32"},
+        "parallel": {},
+        "data": {"train": ARITHMETIC, "max_prompt_length": 100},
+        "reward": {"type": "reasoning_gym"},
+        "algorithm": {"clip_bounds": {}},
+        "rollout": {"n": 8, "max_response_length": 100},
+        "trainer": {"total_steps": 10, "train_batch_size": 64, "ppo_mini_batch_size": 32, "max_tokens_per_gpu": 1000},
+    }
+    for dotted, value in values.items():
+        *sections, key = dotted.split("__")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return Config.model_validate(tree)
+
+
+def problems(checked: Config) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        check_config(checked)
+    return str(caught.value).splitlines()[1:]
+
+
+def hf_folder(folder: Path, *, absent: tuple[str, ...] = (), **fields: Any) -> Path:
+    files = {"config.json": json.dumps(HF_CONFIG | fields), "model.safetensors": "", "tokenizer.json": "{}"}
+    folder.mkdir(exist_ok=True)
+    for name in files.keys() - set(absent):
+        (folder / name).write_text(files[name])
+    return folder
+
+
+def test_a_valid_config_passes_without_warnings() -> None:
+    assert check_config(config()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "rule", "way_out"),
+    [
+        (
+            {"parallel__world_size": 7, "parallel__tensor_model_parallel_size": 2},
+            "parallel.world_size=7",
+            "must be a multiple of tensor_model_parallel_size=2 x pipeline_model_parallel_size=1 = 2",
+            "set parallel.world_size to 6 or 8",
+        ),
+        (
+            {"parallel__world_size": 1, "parallel__pipeline_model_parallel_size": 2},
+            "parallel.world_size=1",
+            "pipeline_model_parallel_size=2 = 2",
+            "set parallel.world_size to 2",
+        ),
+        (
+            {"parallel__sequence_parallel": True},
+            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1",
+            "splits sequences over tensor-parallel ranks",
+            "set sequence_parallel=false or raise tensor_model_parallel_size",
+        ),
+        (
+            {"parallel__world_size": 3},
+            "trainer.ppo_mini_batch_size=32 trajectories",
+            "must split evenly over 3 data-parallel ranks (parallel.world_size=3 / 1)",
+            "set it to 30 or 33",
+        ),
+        (
+            {"parallel__world_size": 64},
+            "trainer.ppo_mini_batch_size=32 trajectories",
+            "over 64 data-parallel ranks",
+            "set it to 64",
+        ),
+        (
+            {"parallel__world_size": 4, "warm_start": {"num_steps": 1, "batch_size": 10}},
+            "warm_start.batch_size=10",
+            "must split evenly over 4 data-parallel ranks",
+            "set it to 8 or 12",
+        ),
+        ({"rollout__n": 1}, "rollout.n=1", "zero in a group of one", "set rollout.n to 2 or more"),
+        (
+            {"rollout__n": 6},
+            "trainer.train_batch_size=64 counts trajectories",
+            "must be a multiple of rollout.n=6",
+            "set it to 60 or 66",
+        ),
+        (
+            {"trainer__ppo_mini_batch_size": 48},
+            "trainer.train_batch_size=64 trajectories",
+            "must split evenly into minibatches of trainer.ppo_mini_batch_size=48",
+            "set train_batch_size to 48 or 96",
+        ),
+        (
+            {"trainer__max_tokens_per_gpu": 199},
+            "trainer.max_tokens_per_gpu=199",
+            "data.max_prompt_length=100 + rollout.max_response_length=100 = 200",
+            "raise it to at least that, or shorten the two",
+        ),
+        (
+            {"evaluation__every_steps": 5},
+            "evaluation.every_steps=5",
+            "needs held-out prompts",
+            "set evaluation.every_steps=0",
+        ),
+        (
+            {"data__validation": ARITHMETIC},
+            "reasoning_gym chain_sum with seed 1",
+            "held-out prompts are left out of training",
+            "another seed",
+        ),
+        (
+            {"data__train": {"path": "no/such.jsonl"}, "reward__type": "math_verify"},
+            "data.train.path=no/such.jsonl",
+            "must be an existing file",
+            f"relative paths start at {Path.cwd()}",
+        ),
+        (
+            {"data__validation": {"path": "data.csv"}, "reward__type": "math_verify"},
+            "data.validation.path=data.csv",
+            "must end in .jsonl or .parquet",
+            "convert it",
+        ),
+        (
+            {"model__create__num_attention_heads": 6, "model__create__num_key_value_heads": 4},
+            "model.create: num_attention_heads=6",
+            "must be a multiple of num_key_value_heads=4",
+            "change one of them",
+        ),
+        (
+            {"rollout__tensor_parallel_size": 3},
+            "model.create: num_attention_heads=4",
+            "must be a multiple of rollout.tensor_parallel_size=3",
+            "choose one that divides it",
+        ),
+        (
+            {"model__create__max_position_embeddings": 150},
+            "data.max_prompt_length=100 + rollout.max_response_length=100 = 200 tokens",
+            "must not exceed the model's max_position_embeddings=150 (model.create)",
+            "shorten one of the two",
+        ),
+    ],
+)
+def test_a_broken_rule_names_value_rule_and_way_out(
+    values: dict[str, Any], value: str, rule: str, way_out: str
+) -> None:
+    (problem,) = problems(config(**values))
+    assert value in problem
+    assert rule in problem
+    assert way_out in problem
+
+
+def test_reasoning_gyms_scorers_are_refused_for_prompts_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.touch()
+    (problem,) = problems(config(data__train={"path": file}))
+    assert f"reward.type=reasoning_gym scores reasoning_gym tasks only, and data.train.path={file} is a file" in problem
+    assert "use data.train.reasoning_gym, or reward.type=math_verify or function" in problem
+
+
+def test_all_broken_rules_are_reported_at_once() -> None:
+    found = problems(config(rollout__n=7, trainer__max_tokens_per_gpu=1, parallel__sequence_parallel=True))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"])
+def test_tensor_parallelism_must_divide_what_it_splits(tmp_path: Path, field: str) -> None:
+    sizes = HF_CONFIG | {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 64} | {field: 36 + 6}
+    folder = hf_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps(sizes))
+    layout = {"parallel__world_size": 4, "parallel__tensor_model_parallel_size": 4}
+    found = problems(config(model={"path": folder, "dtype": "float32"}, **layout))
+    expected = f"{folder / 'config.json'}: {field}=42 must be a multiple of parallel.tensor_model_parallel_size=4"
+    assert expected in found[0]
+    assert "choose a tensor_model_parallel_size that divides 42" in found[0]
+
+
+def test_pipeline_parallelism_must_divide_the_layers(tmp_path: Path) -> None:
+    layout = {"parallel__world_size": 3, "parallel__pipeline_model_parallel_size": 3}
+    (problem,) = problems(config(model={"path": hf_folder(tmp_path), "dtype": "float32"}, **layout))
+    assert "num_hidden_layers=4 must be a multiple of parallel.pipeline_model_parallel_size=3" in problem
+
+
+def test_a_complete_checkpoint_folder_passes(tmp_path: Path) -> None:
+    assert check_config(config(model={"path": hf_folder(tmp_path), "dtype": "float32"})) == []
+
+
+def test_key_value_heads_default_to_the_attention_heads(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, num_key_value_heads=None)
+    layout = {"parallel__world_size": 4, "parallel__tensor_model_parallel_size": 4}
+    assert check_config(config(model={"path": folder, "dtype": "float32"}, **layout)) == []
+
+
+def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
+    (problem,) = problems(config(model={"path": "models/none", "dtype": "float32"}))
+    assert "model.path=models/none must be an existing folder of a Hugging Face checkpoint" in problem
+    assert "config.json, *.safetensors and the tokenizer's files" in problem
+    assert f"relative paths start at {Path.cwd()}" in problem
+
+
+@pytest.mark.parametrize(
+    ("absent", "expected", "way_out"),
+    [
+        ("config.json", "has no config.json", "the folder must hold config.json, *.safetensors and"),
+        ("model.safetensors", "has no *.safetensors", "convert them"),
+        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)", "copy the tokenizer's"),
+    ],
+)
+def test_an_incomplete_checkpoint_names_what_is_missing(
+    tmp_path: Path, absent: str, expected: str, way_out: str
+) -> None:
+    folder = hf_folder(tmp_path, absent=(absent,))
+    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
+    assert f"model.path={folder} {expected}" in problem
+    assert way_out in problem
+
+
+def test_a_half_downloaded_checkpoint_names_the_first_missing_shard(tmp_path: Path) -> None:
+    shards = {"a.weight": "model.safetensors", "b.weight": "two.safetensors", "c.weight": "two.safetensors"}
+    folder = hf_folder(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
+    assert "lacks 1 of the 2 files" in problem
+    assert "first two.safetensors; complete the download" in problem
+
+
+def test_an_unsupported_model_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, model_type="mistral")
+    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
+    assert "model_type='mistral' must be one of llama, qwen2, qwen3; choose a model" in problem
+
+
+def test_a_config_json_without_a_needed_field_is_refused(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 5}))
+    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
+    assert "lacks num_hidden_layers, intermediate_size, num_attention_heads, max_position_embeddings;" in problem
+    (folder / "config.json").write_text("{")
+    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
+    assert f"{folder / 'config.json'} must be JSON" in problem
+
+
+def test_clip_bounds_that_can_never_move_are_warned_about() -> None:
+    (warning,) = check_config(config(algorithm__clip_bounds={"ratio_lower_start": 0.89}))
+    assert "ratio_lower_start=0.89 + ratio_lower_step=0.02 exceeds ratio_lower_max=0.9" in warning
+    assert "no bound ever moves. Raise ratio_lower_max" in warning
+    (warning,) = check_config(config(algorithm__clip_bounds={"ratio_upper_max": 1.2}))
+    assert "ratio_upper_start=1.2 + ratio_upper_step=0.05 exceeds ratio_upper_max=1.2" in warning
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"clip_bounds": {"ratio_lower_start": 0.88}},  # exactly one step left, which float64 would deny
+        {"clip_bounds": {"ratio_lower_start": 0.89, "search_order": "lower_first"}},
+        {"clip_bounds": {"ratio_lower_start": 0.89}, "objective": "ppo"},
+    ],
+)
+def test_clip_bounds_that_move_or_are_unused_are_not_warned_about(algorithm: dict[str, Any]) -> None:
+    assert check_config(config(algorithm=algorithm)) == []
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_about() -> None:
+    assert check_config(config(optimizer__lr_warmup_steps=19)) == []
+    (warning,) = check_config(config(optimizer__lr_warmup_steps=20))
+    assert "optimizer.lr_warmup_steps=20 is not less than the run's 20 updates" in warning
+    assert "Lower lr_warmup_steps or train longer" in warning
+
+
+def test_a_probe_tighter_than_bfloat16_is_warned_about() -> None:
+    (warning,) = check_config(config(model__dtype="bfloat16"))
+    assert "weight_sync.probe_tolerance=0.0001 with model.dtype=bfloat16" in warning
+    assert check_config(config(model__dtype="bfloat16", weight_sync__probe_tolerance=0.15)) == []
+
+
+def test_a_continued_run_may_change_how_long_it_trains_and_what_it_writes() -> None:
+    changed = config(
+        run_dir="elsewhere/same-run",
+        trainer__total_steps=99,
+        checkpoint__every_steps=1,
+        logging__tensorboard=False,
+        evaluation__n=9,
+    )
+    assert resume_conflicts(config(), changed) == []
+
+
+def test_a_continued_run_may_change_nothing_else() -> None:
+    conflicts = resume_conflicts(config(), config(optimizer__lr=2e-6, seed=3, warm_start={"num_steps": 1}))
+    assert sorted(conflict.split(":")[0] for conflict in conflicts) == ["optimizer.lr", "seed", "warm_start"]
+    assert "seed: 0 in the run directory, 3 now" in conflicts

@@ -1,0 +1,192 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.errors import UserError
+
+BASE = """
+run_dir: runs/test
+model: {create: {}}
+data: {train: {path: prompts/train.jsonl}}
+trainer: {total_steps: 10, train_batch_size: 64, ppo_mini_batch_size: 32}
+"""
+
+
+def write(folder: Path, text: str, name: str = "config.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def problems(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_a_resolved_config_loads_back_equal(tmp_path: Path) -> None:
+    text = BASE + (
+        "optimizer: {lr: 1.5e-6}\nwarm_start: {num_steps: 3}\n"
+        "reward: {type: function, function: 'my.module:score'}\nseed: 7\n"
+    )
+    tasks = (
+        "data.train={path: null, reasoning_gym: {chain_sum: {min_terms: 2, operators: ['+', 'yes', '1e3']}}, size: 50}"
+    )
+    config = load_config(write(tmp_path, text), [tasks, "data.system_prompt='Größe: \"1e-6\"'"])
+    assert load_config(write(tmp_path, dump_config(config), "resolved.yaml")) == config
+
+
+def test_relative_paths_are_kept_as_given(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, BASE))
+    assert config.run_dir == Path("runs/test")
+    assert "path: prompts/train.jsonl" in dump_config(config)
+
+
+def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
+    overrides = ["optimizer.lr=2e-6", "seed=3", "data.train.path=x.jsonl", "data.shuffle=false", "seed=4"]
+    config = load_config(write(tmp_path, BASE), overrides)
+    assert (config.optimizer.lr, config.seed, config.data.shuffle) == (2e-6, 4, False)
+    assert config.data.train.path == Path("x.jsonl")
+
+
+def test_a_float_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, BASE + "optimizer: {lr: 1e-6, adam_eps: 1E-9}\n")).optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("lr: 1", "lr=1: unknown key; did you mean optimizer.lr or warm_start.lr?"),
+        ("rollouts: {n: 4}", "rollouts={n: 4}: unknown key; did you mean rollout?"),
+        ("rollout: {temprature: 1}", "rollout.temprature=1: unknown key; did you mean rollout.temperature?"),
+        ("rollout: {clip_gradient: 1}", "rollout.clip_gradient=1: unknown key; did you mean optimizer.clip_grad?"),
+        ("algorithm: {clip_bounds: {rho: 1}}", "algorithm.clip_bounds.rho=1: unknown key; known here: positive_"),
+        ("warm_start: {num_step: 3}", "warm_start.num_step=3: unknown key; did you mean warm_start.num_steps?"),
+        ("optimizer.lr: 1", "optimizer.lr=1: unknown key; dotted keys are for the command line; in a file, nest"),
+    ],
+)
+def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expected: str) -> None:
+    assert expected in problems(write(tmp_path, BASE + line + "\n"))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollout.n=0", "rollout.n=0: must be greater than 0"),
+        ("rollout.n=2.5", "rollout.n=2.5: must be a whole number"),
+        ("rollout.n=many", "rollout.n=many: must be a whole number"),
+        ("rollout.n.x=1", "rollout.n={x: 1}: must be a whole number"),
+        ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
+        ("data.shuffle=maybe", "data.shuffle=maybe: must be true or false"),
+        ("data.system_prompt=3", "data.system_prompt=3: must be text; put it in quotes"),
+        ("run_dir=3", "run_dir=3: must be a path, written as text"),
+        ("rollout=3", "rollout=3: must be a section: a mapping of keys to values"),
+        ("optimizer.lr=null", "optimizer.lr=null: must be a number; remove the key for its default"),
+        ("reward.type=exact", "reward.type=exact: must be 'reasoning_gym', 'math_verify' or 'function'"),
+        ("reward.type=function", "reward={type: function}: reward.function goes with reward.type=function"),
+        ("model.path=m", "model={create: {}, path: m}: give exactly one of model.path"),
+        ("trainer.total_steps=null", "trainer.total_steps: is required; give it a value"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_rule(tmp_path: Path, override: str, expected: str) -> None:
+    assert expected in problems(write(tmp_path, BASE), override)
+
+
+def test_all_problems_of_a_file_are_reported_at_once_one_per_line_in_plain_words(tmp_path: Path) -> None:
+    file = write(tmp_path, BASE + "seeds: 1\nrollout: {n: 0, m: 1}\nmodel: {}\n".replace("model: {}\n", ""))
+    message = problems(file, "optimizer.lr=-1", "trainer.total_steps=null")
+    header, *lines = message.splitlines()
+    assert header == f"{file} with optimizer.lr=-1 with trainer.total_steps=null: 5 problems"
+    assert {line.split("=")[0].split(":")[0].strip() for line in lines} == {
+        "seeds",
+        "rollout.n",
+        "rollout.m",
+        "optimizer.lr",
+        "trainer.total_steps",
+    }
+    for jargon in ("pydantic", "http", "Input should", "extra", "type="):
+        assert jargon not in message
+
+
+def test_a_child_wins_over_the_files_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base", BASE + "optimizer: {lr: 1.0e-3, clip_grad: 2.0}\n", "root.yaml")
+    write(tmp_path, "extends: base/root.yaml\noptimizer: {lr: 1.0e-4}\nseed: 1\n", "middle.yaml")
+    config = load_config(write(tmp_path, "extends: middle.yaml\nseed: 2\n"))
+    assert (config.optimizer.lr, config.optimizer.clip_grad, config.seed) == (1e-4, 2.0, 2)
+
+
+def test_a_null_removes_an_inherited_key(tmp_path: Path) -> None:
+    write(tmp_path, BASE + "optimizer: {lr: 1.0e-3}\n", "base.yaml")
+    child = "extends: base.yaml\noptimizer: {lr: null}\ndata: {train: {path: null, reasoning_gym: {a: {}}, size: 9}}\n"
+    config = load_config(write(tmp_path, child))
+    assert config.optimizer.lr == 1e-6
+    assert (config.data.train.path, config.data.train.reasoning_gym) == (None, {"a": {}})
+
+
+def test_a_model_can_be_switched_by_overrides(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, BASE), ["model.create=null", "model.path=some/model"])
+    assert config.model_path == Path("some/model")
+
+
+def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "extends: config.yaml\n", "other.yaml")
+    file = write(tmp_path, "extends: other.yaml\n")
+    names = " -> ".join(str(tmp_path / name) for name in ("config.yaml", "other.yaml", "config.yaml"))
+    assert f"extends goes in a circle: {names}; remove one" in problems(file)
+
+
+def test_a_missing_file_is_named_with_where_relative_paths_start(tmp_path: Path) -> None:
+    message = problems(Path("no/such.yaml"))
+    assert "cannot read the config file no/such.yaml: No such file" in message
+    assert f"relative paths start at {Path.cwd()}" in message
+    file = write(tmp_path, "extends: base.yaml\n")
+    message = problems(file)
+    assert f"{tmp_path / 'base.yaml'}, which {file} extends: No such file" in message
+    assert f"relative paths start at {tmp_path}" in message
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
+    assert problems(file) == f"{file} line 4: key 'lr' stands here for the second time; keep one"
+
+
+def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
+    tasks = "reasoning_gym: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}}, size: 4"
+    config = load_config(write(tmp_path, BASE.replace("path: prompts/train.jsonl", tasks)))
+    assert config.data.train.reasoning_gym == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\nmodel: {create: {}\nrun_dir: x\n", "line 3: expected ',' or '}'"),
+        ("seed: !!python/object:os.system {}\n", "line 1: could not determine a constructor"),
+        ("seed: 2024-13-45\n", "not YAML: month must be in 1..12"),
+        ("? [a]\n: 1\n", "line 1: found unhashable key"),
+        ("- seed\n", "holds [seed]; a config is a mapping of sections"),
+        ("", "holds null; a config is a mapping of sections"),
+        ("extends: [a, b]\n", "extends=[a, b] must be one file name, relative to this file"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
+    file = write(tmp_path, text)
+    message = problems(file)
+    assert message.startswith(str(file))
+    assert expected in message
+
+
+def test_a_file_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(b"run_dir: \xff\xfe\n")
+    assert f"{file} is not UTF-8 text (invalid start byte at byte 9); save it as UTF-8" in problems(file)
+
+
+@pytest.mark.parametrize("override", ["seed", "=1", "a..b=1", "seed="])
+def test_an_override_without_key_or_value_is_refused(tmp_path: Path, override: str) -> None:
+    assert f"override {override!r} must be KEY=VALUE" in problems(write(tmp_path, BASE), override)
+
+
+def test_an_override_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
+    assert "override 'seed=[1' line 1: expected ',' or ']'" in problems(write(tmp_path, BASE), "seed=[1")

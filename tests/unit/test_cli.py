@@ -1,0 +1,124 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_bapo.cli import app, messages
+from megatron_bapo.errors import RunError, UserError
+
+CONFIG = """
+run_dir: {folder}/run[1]
+model: {{create: {{}}, dtype: float32}}
+data:
+  max_prompt_length: 16
+  train: {{reasoning_gym: {{chain_sum: {{}}}}, size: 100}}
+reward: {{type: reasoning_gym}}
+rollout: {{n: 4, max_response_length: 8}}
+trainer: {{total_steps: 10, train_batch_size: 64, ppo_mini_batch_size: 32}}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(folder=tmp_path))
+    return file
+
+
+def invoke(*arguments: object):
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
+
+
+def test_a_dry_run_prints_layout_and_batch_arithmetic_and_starts_nothing(config_file: Path) -> None:
+    result = invoke("train", config_file, "--dry-run", "rollout.n=8")
+    assert result.exit_code == 0
+    assert "1 process = 1 tensor x 1 pipeline x 1 data parallel" in result.stdout
+    assert "8 prompts x 8 = 64 trajectories" in result.stdout
+    assert "run[1]" in result.stdout
+    assert list(config_file.parent.iterdir()) == [config_file]
+
+
+def test_a_dry_run_prints_the_warnings(config_file: Path) -> None:
+    result = invoke("train", config_file, "--dry-run", "optimizer.lr_warmup_steps=20")
+    assert result.exit_code == 0
+    assert "warning: optimizer.lr_warmup_steps=20 is not less than the run's 20 updates" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.lrs=1", "optimizer.lrs=1: unknown key; did you mean optimizer.lr?"),
+        ("rollout.n=5", "trainer.train_batch_size=64 counts trajectories and must be a multiple of rollout.n=5"),
+        ("rollout.n", "override 'rollout.n' must be KEY=VALUE"),
+    ],
+)
+def test_the_users_mistakes_are_one_message_on_stderr_and_exit_code_2(
+    config_file: Path, override: str, expected: str
+) -> None:
+    result = invoke("train", config_file, override)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert expected in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_usage_errors_exit_with_2() -> None:
+    assert invoke("train").exit_code == 2
+    assert invoke("trian").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "shown"),
+    [
+        (UserError("choose [another]"), 2, "error: choose [another]\n"),
+        (RunError("engine 0 died"), 1, "error: engine 0 died\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_become_a_message_and_an_exit_code(
+    error: BaseException, exit_code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as exit_, messages():
+        raise error
+    assert exit_.value.exit_code == exit_code
+    assert capsys.readouterr().err == shown
+
+
+def test_our_own_bugs_keep_their_trace() -> None:
+    with pytest.raises(ZeroDivisionError), messages():
+        raise ZeroDivisionError
+
+
+def test_a_report_of_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
+    result = invoke("report", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path} holds no metrics.jsonl; give the folder of a run that has trained" in result.stderr
+
+
+def test_the_version_is_printed() -> None:
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("megatron-bapo 0.")
+
+
+def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
+    code = (
+        "import sys\nfrom megatron_bapo.cli import app\n"
+        "try:\n    app(['--help'], prog_name='megatron-bapo')\n"
+        "finally:\n    print('heavy:', sorted({'torch', 'ray', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "heavy: []" in result.stdout
+    for command in ("train", "report", "doctor"):
+        assert command in result.stdout
+
+
+def test_the_package_runs_as_a_module(config_file: Path) -> None:
+    command = [sys.executable, "-m", "megatron_bapo", "train", str(config_file), "seed=x"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "seed=x: must be a whole number" in result.stderr
