@@ -17,6 +17,7 @@ from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
@@ -85,6 +86,7 @@ def train(
     with messages():
         resolved = load_config(config, overrides or [])
         warnings = check_config(resolved)
+        check_resumable(resolved, RunDirectory(resolved.run_dir))
         _print_plan(resolved, warnings)
         if dry_run:
             return

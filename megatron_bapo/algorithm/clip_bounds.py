@@ -42,7 +42,7 @@ from torch import Tensor
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.config.schema import ClipBoundsSettings
 
-__all__ = ["ClipBounds", "ClipBoundsSettings", "Outcome", "find_clip_bounds", "immovable_bounds_warning"]
+__all__ = ["ClipBounds", "ClipBoundsSettings", "Outcome", "find_clip_bounds"]
 
 Outcome = Literal["start", "interior", "end", "no_signal"]
 
@@ -129,23 +129,6 @@ def find_clip_bounds(
         [lower[j], upper[i], *shares, positive[i], negative[j]], dtype=torch.float64, device=log_ratio.device
     )
     return ClipBounds(*values.unbind(), outcome=outcome, num_dropped=int(totals[-1]))
-
-
-def immovable_bounds_warning(settings: ClipBoundsSettings) -> str | None:
-    """Say why these settings never move any bound, or None if they can."""
-    lower, upper = _grids(settings)
-    if settings.search_order == "upper_first" and len(lower) == 1:
-        return (
-            f"BAPO will never move a clip bound: ratio_lower_start {settings.ratio_lower_start} plus ratio_lower_step "
-            f"{settings.ratio_lower_step} exceeds ratio_lower_max {settings.ratio_lower_max}, which ends Algorithm 1 "
-            "before the upper bound moves either; raise ratio_lower_max or lower ratio_lower_step"
-        )
-    if len(lower) == len(upper) == 1:
-        return (
-            "BAPO will never move a clip bound: ratio_lower_start equals ratio_lower_max and ratio_upper_start equals "
-            "ratio_upper_max; widen a range, or use objective=ppo for fixed bounds"
-        )
-    return None
 
 
 def _grids(settings: ClipBoundsSettings) -> tuple[list[float], list[float]]:

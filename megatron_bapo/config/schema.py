@@ -19,7 +19,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 class Section(BaseModel):
     """What every section has in common: immutable, and an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class CreateModelConfig(Section):
@@ -119,7 +119,7 @@ class RewardConfig(Section):
     function: str | None = None
     """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info)."""
     partial_credit: bool = True
-    """`false` counts only a full score: 1 for it, 0 for anything less. Some reasoning-gym scorers reward near misses."""
+    """`false` counts only a full score: 1 for it, 0 for less. Some reasoning-gym scorers reward near misses."""
     timeout_s: PositiveFloat = 10.0
     """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted."""
     timeout_reward: float = 0.0

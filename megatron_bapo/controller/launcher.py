@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from megatron_bapo.config.checks import resume_conflicts
-from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.interrupts import Interrupts
@@ -29,7 +28,7 @@ from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.rollout_client import SERVICE, engine_name
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
-from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import read_rows
@@ -72,14 +71,7 @@ def run_training(config: Config) -> int:
 
 def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
-    if directory.config.is_file():
-        conflicts = resume_conflicts(load_config(directory.config, []), config)
-        if conflicts:
-            listed = "\n".join(f"  {conflict}" for conflict in conflicts)
-            raise UserError(
-                f"{directory.root} holds a run with another configuration:\n{listed}\n"
-                "Choose run_dir=<another folder>, delete that folder, or use its configuration"
-            )
+    check_resumable(config, directory)
     if config.model.create is not None and not config.model_path.is_dir():
         from megatron_bapo.model.hf_create import create_checkpoint
 

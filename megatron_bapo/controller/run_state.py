@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_bapo.config.checks import resume_conflicts
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 
@@ -110,3 +113,16 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
+
+
+def check_resumable(config: Config, directory: RunDirectory) -> None:
+    """Raises UserError when the directory holds a run that was started with another configuration."""
+    if not directory.config.is_file():
+        return
+    conflicts = resume_conflicts(load_config(directory.config), config)
+    if conflicts:
+        listed = "\n".join(f"  {conflict}" for conflict in conflicts)
+        raise UserError(
+            f"{directory.root} holds a run with another configuration:\n{listed}\n"
+            "Choose run_dir=<another folder>, delete that folder, or use its configuration"
+        )

@@ -15,7 +15,6 @@ from megatron_bapo.algorithm.clip_bounds import (
     ClipBounds,
     ClipBoundsSettings,
     find_clip_bounds,
-    immovable_bounds_warning,
 )
 
 ORACLE = json.loads((Path(__file__).parent / "clip_bounds_cases.json").read_text())["cases"]
@@ -305,20 +304,3 @@ def test_dropped_tokens_are_counted_over_all_chunks() -> None:
     log_ratio = torch.zeros(300_000)
     log_ratio[[0, 150_000, 299_999]] = math.nan
     assert find_clip_bounds(log_ratio, torch.ones(300_000), PAPER).num_dropped == 3
-
-
-def test_a_lower_range_of_less_than_one_step_is_reported_as_immovable() -> None:
-    warning = immovable_bounds_warning(ClipBoundsSettings(ratio_lower_start=0.89))
-    assert warning is not None
-    assert "ratio_lower_start 0.89 plus ratio_lower_step 0.02 exceeds ratio_lower_max 0.9" in warning
-
-
-def test_lower_first_is_immovable_only_if_both_ranges_are_empty() -> None:
-    narrow = {"search_order": "lower_first", "ratio_lower_start": 0.89}
-    assert immovable_bounds_warning(ClipBoundsSettings.model_validate(narrow)) is None
-    empty = {"search_order": "lower_first", "ratio_lower_start": 0.9, "ratio_upper_start": 3.0}
-    assert "widen a range" in str(immovable_bounds_warning(ClipBoundsSettings.model_validate(empty)))
-
-
-def test_the_papers_settings_raise_no_warning() -> None:
-    assert immovable_bounds_warning(PAPER) is None
