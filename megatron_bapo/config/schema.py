@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class CreateModelConfig(Section):
-    """A randomly initialised Qwen3-shaped checkpoint with a tokenizer trained on the run's own prompts."""
+    """A randomly initialised Qwen3-shaped checkpoint with a byte tokenizer, built in the run directory."""
 
     num_hidden_layers: PositiveInt = 4
     hidden_size: PositiveInt = 128
@@ -35,8 +35,8 @@ class CreateModelConfig(Section):
     tie_word_embeddings: bool = True
     initializer_range: PositiveFloat = 0.06
     """Standard deviation of the initial weights; 0.02, common for wide models, leaves one this narrow slow to learn."""
-    vocab_size: Annotated[int, Field(ge=320)] = 384
-    """256 bytes, the end-of-sequence token and what is merged from the prompts."""
+    vocab_size: Annotated[int, Field(ge=258)] = 320
+    """256 bytes, the end of sequence and the prompts' common beginning; the rest is room to split over ranks."""
 
 
 class ModelConfig(Section):

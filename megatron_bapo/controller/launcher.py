@@ -75,7 +75,7 @@ def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> N
     if config.model.create is not None and not config.model_path.is_dir():
         from megatron_bapo.model.hf_create import create_checkpoint
 
-        texts = [m["content"] for p in prompts.train for m in p.messages] + [p.ground_truth for p in prompts.train]
+        texts = [prompt.messages[0]["content"] for prompt in prompts.train]
         create_checkpoint(config.model_path, config.model.create, texts, config.seed)
     tokenizer = load_tokenizer(config.model_path)
     tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_bapo.config.schema import CreateModelConfig
@@ -15,26 +16,19 @@ from megatron_bapo.config.schema import CreateModelConfig
 END_OF_SEQUENCE = "<|endoftext|>"
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that keeps every digit a token of its own and may merge across spaces.
+def byte_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
+    """One token per byte, and one for the words with which all prompts begin.
 
-    Any text can be encoded; phrases that all prompts share become single tokens.
+    Any text can be encoded, and a small model sees every digit and letter by itself.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [
-            pre_tokenizers.Split(Regex(r"[0-9]"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = byte_level  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_SEQUENCE],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    beginning = os.path.commonprefix(prompts).rstrip("0123456789")
+    if len(beginning) > 1:
+        tokenizer.add_tokens([AddedToken(beginning, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_SEQUENCE,
@@ -43,9 +37,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def create_checkpoint(folder: Path, settings: CreateModelConfig, texts: Iterable[str], seed: int) -> None:
+def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequence[str], seed: int) -> None:
     """Write a Qwen3-shaped checkpoint to `folder`, whole or not at all; the same arguments give the same bytes."""
-    tokenizer = train_tokenizer(texts, settings.vocab_size)
+    tokenizer = byte_tokenizer(prompts)
     end_of_sequence = int(tokenizer.convert_tokens_to_ids(END_OF_SEQUENCE))  # pyright: ignore[reportArgumentType]
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
