@@ -11,8 +11,15 @@ from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
 
 
+SOLVED = 1.0
+"""The score from which on an answer counts as solved."""
+
+
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
-    """mean@n and best@n over all held-out prompts and for each data source, as verl names them."""
+    """mean@n and best@n over all held-out prompts and for each data source, in verl's names.
+
+    Both count solved answers; a score with partial credit is `score/mean@n`.
+    """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in scored.groups:
         by_source[group.prompt.data_source].append(group)
@@ -58,7 +65,9 @@ def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
 
 def _accuracy(prefix: str, groups: Sequence[Group], n: int) -> dict[str, Metric]:
     rewards = [[t.reward for t in group.trajectories] for group in groups]
+    num = sum(map(len, rewards))
     return {
-        f"{prefix}/mean@{n}": Mean(sum(sum(r) for r in rewards), sum(len(r) for r in rewards)),
-        f"{prefix}/best@{n}": Mean(sum(max(r) for r in rewards), len(rewards)),
+        f"{prefix}/mean@{n}": Mean(sum(reward >= SOLVED for r in rewards for reward in r), num),
+        f"{prefix}/best@{n}": Mean(sum(max(r) >= SOLVED for r in rewards), len(rewards)),
+        f"{prefix}/score/mean@{n}": Mean(sum(map(sum, rewards)), num),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,9 @@ def byte_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = byte_level  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    beginning = os.path.commonprefix(prompts).rstrip("0123456789")
+    first, last = min(prompts), max(prompts)
+    num_common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    beginning = first[:num_common].rstrip("0123456789")
     if len(beginning) > 1:
         tokenizer.add_tokens([AddedToken(beginning, normalized=False)])
     return PreTrainedTokenizerFast(
