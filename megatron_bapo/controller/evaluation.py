@@ -10,7 +10,6 @@ from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
 
-
 SOLVED = 1.0
 """The score from which on an answer counts as solved."""
 
