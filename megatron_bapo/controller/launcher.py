@@ -31,13 +31,14 @@ from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
-from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.metrics.sinks import read_new_rows, read_rows
 from megatron_bapo.parallel.platform import has_gpu
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
+STOPPING = "stopping after the current update; Ctrl-C again ends at once"
 STOP_GRACE_S = 120.0
 """How long a requested stop may take to finish its update and save."""
 
@@ -92,7 +93,7 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
         _actors, starting = _place_actors(config, directory, store.folder)  # held: an actor lives as long as its handle
         with _trainer(config, directory, address, store.folder) as trainer:
             _watch(trainer, starting, config, directory, display, interrupts)
-    return interrupts.requested
+    return directory.stop_request.exists()
 
 
 def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple[list[Any], dict[str, Any]]:
@@ -128,7 +129,7 @@ def _trainer(config: Config, directory: RunDirectory, ray_address: str, store: P
         *("--ray", ray_address, "--store", str(store)),
     ]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    with (directory.logs / "trainer.log").open("ab") as log:
+    with directory.trainer_log.open("ab") as log:
         process = psutil.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
         )
@@ -165,26 +166,36 @@ def _watch(
 
     Raises RunError or UserError when a part fails, and RunError when a requested stop takes too long.
     """
-    shown = len(read_rows(directory.metrics)) if directory.metrics.is_file() else 0
-    deadline = None
+    offset, deadline = None, None
     while trainer.poll() is None:
         time.sleep(POLL_S)
         _check_started(starting, config)
-        if directory.phase.is_file():
-            display.phase(directory.phase.read_text())
-        rows = read_rows(directory.metrics) if directory.metrics.is_file() else []
-        for row in rows[shown:]:
-            display.update(row)
-        shown = len(rows)
+        offset = _show_news(directory, display, offset)
         if interrupts.requested and deadline is None:
             directory.stop_request.touch()
+            display.phase(STOPPING)
             deadline = time.monotonic() + STOP_GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             raise RunError(
                 f"the trainer did not stop within {STOP_GRACE_S:.0f} s and was ended. {_resume_hint(directory)}"
             )
+    _show_news(directory, display, offset)
     if trainer.returncode != 0:
         raise _failure(trainer.returncode, directory)
+
+
+def _show_news(directory: RunDirectory, display: ProgressDisplay, offset: int | None) -> int | None:
+    """Show what was recorded since `offset`; None until the trainer has dropped the rows that it will write again."""
+    if not directory.phase.is_file():
+        return None
+    if offset is None:
+        offset = directory.metrics.stat().st_size
+    rows, offset = read_new_rows(directory.metrics, offset)
+    for row in rows:
+        display.update(row)
+    if not directory.stop_request.exists():
+        display.phase(directory.phase.read_text())
+    return offset
 
 
 def _check_started(starting: dict[str, Any], config: Config) -> None:
@@ -198,7 +209,7 @@ def _failure(exit_code: int, directory: RunDirectory) -> Exception:
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
         return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
-    log = directory.logs / "trainer.log"
+    log = directory.trainer_log
     return RunError(
         f"the trainer ended with exit code {exit_code}. {_resume_hint(directory)}\n{log} ends:\n{last_lines(log, 12)}"
     )

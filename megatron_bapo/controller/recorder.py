@@ -36,6 +36,7 @@ class Recorder:
         self._tensorboard = (
             TensorBoardSink(directory.tensorboard, resume_step=step) if config.logging.tensorboard else None
         )
+        self.phase("loading")
         self.recorded = {(row["phase"], row["step"]) for row in rows}
         """Rows that the resumed run does not owe."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import RunError, UserError
 
 
 @dataclass
@@ -81,6 +82,20 @@ class RunDirectory:
     def failure(self) -> Path:
         """Written by the trainer when it ends with a message for the user."""
         return self.logs / "failure.json"
+
+    def record_failure(self, error: Exception) -> None:
+        """Keep the first failure of any rank; what others say afterwards is only its consequence."""
+        if isinstance(error, UserError | RunError):
+            failure = {"kind": "user" if isinstance(error, UserError) else "run", "message": str(error)}
+        else:
+            message = f"a trainer rank failed with {type(error).__name__}: {error}; {self.trainer_log} has the trace"
+            failure = {"kind": "run", "message": message}
+        with suppress(FileExistsError), self.failure.open("x") as file:
+            json.dump(failure, file)
+
+    @property
+    def trainer_log(self) -> Path:
+        return self.logs / "trainer.log"
 
     @property
     def phase(self) -> Path:

@@ -16,7 +16,6 @@ Started by the launcher: torchrun -m megatron_bapo.controller.training_loop RUN_
 from __future__ import annotations
 
 import argparse
-import json
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
-from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
@@ -122,6 +120,8 @@ def train(run: Run) -> None:
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
     save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+    if run.recorder is not None:
+        run.directory.stop_request.unlink(missing_ok=True)  # it came too late: the run is complete
 
 
 def warm_start(run: Run) -> None:
@@ -272,11 +272,10 @@ def main() -> int:
     try:
         run = start_run(load_config(directory.config, []), arguments.ray, arguments.store)
         train(run)
-    except (UserError, RunError) as error:
-        kind = "user" if isinstance(error, UserError) else "run"
-        directory.failure.write_text(json.dumps({"kind": kind, "message": str(error)}))
+    except Exception as error:  # the process border: the launcher shows the first rank's message
         traceback.print_exc()
-        return 2 if kind == "user" else 1
+        directory.record_failure(error)
+        return 1
     finally:
         if run is not None and run.recorder is not None:
             run.recorder.close()

@@ -116,6 +116,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _lines_and_rows(path)]
 
 
+def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The complete rows from byte `offset` on, and the offset after them: for following a file that grows."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        complete, newline, _ = file.read().rpartition(b"\n")
+    return [json.loads(line) for line in complete.splitlines()], offset + len(complete) + len(newline)
+
+
 def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
     """Drop the rows after `step` of `phase`, which the resumed run will write again; a missing file stays missing.
 

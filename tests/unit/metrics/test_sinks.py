@@ -13,6 +13,7 @@ from megatron_bapo.metrics.sinks import (
     Phase,
     SampleRow,
     TensorBoardSink,
+    read_new_rows,
     read_rows,
     truncate_after,
 )
@@ -129,3 +130,15 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
     with TensorBoardSink(tmp_path, resume_step=2) as sink:
         sink.write(metrics_row(3, metrics={"reward": 30.0}))
     assert tensorboard_scalars(tmp_path / "train", "reward") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_growing_file_is_followed_without_half_lines(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    rows, offset = read_new_rows(path, 0)
+    assert [row["step"] for row in rows] == [1, 2]
+    with path.open("a") as file:
+        file.write('ep": 3}\n')
+    rows, offset = read_new_rows(path, offset)
+    assert [row["step"] for row in rows] == [3]
+    assert read_new_rows(path, offset) == ([], offset)
