@@ -199,6 +199,8 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     lr_warmup_steps: NonNegativeInt = 0
     """Updates, linear from 0."""
+    lr_decay_style: Literal["constant", "cosine"] = "constant"
+    """`cosine` falls to 0 at the run's last update."""
     weight_decay: NonNegativeFloat = 0.1
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999

@@ -43,7 +43,7 @@ from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.optimizer import reset_moments, warm_start_learning_rate
+from megatron_bapo.trainer.optimizer import learning_rate, reset_moments
 from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -137,7 +137,8 @@ def warm_start(run: Run) -> None:
         examples = _weighted(trajectories, np.zeros(len(trajectories)), "token-mean")
         timer = Timer()
         with timer.phase("step"):
-            lr = warm_start_learning_rate(settings, run.state.warm_start_step)
+            num = settings.num_steps
+            lr = learning_rate(settings.lr, run.state.warm_start_step, num_warmup=num // 10, num_decay=num)
             metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
         run.state.warm_start_step += 1
         run.state.update += 1
@@ -189,9 +190,7 @@ def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
             chosen = order[start : start + size]
             examples = _weighted([trajectories[i] for i in chosen], advantages[chosen], config.algorithm.loss_agg_mode)
             on_policy = epoch == 0 and start == 0
-            parts.append(
-                update_policy(run.worker, examples, rl_update=_rl_update(run, len(parts)), on_policy=on_policy)
-            )
+            parts.append(update_policy(run.worker, examples, lr=_policy_lr(run, len(parts)), on_policy=on_policy))
     run.state.update += len(parts)
     return reduce_metrics(merge(parts), run.worker.groups)
 
@@ -238,8 +237,11 @@ def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray, mode: 
     return [Example(t, float(a), w) for t, a, w in zip(trajectories, advantages, weights, strict=True)]
 
 
-def _rl_update(run: Run, done_in_step: int) -> int:
-    return run.state.update + done_in_step - run.state.warm_start_step
+def _policy_lr(run: Run, done_in_step: int) -> float:
+    optimizer, trainer = run.config.optimizer, run.config.trainer
+    update = run.state.step * trainer.updates_per_step + done_in_step
+    num_decay = trainer.total_steps * trainer.updates_per_step if optimizer.lr_decay_style == "cosine" else None
+    return learning_rate(optimizer.lr, update, num_warmup=optimizer.lr_warmup_steps, num_decay=num_decay)
 
 
 def _rollout_seed(seed: int, step: int) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
-from megatron_bapo.config.schema import WarmStartConfig
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.parallel.megatron import (
     MegatronOptimizer,
@@ -76,18 +75,14 @@ def moment(optimizer: MegatronOptimizer, name: str) -> Callable[[torch.nn.Parame
     return lambda parameter: state[main_parameter(parameter)][name]
 
 
-def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Linear warm-up from 0 over `lr_warmup_steps` updates, then constant. `update` counts from 0."""
-    return settings.lr * min(1.0, (update + 1) / (settings.lr_warmup_steps + 1))
-
-
-def warm_start_learning_rate(settings: WarmStartConfig, step: int) -> float:
-    """Linear warm-up over the first tenth, then a cosine to zero. `step` counts from 0."""
-    num_warmup = settings.num_steps // 10
-    if step < num_warmup:
-        return settings.lr * (step + 1) / (num_warmup + 1)
-    progress = (step - num_warmup) / (settings.num_steps - num_warmup)
-    return settings.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+def learning_rate(peak: float, update: int, *, num_warmup: int, num_decay: int | None) -> float:
+    """Linear warm-up from 0, then a cosine to 0 at update `num_decay`; constant without one. `update` counts from 0."""
+    if update < num_warmup:
+        return peak * (update + 1) / (num_warmup + 1)
+    if num_decay is None:
+        return peak
+    progress = (update - num_warmup) / max(num_decay - num_warmup, 1)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
 def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:

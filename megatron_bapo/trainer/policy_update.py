@@ -18,14 +18,14 @@ from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage,
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
-from megatron_bapo.trainer.optimizer import StepResult, learning_rate, optimizer_step
+from megatron_bapo.trainer.optimizer import StepResult, optimizer_step
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.worker import Worker, score, score_tokens
 
 OUTCOMES = ("start", "interior", "end", "no_signal")
 
 
-def update_policy(worker: Worker, examples: Sequence[Example], *, rl_update: int, on_policy: bool) -> dict[str, Metric]:
+def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_policy: bool) -> dict[str, Metric]:
     """One BAPO (or PPO) update; this rank's metrics, empty but on the last pipeline stage.
 
     `on_policy` says that the examples were sampled from the current weights: every ratio is 1, so the bounds need no
@@ -47,7 +47,6 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, rl_update: int
             metrics |= _mismatch_metrics(mismatch_sums(scores.log_probs_N.detach(), behaviour_N))
         return loss, metrics
 
-    lr = learning_rate(config.optimizer, rl_update)
     return _step(worker, micro_batches, head, lr) | _bounds_metrics(bounds)
 
 

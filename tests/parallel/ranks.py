@@ -42,7 +42,7 @@ def run_case(case: dict, out: Path) -> None:
     save_hugging_face(worker.model, groups, config.model_path, out / "initial")
     metrics = []
     for update in range(3):
-        step = update_policy(worker, examples, rl_update=update, on_policy=False)
+        step = update_policy(worker, examples, lr=1e-3, on_policy=False)
         metrics.append(scalars(reduce_metrics(step, groups)))
         if update == 0:
             write_stage_file(
@@ -53,7 +53,7 @@ def run_case(case: dict, out: Path) -> None:
     if "resume_from" in case:
         saved = checkpoints(out.parent / case["resume_from"] / "checkpoints")[-1]
         assert load_checkpoint(worker, saved)["marker"] == case["resume_from"]
-    step = update_policy(worker, examples, rl_update=3, on_policy=False)
+    step = update_policy(worker, examples, lr=1e-3, on_policy=False)
     metrics.append(scalars(reduce_metrics(step, groups)))
     save_hugging_face(worker.model, groups, config.model_path, out / "continued")
     if groups.is_main:
