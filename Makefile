@@ -22,7 +22,9 @@ $(STAMP):
 	@echo "setting up $(VENV) from $(LOCK): a few minutes, once"
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
-	@$(PIP) torch==$$(sed -n 's/^torch==//p' $(LOCK)) && $(PIP) --no-build-isolation -r $(LOCK)
+	@grep -v '^transformer-engine' $(LOCK) > $(VENV)/first.txt && $(PIP) --no-deps -r $(VENV)/first.txt
+	@# Transformer Engine compiles against the torch that is now there.
+	@$(PIP) --no-deps --no-build-isolation -r $(LOCK)
 else
 	@# The CPU build where pip's indexes offer it, else the registry's default build with its CUDA libraries.
 	@$(PIP) --no-deps torch==2.13.0+cpu || $(PIP) torch==2.13.0

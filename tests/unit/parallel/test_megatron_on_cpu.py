@@ -1,0 +1,30 @@
+import importlib
+
+import pytest
+import torch
+
+from megatron_bapo.parallel import megatron, megatron_on_cpu
+from megatron_bapo.parallel.platform import has_gpu, local_device
+
+
+def torch_of(megatron_module: str) -> object:
+    return importlib.import_module(megatron_module).torch
+
+
+@pytest.mark.parametrize("name", ["megatron.core.tensor_parallel.layers", "megatron.core.models.gpt.gpt_model"])
+def test_megatron_modules_see_stand_ins_exactly_where_there_is_no_gpu(name):
+    assert megatron.GPTModel.__module__ == "megatron.core.models.gpt.gpt_model"
+    assert (torch_of(name) is torch) == has_gpu()
+
+
+def test_what_megatron_makes_on_its_current_device_lies_on_the_local_device():
+    theirs: object = torch_of("megatron.core.tensor_parallel.layers")
+
+    made = theirs.zeros(2, device=theirs.cuda.current_device())  # pyright: ignore[reportAttributeAccessIssue]
+
+    assert made.device.type == local_device().type
+
+
+def test_the_stand_ins_refuse_to_come_after_megatron():
+    with pytest.raises(AssertionError, match=r"import it through megatron_bapo\.parallel\.megatron"):
+        megatron_on_cpu.install.__wrapped__()
