@@ -12,7 +12,7 @@ SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test check format bench doctor clean
+.PHONY: setup quickstart smollm2 test check format doctor clean
 
 setup: $(STAMP)
 
@@ -54,9 +54,6 @@ format: setup
 
 test: check
 	$(BIN)/python -m pytest
-
-bench: setup
-	@for file in bench/[a-z]*.py; do $(BIN)/python -m bench.$$(basename $$file .py) || exit 1; done
 
 doctor: setup
 	$(BIN)/python -m megatron_bapo doctor

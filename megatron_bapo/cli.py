@@ -81,7 +81,7 @@ def train(
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
 
-    Ctrl-C saves and stops after the current update; a second Ctrl-C ends at once.
+    Ctrl-C saves and stops after the current step; a second Ctrl-C ends at once.
     """
     with messages():
         resolved = load_config(config, overrides or [])

@@ -21,8 +21,14 @@ PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 BFLOAT16_LOG_PROB_NOISE = 0.1
 """Nats by which two implementations of one bfloat16 model differ on a sampled token; up to 0.09 was measured."""
 
-FREE_ON_RESUME = ("trainer.total_steps", "checkpoint", "logging", "evaluation")
-"""Keys and sections that a continued run may change: they decide how long it trains and what it writes."""
+FREE_ON_RESUME = (
+    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.collective_timeout_s"),
+    *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
+    *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
+    *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
+    *("reward.num_workers", "reward.timeout_s"),
+)
+"""Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,11 @@ def _layout_problems(config: Config) -> Iterator[str]:
         parallel.pipeline_model_parallel_size,
         parallel.world_size,
     )
+    if trainer.collective_timeout_s <= config.rollout.request_timeout_s:
+        yield (
+            f"trainer.collective_timeout_s={trainer.collective_timeout_s} must exceed rollout.request_timeout_s="
+            f"{config.rollout.request_timeout_s}: the other ranks wait while the first one waits for answers"
+        )
     if parallel.sequence_parallel and tp == 1:
         yield (
             "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1: it splits sequences over "

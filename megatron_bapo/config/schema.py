@@ -229,7 +229,8 @@ class TrainerConfig(Section):
     """Passes over each rollout batch."""
     max_tokens_per_gpu: PositiveInt = 16384
     """Token budget of one packed micro-batch."""
-    collective_timeout_s: PositiveFloat = 1800.0
+    collective_timeout_s: PositiveFloat = 7200.0
+    """A rank that waits longer for another ends the run; must exceed rollout.request_timeout_s."""
 
     @property
     def updates_per_step(self) -> int:
@@ -241,7 +242,7 @@ class WeightSyncConfig(Section):
     """Size of one transfer unit."""
     probe_tolerance: PositiveFloat = 1e-4
     """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats."""
-    probe_tokens: PositiveInt = 32
+    probe_tokens: Annotated[int, Field(ge=2)] = 32
     """Length of the probe sequence."""
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Ray reads the mode once, when its library is loaded.
-os.environ["RAY_AUTH_MODE"] = "token"
+# Ray reads both when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop.
+os.environ.update(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError

@@ -1,21 +1,25 @@
-"""Ctrl-C and SIGTERM: the first asks for a clean stop, the second ends at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: the first asks for a clean stop, the second ends at once."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
+
 
 class Interrupts:
-    """Catches SIGINT and SIGTERM while it is entered; the previous handlers come back afterwards."""
+    """Catches SIGINT, SIGTERM and SIGHUP while it is entered; the previous handlers come back afterwards."""
 
     def __init__(self) -> None:
         self.requested = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -27,5 +31,12 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            for each in self._previous:  # what follows is cleaning up, which nothing may cut short
+                signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.requested = True
+
+
+def end_with_parent() -> None:
+    """In a new child, before it executes: get SIGTERM when the parent dies, however it dies (prctl(2))."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -22,7 +22,7 @@ from rich.console import Console
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
-from megatron_bapo.controller.interrupts import Interrupts
+from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.rollout_client import SERVICE, engine_name
@@ -31,16 +31,14 @@ from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
-from megatron_bapo.metrics.sinks import read_new_rows, read_rows
+from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
 from megatron_bapo.parallel.platform import has_gpu
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
-STOPPING = "stopping after the current update; Ctrl-C again ends at once"
-STOP_GRACE_S = 120.0
-"""How long a requested stop may take to finish its update and save."""
+STOPPING = "stopping after the current step; Ctrl-C again ends at once"
 
 
 def run_training(config: Config) -> int:
@@ -73,7 +71,7 @@ def run_training(config: Config) -> int:
 def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
     check_resumable(config, directory)
-    if config.model.create is not None and not config.model_path.is_dir():
+    if config.model.create is not None and not directory.config.is_file():
         from megatron_bapo.model.hf_create import create_checkpoint
 
         texts = [prompt.messages[0]["content"] for prompt in prompts.train]
@@ -82,7 +80,7 @@ def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> N
     tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
     for leftover in (directory.stop_request, directory.failure, directory.phase):
         leftover.unlink(missing_ok=True)
-    directory.config.write_text(dump_config(config))
+    replace_text(directory.config, dump_config(config))
 
 
 def _run_planes(config: Config, directory: RunDirectory, display: ProgressDisplay, interrupts: Interrupts) -> bool:
@@ -124,14 +122,24 @@ def _trainer(config: Config, directory: RunDirectory, ray_address: str, store: P
     """The trainer under torchrun in a session of its own, so that Ctrl-C reaches only the launcher."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(config.parallel.world_size)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        # Files in the private store instead of a TCP store, which would listen on every interface.
+        *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous")),
+        *("--local-addr", "127.0.0.1"),
         *("-m", "megatron_bapo.controller.training_loop", str(directory.root)),
         *("--ray", ray_address, "--store", str(store)),
     ]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    # The last keeps the agent from opening a TCP store of its own for the ranks.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **loopback}
     with directory.trainer_log.open("ab") as log:
         process = psutil.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     try:
         yield process
@@ -164,21 +172,16 @@ def _watch(
 ) -> None:
     """Follow the run until the trainer ends.
 
-    Raises RunError or UserError when a part fails, and RunError when a requested stop takes too long.
+    Raises RunError or UserError when a part fails.
     """
-    offset, deadline = None, None
+    offset = None
     while trainer.poll() is None:
         time.sleep(POLL_S)
         _check_started(starting, config)
         offset = _show_news(directory, display, offset)
-        if interrupts.requested and deadline is None:
+        if interrupts.requested and not directory.stop_request.exists():
             directory.stop_request.touch()
             display.phase(STOPPING)
-            deadline = time.monotonic() + STOP_GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
-            raise RunError(
-                f"the trainer did not stop within {STOP_GRACE_S:.0f} s and was ended. {_resume_hint(directory)}"
-            )
     _show_news(directory, display, offset)
     if trainer.returncode != 0:
         raise _failure(trainer.returncode, directory)
@@ -226,7 +229,6 @@ def _resume_hint(directory: RunDirectory) -> str:
 def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) -> None:
     rows = read_rows(directory.metrics)
     before, after = accuracies(rows)
-    saved = sorted(directory.checkpoints.glob("step-*"))
     display.final_summary(
         accuracy_before=before,
         accuracy_after=after,
@@ -235,7 +237,7 @@ def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) 
             "report": report,
             "metrics": directory.metrics,
             "TensorBoard": directory.tensorboard,
-            "checkpoint": saved[-1],
+            "checkpoint": directory.newest_checkpoint or directory.checkpoints,
             "Hugging Face export": directory.export,
         },
     )

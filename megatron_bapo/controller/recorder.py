@@ -33,9 +33,14 @@ class Recorder:
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
         self._metrics = JsonlSink(directory.metrics)
         self._samples = JsonlSink(directory.samples)
-        self._tensorboard = (
-            TensorBoardSink(directory.tensorboard, resume_step=step) if config.logging.tensorboard else None
-        )
+        self._tensorboard = None
+        if config.logging.tensorboard:
+            kept: dict[Phase, int] = {
+                "warm_start": state.warm_start_step,
+                "train": state.step,
+                "validation": state.step,
+            }
+            self._tensorboard = TensorBoardSink(directory.tensorboard, resume_steps=kept)
         self.phase("loading")
         self.recorded = {(row["phase"], row["step"]) for row in rows}
         """Rows that the resumed run does not owe."""

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def newest_checkpoint(self) -> Path | None:
+        """The complete one with the most updates; what is still being written ends in `.partial`."""
+        return max(self.checkpoints.glob("step-*[0-9]"), default=None)
+
+    @property
     def export(self) -> Path:
         return self.root / "hf"
 
@@ -132,8 +137,8 @@ class RunDirectory:
 
 def check_resumable(config: Config, directory: RunDirectory) -> None:
     """Raises UserError when the directory holds a run that was started with another configuration."""
-    if not directory.config.is_file():
-        return
+    if not directory.config.is_file() or directory.newest_checkpoint is None:
+        return  # nothing has been trained that another configuration could spoil
     conflicts = resume_conflicts(load_config(directory.config), config)
     if conflicts:
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)

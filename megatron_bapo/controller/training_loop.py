@@ -41,7 +41,7 @@ from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import now_s, start_distributed
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.optimizer import learning_rate, reset_moments
 from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
@@ -97,7 +97,8 @@ def train(run: Run) -> None:
         checkpoint(run)
         return
     first_refresh(run)
-    evaluate(run)
+    if run.state.step == 0:
+        evaluate(run)
     for step in run.remaining_steps():
         timer = Timer()
         with timer.phase("step"):
@@ -108,10 +109,9 @@ def train(run: Run) -> None:
                 run.state.policy_version += 1
                 metrics |= refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
             run.state.step = step
-            if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
-                with timer.phase("checkpoint"):
-                    checkpoint(run)
         record_step(run, scored, metrics, timer)
+        if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
+            checkpoint(run)
         if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
             evaluate(run)
     if run.state.step < run.config.trainer.total_steps:
@@ -251,11 +251,11 @@ def _rollout_seed(seed: int, step: int) -> int:
 def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:
     """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one."""
     directory = RunDirectory(config.run_dir)
-    start_distributed(config.trainer.collective_timeout_s)
-    groups = create_groups(config.parallel, config.seed)
+    start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
+    groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
     worker = create_worker(config, config.model_path, groups)
-    saved = checkpoints(directory.checkpoints)
-    state = RunState.from_json(load_checkpoint(worker, saved[-1])) if saved else RunState()
+    saved = directory.newest_checkpoint
+    state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
     rollouts = RolloutClient(config, ray_address) if groups.is_main else None
     if rollouts is not None and state.data:
         rollouts.restore_data_state(state.data)

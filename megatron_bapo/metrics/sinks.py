@@ -70,12 +70,12 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes every phase as a TensorBoard run of its own (`folder/train`, ...), because their steps overlap.
 
-    `resume_step` is the last step to keep: events of later steps, left by an interrupted run, are hidden.
+    `resume_steps` are the last steps to keep: later events, left by an interrupted run, are hidden.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, folder: Path, *, resume_steps: Mapping[Phase, int] | None = None) -> None:
         self._folder = folder
-        self._resume_step = resume_step
+        self._resume_steps = resume_steps or {}
         self._writers: dict[Phase, EventFileWriter] = {}
 
     def write(self, row: MetricsRow) -> None:
@@ -101,10 +101,10 @@ class TensorBoardSink:
     def _open(self, phase: Phase) -> EventFileWriter:
         writer = EventFileWriter(str(self._folder / phase))
         self._writers[phase] = writer
-        if self._resume_step is not None:
+        if phase in self._resume_steps:
             # TensorBoard drops what it read of this and later steps when it meets a session start.
             start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=time.time(), step=self._resume_step + 1, session_log=start))
+            writer.add_event(Event(wall_time=time.time(), step=self._resume_steps[phase] + 1, session_log=start))
         return writer
 
 

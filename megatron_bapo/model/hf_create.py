@@ -64,4 +64,5 @@ def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequen
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

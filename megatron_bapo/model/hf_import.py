@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,20 @@ class SafetensorsFolder:
         return self._files[name][1].get_slice(name)
 
 
+def _check_shapes(
+    name: str, parameter: torch.Tensor, sources: list[Any], pieces: list[Piece] | None, num_shards: int
+) -> None:
+    """The sources together have exactly the elements of the parameter's shards on all ranks."""
+    found = sum(math.prod(source.get_shape()) for source in sources)
+    expected = parameter.numel() * (1 if pieces is None else num_shards)
+    if found != expected:
+        shapes = ", ".join(str(source.get_shape()) for source in sources)
+        raise UserError(
+            f"the checkpoint's tensors for {name} have shapes {shapes}, {found} elements in all; config.json calls for "
+            f"{expected}"
+        )
+
+
 def _read(source: Any, piece: Piece) -> torch.Tensor:
     stop = piece.hf_start + piece.size
     return source[piece.hf_start : stop] if piece.dim == 0 else source[:, piece.hf_start : stop]
@@ -93,6 +108,7 @@ def load_tensors(
         row, _ = lookup(name, model.layer_offset)
         sources = [folder.slice(hf_name) for hf_name in hugging_face_names(model, name)]
         pieces = row.layout and row.layout(model.architecture, tensor_axis.rank, tensor_axis.size)
+        _check_shapes(name, parameter, sources, pieces, tensor_axis.size)
         _fill(target_of(parameter), sources, pieces)
 
 

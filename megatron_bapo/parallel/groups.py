@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ def _axis(group: Any) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
 
 
-def create_groups(parallel: ParallelConfig, seed: int) -> ParallelGroups:
+def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> ParallelGroups:
     """Lay the mesh over the started process group and seed Megatron's RNG tracker.
 
     Raises UserError when the number of processes is not the configured one.
@@ -67,7 +68,10 @@ def create_groups(parallel: ParallelConfig, seed: int) -> ParallelGroups:
             "started; make torchrun's --nnodes times --nproc-per-node equal to it"
         )
     parallel_state.initialize_model_parallel(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order="tp-cp-ep-dp-pp"
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        order="tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(seed)
     return ParallelGroups(

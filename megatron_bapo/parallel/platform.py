@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,24 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
-def start_distributed(timeout_s: float) -> None:
-    """Join the process group that torchrun (or a test) describes in the environment: NCCL on GPUs, gloo on CPUs."""
+def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
+    """Join the process group that torchrun describes in the environment: NCCL on GPUs, gloo on CPUs.
+
+    With `store_file` the ranks, all on this machine, meet in a file instead of a TCP store, which would listen on every
+    interface.
+    """
     if has_gpu():
         torch.cuda.set_device(local_device())
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu() else "gloo", timeout=timedelta(seconds=timeout_s))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpu() else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        init_method="env://" if store_file is None else f"file://{store_file}",
+        rank=rank,
+        world_size=world_size,
+    )
 
 
 def now_s() -> float:

@@ -141,8 +141,10 @@ class Scorer:
                 self._replace(worker)
                 return RewardResult(self._config.timeout_reward, timed_out=True)
             case "failed":
-                raise RunError(
-                    f"reward function {self._name} failed on an answer to prompt {request.prompt_id}:\n{payload}"
+                error = UserError if self._config.type == "function" else RunError
+                raise error(
+                    f"reward function {self._name} failed on an answer to prompt {request.prompt_id}; mend it and "
+                    f"continue with the same command:\n{payload}"
                 )
             case "crashed":
                 raise RunError(

@@ -31,7 +31,13 @@ INITIAL_VERSION = 0
 
 def engine_environment(has_gpu: bool) -> dict[str, str]:
     """Environment variables that the engine's process must be started with."""
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     if has_gpu:
         return environment
     return environment | {

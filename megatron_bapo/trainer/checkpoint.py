@@ -32,9 +32,11 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
-def save_checkpoint(worker: Worker, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
-    """Write `folder/step-N`, then delete all but the newest `keep`. `state` is JSON and read from rank 0 only."""
-    final = folder / f"step-{step:08d}"
+def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[str, Any], keep: int) -> Path:
+    """Write `folder/step-N` after N updates unless it is there, then delete all but the newest `keep`. `state` is JSON and read from rank 0 only."""
+    final = folder / f"step-{num_updates:08d}"
+    if final.exists():
+        return final  # the same number of updates means the same state
     partial = final.with_name(final.name + ".partial")
     sources = {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
     if worker.groups.is_main:
@@ -48,8 +50,6 @@ def save_checkpoint(worker: Worker, folder: Path, step: int, state: dict[str, An
     barrier(worker.groups)
     if worker.groups.is_main:
         (partial / "state.json").write_text(json.dumps({**state, "adam_step": _adam_step(worker)}, indent=1))
-        if final.exists():
-            shutil.rmtree(final)
         _flush_to_disk(partial)
         partial.rename(final)
         for old in checkpoints(folder)[:-keep]:

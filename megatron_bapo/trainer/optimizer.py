@@ -45,6 +45,9 @@ def create_optimizer(model: PolicyModel, settings: OptimizerSettings) -> Megatro
         [model.ddp],
     )
     (optimizer,) = chained.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its scheduler: norms and biases are not decayed.
+        group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
     reset_moments(optimizer)
     return optimizer
 

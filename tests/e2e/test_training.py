@@ -1,5 +1,6 @@
 """The whole loop on real parts: Ray, a vLLM engine, reward workers, two trainer ranks; interrupted, resumed, broken."""
 
+import ipaddress
 import json
 import os
 import signal
@@ -79,18 +80,38 @@ def leftovers(run_dir: Path) -> list[str]:
     return ours + [str(path) for path in SHARED_MEMORY.glob(f"{PREFIX}*")]
 
 
+def open_to_the_network(pid: int) -> list[str]:
+    """Listening sockets of the process tree that other machines could reach."""
+    launcher = psutil.Process(pid)
+    return [
+        f"{process.cmdline()}: {connection.laddr}"
+        for process in [launcher, *launcher.children(recursive=True)]
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and not ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:")).is_loopback
+    ]
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A run that Ctrl-C stops after its first step and that the same command then completes."""
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
     process = start(run_dir)
     wait_for_step(run_dir, 1)
+    listening = open_to_the_network(process.pid)
     process.send_signal(signal.SIGINT)
     first = finish(process)
     steps_before = train_steps(run_dir)
     left = leftovers(run_dir)
     second = finish(start(run_dir))
-    return {"run_dir": run_dir, "first": first, "steps_before": steps_before, "left": left, "second": second}
+    return {
+        "run_dir": run_dir,
+        "first": first,
+        "listening": listening,
+        "steps_before": steps_before,
+        "left": left,
+        "second": second,
+    }
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing_running(resumed: dict) -> None:
@@ -99,6 +120,10 @@ def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing_running(resumed: dic
     assert "python -m megatron_bapo train" in output
     assert resumed["left"] == []
     assert 1 <= len(resumed["steps_before"]) < 4
+
+
+def test_nothing_listens_beyond_the_loopback_interface(resumed: dict) -> None:
+    assert resumed["listening"] == []
 
 
 def test_the_same_command_continues_and_completes(resumed: dict) -> None:
@@ -166,7 +191,7 @@ def test_a_reward_function_that_raises_ends_the_run_with_its_message(tmp_path: P
     )
     process = start(tmp_path / "run", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
     code, output, errors = finish(process)
-    assert code != 0, output
+    assert code == 2, output
     assert "broken_reward:score" in errors
     assert "ZeroDivisionError" in errors
     assert leftovers(tmp_path) == []

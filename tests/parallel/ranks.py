@@ -26,7 +26,7 @@ from megatron_bapo.trainer.worker import create_worker, score_sequence
 
 def run_case(case: dict, out: Path) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"])
-    groups = create_groups(config.parallel, seed=0)
+    groups = create_groups(config.parallel, seed=0, timeout_s=120)
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
     if groups.is_main:

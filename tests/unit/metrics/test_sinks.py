@@ -127,7 +127,7 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
     with TensorBoardSink(tmp_path) as sink:
         for step in (1, 2, 3, 4):
             sink.write(metrics_row(step, metrics={"reward": float(step)}))
-    with TensorBoardSink(tmp_path, resume_step=2) as sink:
+    with TensorBoardSink(tmp_path, resume_steps={"train": 2}) as sink:
         sink.write(metrics_row(3, metrics={"reward": 30.0}))
     assert tensorboard_scalars(tmp_path / "train", "reward") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 

@@ -57,6 +57,14 @@ def test_a_half_written_folder_of_a_killed_run_is_replaced(tmp_path):
     assert not (tmp_path / "model" / "leftover").exists()
 
 
+def test_an_earlier_model_in_the_folder_is_replaced(tmp_path):
+    for seed in (1, 2):
+        create_checkpoint(tmp_path / "model", SETTINGS, PROMPTS, seed=seed)
+    create_checkpoint(tmp_path / "other", SETTINGS, PROMPTS, seed=2)
+
+    assert contents(tmp_path / "model") == contents(tmp_path / "other")
+
+
 def test_transformers_loads_model_and_tokenizer_from_the_folder_alone(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)

@@ -3,21 +3,33 @@ import math
 import pytest
 import torch
 
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.architecture import FAMILIES, Architecture, transformer_config
 from megatron_bapo.model.layer_specs import PackedAttention
-from megatron_bapo.parallel.megatron import PackedSeqParams, TransformerConfig
+from megatron_bapo.parallel.megatron import PackedSeqParams
 from tests.tolerances import GRADIENT, LOG_PROB
 
+# Megatron-Core 0.16 warns of its own default.
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 HEAD_DIM = 8
 
 
 def attention(num_heads: int, num_groups: int, softmax_scale: float | None = None) -> PackedAttention:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=num_heads * HEAD_DIM,
+    architecture = Architecture(
+        family=FAMILIES["llama"],
+        num_hidden_layers=1,
+        hidden_size=16,
+        intermediate_size=16,
         num_attention_heads=num_heads,
-        num_query_groups=num_groups,
-        kv_channels=HEAD_DIM,
+        num_key_value_heads=num_groups,
+        head_dim=HEAD_DIM,
+        vocab_size=16,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_word_embeddings=True,
     )
+    config = transformer_config(architecture, ParallelConfig(), torch.float32, cpu_initialization=True)
     return PackedAttention(config, 1, softmax_scale=softmax_scale)
 
 

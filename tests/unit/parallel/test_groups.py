@@ -11,6 +11,8 @@ from megatron_bapo.parallel.collectives import broadcast_object, max_over, sum_o
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
 
+TIMEOUT_S = 60.0
+
 
 @pytest.fixture
 def one_process(tmp_path: Path) -> Iterator[None]:
@@ -23,12 +25,12 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_process")
 def test_another_number_of_processes_than_configured_is_the_users_to_mend():
     with pytest.raises(UserError, match=r"parallel\.world_size is 4, but 1 trainer processes were started"):
-        create_groups(ParallelConfig(world_size=4), seed=0)
+        create_groups(ParallelConfig(world_size=4), seed=0, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.usefixtures("one_process")
 def test_one_process_is_first_last_and_main_on_every_axis():
-    groups = create_groups(ParallelConfig(), seed=0)
+    groups = create_groups(ParallelConfig(), seed=0, timeout_s=TIMEOUT_S)
 
     assert [(axis.rank, axis.size) for axis in (groups.tensor, groups.pipeline, groups.data)] == [(0, 1)] * 3
     assert groups.is_first_stage
@@ -39,7 +41,7 @@ def test_one_process_is_first_last_and_main_on_every_axis():
 
 @pytest.mark.usefixtures("one_process")
 def test_collectives_over_one_process_change_nothing():
-    groups = create_groups(ParallelConfig(), seed=0)
+    groups = create_groups(ParallelConfig(), seed=0, timeout_s=TIMEOUT_S)
     tensor = torch.tensor([1.0, -2.0])
 
     sum_over(groups.tensor, groups.data)(tensor)

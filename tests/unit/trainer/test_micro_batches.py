@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -29,13 +31,11 @@ EXAMPLES = [
 ]
 
 
-def sequences(batch: MicroBatch) -> list[tuple[list[int], list[int], list[int]]]:
+def sequences(batch: MicroBatch) -> list[tuple[list[int], ...]]:
     """(tokens, labels, positions) of each packed sequence."""
     bounds = batch.packed.cu_seqlens_q.tolist()
     columns = (batch.tokens_T, batch.labels_T, batch.positions_T)
-    return [
-        tuple(x[start:end].tolist() for x in columns) for start, end in zip(bounds, bounds[1:], strict=False)
-    ]  # pyright: ignore[reportReturnType]
+    return [tuple(x[start:end].tolist() for x in columns) for start, end in pairwise(bounds)]
 
 
 def test_every_label_is_the_next_token_of_the_same_sequence():

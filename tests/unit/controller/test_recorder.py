@@ -1,0 +1,137 @@
+from pathlib import Path
+from typing import cast
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.recorder import Recorder, write_line
+from megatron_bapo.controller.run_state import RunDirectory, RunState
+from megatron_bapo.metrics.sinks import JsonlSink, Phase, SampleRow, read_rows
+from megatron_bapo.metrics.values import Mean, Sum
+
+INTERRUPTED: list[tuple[Phase, int]] = [
+    ("warm_start", 1),
+    ("warm_start", 2),
+    ("validation", 0),
+    ("train", 1),
+    ("train", 2),
+    ("validation", 2),
+    ("train", 3),
+    ("validation", 3),
+]
+
+
+def sample(step: int) -> SampleRow:
+    row = {"step": step, "prompt": "p", "answer": "a", "ground_truth": "g", "reward": 1.0, "finish_reason": "stop"}
+    return cast(SampleRow, row)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """What a run that was killed in its fourth step has written."""
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    with JsonlSink(directory.metrics) as metrics, JsonlSink(directory.samples) as samples:
+        for number, (phase, step) in enumerate(INTERRUPTED):
+            metrics.write({"step": step, "phase": phase, "time_s": 1000.0 + number, "metrics": {}})
+        for step in (1, 2, 3):
+            samples.write(sample(step))
+    return directory
+
+
+def record(directory: RunDirectory, state: RunState, *, tensorboard: bool = False) -> Recorder:
+    config = Config.model_validate(
+        {
+            "run_dir": directory.root,
+            "model": {"create": {}},
+            "data": {"train": {"path": "unused.jsonl"}},
+            "trainer": {"total_steps": 4, "train_batch_size": 16, "ppo_mini_batch_size": 8},
+            "logging": {"tensorboard": tensorboard},
+        }
+    )
+    return Recorder(config, directory, state)
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        (RunState(warm_start_step=2, step=2), INTERRUPTED[:6]),
+        (RunState(warm_start_step=2), INTERRUPTED[:2]),
+        (RunState(warm_start_step=1), INTERRUPTED[:1]),
+        (RunState(), []),
+    ],
+    ids=["in training", "after the warm start", "in the warm start", "from the beginning"],
+)
+def test_a_resumed_run_keeps_the_rows_up_to_its_state_and_knows_them(directory, state, kept):
+    recorder = record(directory, state)
+    recorder.close()
+
+    assert recorder.recorded == set(kept)
+    assert [(row["phase"], row["step"]) for row in read_rows(directory.metrics)] == kept
+    assert [row["step"] for row in read_rows(directory.samples)] == [step for step in (1, 2) if step <= state.step]
+
+
+def test_new_rows_follow_the_old_ones_and_their_time_goes_on(directory):
+    recorder = record(directory, RunState(warm_start_step=2, step=2))
+    recorder.write("train", 3, {"critic/score/mean": Mean(3.0, 4.0), "perf/total_num_tokens": Sum(12)})
+    recorder.write_samples([sample(3)])
+    recorder.close()
+
+    *_, before, last = read_rows(directory.metrics)
+    assert (last["phase"], last["step"]) == ("train", 3)
+    assert last["metrics"] == {"critic/score/mean": 0.75, "perf/total_num_tokens": 12}
+    assert before["time_s"] <= last["time_s"] < before["time_s"] + 60
+    assert [row["step"] for row in read_rows(directory.samples)] == [1, 2, 3]
+
+
+def test_a_new_run_starts_at_time_zero_with_nothing_recorded(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+
+    recorder = record(directory, RunState(), tensorboard=True)
+    recorder.write("train", 1, {"critic/score/mean": Mean(1.0, 1.0)})
+    recorder.close()
+
+    assert recorder.recorded == set()
+    assert 0.0 <= read_rows(directory.metrics)[0]["time_s"] < 60.0
+    assert len(list((directory.tensorboard / "train").iterdir())) == 1
+
+
+def test_tensorboard_hides_training_steps_that_are_taken_again_after_a_longer_warm_start(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    for state, value in ((RunState(), 1.0), (RunState(warm_start_step=200), 2.0)):
+        recorder = record(directory, state, tensorboard=True)
+        recorder.write("train", 1, {"critic/score/mean": Mean(value, 1.0)})
+        recorder.close()
+    first, second = (directory.tensorboard / "train").iterdir()
+
+    events = [event for path in (first, second) for event in EventFileLoader(str(path)).Load()]
+
+    assert [event.step for event in events if event.HasField("session_log")] == [1, 1]
+
+
+def test_tensorboard_can_be_switched_off(directory):
+    recorder = record(directory, RunState())
+    recorder.write("train", 1, {"critic/score/mean": Mean(1.0, 1.0)})
+    recorder.close()
+
+    assert not directory.tensorboard.exists()
+
+
+def test_the_phase_file_says_what_the_trainer_does_now(directory):
+    recorder = record(directory, RunState())
+    assert directory.phase.read_text() == "loading"
+
+    recorder.phase("generating")
+    recorder.close()
+
+    assert directory.phase.read_text() == "generating"
+
+
+def test_a_replaced_line_leaves_no_partial_file(tmp_path):
+    for line in ("a long first line", "short"):
+        write_line(tmp_path / "phase", line)
+
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("phase", "short")]

@@ -1,0 +1,125 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.config.loading import dump_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.run_state import RunDirectory, RunState, check_resumable
+from megatron_bapo.errors import RunError, UserError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megatron_bapo.controller.run_state import RunDirectory
+with RunDirectory(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "runs" / "first")
+    directory.create()
+    return directory
+
+
+def make_config(run_dir: Path, *, lr: float = 1e-6, total_steps: int = 2) -> Config:
+    return Config.model_validate(
+        {
+            "run_dir": run_dir,
+            "model": {"create": {}},
+            "data": {"train": {"reasoning_gym": {"chain_sum": {}}, "size": 8}},
+            "optimizer": {"lr": lr},
+            "trainer": {"total_steps": total_steps, "train_batch_size": 16, "ppo_mini_batch_size": 8},
+        }
+    )
+
+
+def test_a_state_survives_the_way_through_json():
+    state = RunState(warm_start_step=4, step=3, update=16, policy_version=17, data={"epoch": 1, "position": 5})
+
+    assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_what_a_checkpoint_stores_beside_the_state_is_left_alone():
+    assert RunState.from_json({**RunState(step=2).to_json(), "adam_step": 9}) == RunState(step=2)
+
+
+def test_a_directory_in_use_is_refused_until_its_holder_is_gone(directory):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(directory.root)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            with (
+                pytest.raises(UserError, match=r"is in use by another run; .* run_dir=<another folder>"),
+                directory.locked(),
+            ):
+                pass
+        finally:
+            holder.kill()
+    with directory.locked():
+        assert holder.returncode < 0
+
+
+def test_the_lock_is_free_after_an_error_inside_it(directory):
+    with pytest.raises(RunError), directory.locked():
+        raise RunError("the engine died")
+    with directory.locked():
+        pass
+
+
+def test_the_first_failure_is_kept(directory):
+    directory.record_failure(UserError("set model.dtype"))
+    directory.record_failure(RunError("a peer went away"))
+
+    assert json.loads(directory.failure.read_text()) == {"kind": "user", "message": "set model.dtype"}
+
+
+def test_an_unforeseen_failure_names_its_type_and_the_log(directory):
+    directory.record_failure(KeyError("missing"))
+
+    failure = json.loads(directory.failure.read_text())
+    assert failure["kind"] == "run"
+    assert "KeyError: 'missing'" in failure["message"]
+    assert str(directory.trainer_log) in failure["message"]
+
+
+def started(directory: RunDirectory, *, checkpoint: bool = True) -> None:
+    """As if a run with the default settings had begun there."""
+    directory.config.write_text(dump_config(make_config(directory.root)))
+    if checkpoint:
+        (directory.checkpoints / "step-00000008").mkdir()
+
+
+def test_a_run_continues_with_its_own_configuration_and_more_steps(directory):
+    started(directory)
+
+    check_resumable(make_config(directory.root, total_steps=50), directory)
+
+
+def test_another_configuration_is_refused_with_both_values(directory):
+    started(directory)
+
+    with pytest.raises(UserError, match=r"optimizer\.lr: 1e-06 in the run directory, 0\.5 now"):
+        check_resumable(make_config(directory.root, lr=0.5), directory)
+
+
+def test_a_directory_without_a_checkpoint_takes_any_configuration(directory):
+    check_resumable(make_config(directory.root), directory)
+    started(directory, checkpoint=False)
+
+    check_resumable(make_config(directory.root, lr=0.5), directory)
+
+
+def test_the_newest_checkpoint_is_the_complete_one_with_the_most_updates(directory):
+    assert directory.newest_checkpoint is None
+    for name in ("step-00000100", "step-00000020", "step-00000120.partial"):
+        (directory.checkpoints / name).mkdir()
+
+    assert directory.newest_checkpoint == directory.checkpoints / "step-00000100"

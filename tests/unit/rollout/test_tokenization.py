@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from megatron_bapo.config.schema import DataConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.model.hf_create import byte_tokenizer
+from megatron_bapo.records import Prompt
+from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize, worked_example
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = byte_tokenizer(["abc", "xyz"])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def data(**settings: object) -> DataConfig:
+    return DataConfig.model_validate({"train": {"path": "unused.jsonl"}, **settings})
+
+
+def prompt(*contents: str) -> Prompt:
+    messages = tuple({"role": role, "content": text} for role, text in zip(("system", "user"), contents, strict=False))
+    return Prompt("train:4", messages, ground_truth="42", data_source="test")
+
+
+def test_messages_are_joined_as_plain_text_without_a_template():
+    (tokenized,) = tokenize([prompt("Be brief.", "6 x 7")], tokenizer(), data(chat_template=False))
+
+    assert tokenizer().decode(tokenized.token_ids) == "Be brief.\n6 x 7"
+    assert tokenized.token_ids.dtype == np.int32
+
+
+def test_the_chat_template_renders_the_roles_and_asks_for_an_answer():
+    (tokenized,) = tokenize([prompt("Be brief.", "6 x 7")], tokenizer(TEMPLATE), data())
+
+    assert tokenizer().decode(tokenized.token_ids) == "[system]Be brief.[user]6 x 7[assistant]"
+
+
+def test_a_missing_chat_template_names_the_way_out():
+    with pytest.raises(UserError, match=r"has no chat template; set data\.chat_template=false"):
+        tokenize([prompt("hello")], tokenizer(), data())
+
+
+def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused_by_id():
+    settings = data(chat_template=False, max_prompt_length=5)
+
+    assert len(tokenize([prompt("12345")], tokenizer(), settings)[0].token_ids) == 5
+    with pytest.raises(UserError, match=r"prompt train:4 has 6 tokens; data\.max_prompt_length allows 1 to 5"):
+        tokenize([prompt("123456")], tokenizer(), settings)
+
+
+def test_a_prompt_without_a_token_is_refused_by_id():
+    with pytest.raises(UserError, match=r"prompt train:4 has 0 tokens"):
+        tokenize([prompt("")], tokenizer(), data(chat_template=False))
+
+
+def test_a_worked_example_answers_with_the_ground_truth_and_ends():
+    (tokenized,) = tokenize([prompt("6 x 7")], tokenizer(), data(chat_template=False))
+
+    example = worked_example(tokenized, tokenizer())
+
+    *answer, last = example.response_token_ids.tolist()
+    assert tokenizer().decode(answer) == "42"
+    assert last == tokenizer().eos_token_id
+    assert len(example.behaviour_log_probs) == example.version_spans[0].num_tokens == 3
+    assert example.reward == 1.0
+
+
+def test_a_saved_tokenizer_loads_from_its_folder(tmp_path: Path):
+    tokenizer(TEMPLATE).save_pretrained(tmp_path)
+
+    loaded = load_tokenizer(tmp_path)
+
+    assert loaded.chat_template == TEMPLATE
+    assert loaded.encode("abc") == tokenizer().encode("abc")
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
+    with pytest.raises(UserError, match=f"no tokenizer can be loaded from {tmp_path}"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_an_end_of_sequence_is_refused(tmp_path: Path):
+    endless = tokenizer()
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match=r"has no eos_token; set it in tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
