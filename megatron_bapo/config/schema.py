@@ -200,7 +200,7 @@ class OptimizerConfig(Section):
     lr_warmup_steps: NonNegativeInt = 0
     """Updates, linear from 0."""
     lr_decay_style: Literal["constant", "cosine"] = "constant"
-    """`cosine` falls to 0 at the run's last update."""
+    """`cosine` falls to 0 at the run's last update; then the run cannot be extended by raising trainer.total_steps."""
     weight_decay: NonNegativeFloat = 0.1
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999

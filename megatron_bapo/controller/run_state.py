@@ -69,7 +69,7 @@ class RunDirectory:
     @property
     def newest_checkpoint(self) -> Path | None:
         """The complete one with the most updates; what is still being written ends in `.partial`."""
-        return max(self.checkpoints.glob("step-*[0-9]"), default=None)
+        return max(self.checkpoints.glob(f"step-{'[0-9]' * 8}"), default=None)
 
     @property
     def export(self) -> Path:

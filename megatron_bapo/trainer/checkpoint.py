@@ -33,7 +33,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[str, Any], keep: int) -> Path:
-    """Write `folder/step-N` after N updates unless it is there, then delete all but the newest `keep`. `state` is JSON and read from rank 0 only."""
+    """Write `folder/step-N` after N updates, unless it is there; then delete all but the newest `keep`.
+
+    `state` is JSON, read from rank 0 only.
+    """
     final = folder / f"step-{num_updates:08d}"
     if final.exists():
         return final  # the same number of updates means the same state
