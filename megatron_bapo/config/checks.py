@@ -65,8 +65,8 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
     conflicts = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
     if new.optimizer.lr_decay_style == "cosine" and old.trainer.total_steps != new.trainer.total_steps:
         conflicts.append(
-            f"trainer.total_steps: {old.trainer.total_steps} in the run directory, {new.trainer.total_steps} now, which "
-            "would bend the cosine learning-rate schedule"
+            f"trainer.total_steps: {old.trainer.total_steps} in the run directory, {new.trainer.total_steps} now; "
+            "that would bend the cosine learning-rate schedule"
         )
     return conflicts
 

@@ -60,9 +60,8 @@ def run_training(config: Config) -> int:
             stopped = _run_planes(config, directory, display, interrupts)
         report = write_run_report(directory.root)
         if stopped:
-            console.print(
-                f"Stopped; the state is saved. Continue with the same command, or: {_resume_command(directory)}"
-            )
+            message = f"Stopped; the state is saved. Continue with the same command, or: {_resume_command(directory)}"
+            console.print(message, soft_wrap=True, highlight=False)
             return 130
         _summarise(display, directory, report)
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_bapo.config.schema import CreateModelConfig
 
@@ -62,6 +63,7 @@ def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequen
     )
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
+    disable_progress_bar()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(folder, ignore_errors=True)
