@@ -15,16 +15,18 @@ SOLVED = 1.0
 
 
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
-    """mean@n and best@n over all held-out prompts and for each data source, in verl's names.
+    """mean@n and best@n over all held-out prompts, and for each data source where there are several; verl's names.
 
-    Both count solved answers; a score with partial credit is `score/mean@n`.
+    Both count solved answers; the mean of the scores themselves is `score/mean@n`.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in scored.groups:
         by_source[group.prompt.data_source].append(group)
-    metrics = _accuracy("val", scored.groups, n)
-    for source, groups in by_source.items():
-        metrics |= _accuracy(f"val/{source}", groups, n)
+    scores = [t.reward for group in scored.groups for t in group.trajectories]
+    metrics = _accuracy("val", scored.groups, n) | {f"val/score/mean@{n}": Mean(sum(scores), len(scores))}
+    if len(by_source) > 1:
+        for source, groups in by_source.items():
+            metrics |= _accuracy(f"val/{source}", groups, n)
     return metrics
 
 
@@ -68,5 +70,4 @@ def _accuracy(prefix: str, groups: Sequence[Group], n: int) -> dict[str, Metric]
     return {
         f"{prefix}/mean@{n}": Mean(sum(reward >= SOLVED for r in rewards for reward in r), num),
         f"{prefix}/best@{n}": Mean(sum(max(r) >= SOLVED for r in rewards), len(rewards)),
-        f"{prefix}/score/mean@{n}": Mean(sum(map(sum, rewards)), num),
     }
