@@ -105,7 +105,7 @@ class Engine:
         if version <= current:
             raise RunError(f"the engine has policy version {current}; it does not go back to {version}")
         if self._num_in_flight:
-            raise RunError(f"{self._num_in_flight} batches are in flight; load policy version {version} after them")
+            raise RunError(f"{self._num_in_flight} batch(es) in flight; load policy version {version} after them")
         self._check_complete(version)
         self._policy_version = None
         try:

@@ -145,7 +145,7 @@ def test_an_answer_that_ends_its_process_twice_is_named(module, answer, end):
 
 
 def test_a_function_that_raises_is_named_with_prompt_and_trace(module):
-    with Scorer(config(f"{module}:obey", num_workers=2)) as scorer, pytest.raises(RunError) as caught:
+    with Scorer(config(f"{module}:obey", num_workers=2)) as scorer, pytest.raises(UserError) as caught:
         scorer.score(requests("right", "raise oops", "sleep 20"))
     message = str(caught.value)
     assert f"{module}:obey failed on an answer to prompt train:1" in message
