@@ -164,12 +164,11 @@ def first_refresh(run: Run) -> None:
 def take_groups(run: Run, timer: Timer) -> ScoredGroups:
     """The next rollout batch, on every rank."""
     run.announce("generating answers")
-    with timer.phase("rollout"):
-        answer = None
-        if run.rollouts is not None:
-            answer = run.rollouts.take(run.config.prompts_per_step, seed=_rollout_seed(run.config.seed, run.state.step))
-        scored, seconds = broadcast_object(answer, run.worker.groups)
-    timer.seconds |= seconds
+    start, answer = now_s(), None
+    if run.rollouts is not None:
+        answer = run.rollouts.take(run.config.prompts_per_step, seed=_rollout_seed(run.config.seed, run.state.step))
+    scored, seconds = broadcast_object(answer, run.worker.groups)
+    timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
     run.announce("training")
     return scored
 
