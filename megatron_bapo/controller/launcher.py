@@ -70,7 +70,7 @@ def run_training(config: Config) -> int:
 def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
     check_resumable(config, directory)
-    if config.model.create is not None and not directory.config.is_file():
+    if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
 
         texts = [prompt.messages[0]["content"] for prompt in prompts.train]

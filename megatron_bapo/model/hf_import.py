@@ -21,16 +21,15 @@ from megatron_bapo.parallel.groups import Axis
 class SafetensorsFolder:
     """The tensors of one folder by name, memory-mapped. A context manager."""
 
-    def __init__(self, folder: Path, pattern: str = "*.safetensors") -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._pattern = pattern
         self._stack = ExitStack()
         self._files: dict[str, tuple[str, Any]] = {}
 
     def __enter__(self) -> SafetensorsFolder:
-        paths = sorted(self._folder.glob(self._pattern))
+        paths = sorted(self._folder.glob("*.safetensors"))
         if not paths:
-            raise UserError(f"{self._folder} holds no {self._pattern} files; it is not a complete checkpoint")
+            raise UserError(f"{self._folder} holds no *.safetensors files; it is not a complete checkpoint")
         for path in paths:
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))

@@ -74,7 +74,7 @@ class PackedAttention(MegatronModule):
         return out_BHLD.transpose(1, 2).reshape(num_sequences * longest, -1).index_select(0, slots_T)
 
 
-def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage's transformer block, without Transformer Engine."""
     spec: Any = get_gpt_layer_local_spec(
         num_experts=None, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -85,6 +85,6 @@ def block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Transf
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = [spec] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [spec] * get_num_layers_to_build(config)
     norm: Any = RMSNorm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[
     if final.exists():
         return final  # the same number of updates means the same state
     partial = final.with_name(final.name + ".partial")
-    sources = {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
+    sources = _tensors_by_folder(worker)
     if worker.groups.is_main:
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
@@ -67,8 +68,7 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     Raises UserError when a file is missing or unreadable.
     """
     state = json.loads((checkpoint / "state.json").read_text())
-    targets = {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
-    for name, target_of in targets.items():
+    for name, target_of in _tensors_by_folder(worker).items():
         with SafetensorsFolder(checkpoint / name) as folder:
             load_tensors(worker.model, folder, worker.groups.tensor, target_of=target_of)
     with torch.no_grad():
@@ -77,6 +77,11 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     for entry in adam_of(worker.optimizer).state.values():
         entry["step"].fill_(state["adam_step"])
     return state
+
+
+def _tensors_by_folder(worker: Worker) -> dict[str, Callable[[torch.nn.Parameter], torch.Tensor]]:
+    """What each folder of a checkpoint holds of a parameter."""
+    return {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
 
 
 def _adam_step(worker: Worker) -> int:
