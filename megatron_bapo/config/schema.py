@@ -61,13 +61,29 @@ class ParallelConfig(Section):
     """Number of trainer processes, one per GPU (or per core)."""
     tensor_model_parallel_size: PositiveInt = 1
     pipeline_model_parallel_size: PositiveInt = 1
+    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    """Model chunks of each pipeline stage; more than 1 runs the interleaved schedule."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence; every one holds two of its 2 x context_parallel_size chunks (zigzag)."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share a layer's experts, taken from the data- and context-parallel ranks."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Tensor parallelism within an expert; by default tensor_model_parallel_size."""
     sequence_parallel: bool = False
-    recompute_granularity: Literal["full"] | None = None
-    """`full` recomputes every layer's activations in the backward pass."""
+    use_distributed_optimizer: bool = True
+    """Spread fp32 parameters and Adam's moments over the data- and context-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward pass runs; needs use_distributed_optimizer."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """`full` recomputes every layer's activations in the backward pass, `selective` those of `recompute_modules`."""
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
 
     @property
     def model_parallel_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        """Ranks that hold one copy of the policy and work on the same sequences."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -207,6 +223,8 @@ class OptimizerConfig(Section):
     adam_eps: PositiveFloat = 1e-8
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm limit; 0 switches clipping off."""
+    cpu_offload: bool = False
+    """Keep fp32 parameters and Adam's moments in host memory and update them there."""
 
 
 class WarmStartConfig(Section):
@@ -228,7 +246,11 @@ class TrainerConfig(Section):
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
     max_tokens_per_gpu: PositiveInt = 16384
-    """Token budget of one packed micro-batch."""
+    """Token budget of one micro-batch on one context-parallel rank, padding included."""
+    packing: bool = True
+    """`false` pads every sequence of a micro-batch to the longest."""
+    logprob_chunk_size: PositiveInt = 1024
+    """Tokens whose logits exist at a time."""
     collective_timeout_s: PositiveFloat = 7200.0
     """A rank that waits longer for another ends the run; must exceed rollout.request_timeout_s."""
 

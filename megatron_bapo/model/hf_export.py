@@ -66,7 +66,7 @@ def stream_tensors(
     `value_of` picks what to stream for a parameter: itself, or an optimizer state of its shape. A tied output layer is
     left out: the embedding on the first stage is its value.
     """
-    if groups.data.rank != 0:
+    if groups.data_context.rank != 0:
         return
     for name, parameter in model.named_parameters():
         if name == "output_layer.weight" and model.architecture.tie_word_embeddings:

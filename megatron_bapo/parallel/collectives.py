@@ -45,10 +45,10 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> t
 def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
     """Global rank 0's value on every rank. The ranks are one program, so pickling between them is safe.
 
-    Walks the mesh axis by axis: rank 0 is the first of its pipeline, data and tensor groups.
+    Walks the mesh axis by axis: rank 0 is the first of its pipeline, data-context and tensor groups.
     """
     box = [value]
-    for axis in (groups.pipeline, groups.data, groups.tensor):
+    for axis in (groups.pipeline, groups.data_context, groups.tensor):
         if axis.size > 1:
             dist.broadcast_object_list(box, src=axis.global_ranks[0], group=axis.group)
     return box[0]
@@ -65,5 +65,5 @@ def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
 def barrier(groups: ParallelGroups) -> None:
     """Return when every rank has called it: each axis in turn waits for what the axes before have gathered."""
     arrived = torch.zeros(1, device=local_device())
-    sum_over(groups.tensor, groups.data, groups.pipeline)(arrived)
+    sum_over(groups.tensor, groups.data_context, groups.pipeline)(arrived)
     arrived.item()

@@ -32,7 +32,19 @@ class ParallelGroups:
 
     tensor: Axis
     pipeline: Axis
+    context: Axis
     data: Axis
+    """Ranks with the same part of the model and other sequences."""
+    data_context: Axis
+    """Data and context together: ranks with the same part of the model and other tokens."""
+    expert: Axis
+    """Ranks that share a layer's experts."""
+    expert_tensor: Axis
+    expert_shards: Axis
+    """Expert tensor and expert together: ranks that hold one whole copy of a stage's experts."""
+    expert_data: Axis
+    """Ranks with the same part of the experts."""
+    num_virtual_stages: int
 
     @property
     def is_first_stage(self) -> bool:
@@ -45,7 +57,7 @@ class ParallelGroups:
     @property
     def is_stage_leader(self) -> bool:
         """One rank of each pipeline stage: it writes what the stage owns."""
-        return self.tensor.rank == 0 and self.data.rank == 0
+        return self.tensor.rank == 0 and self.data_context.rank == 0
 
     @property
     def is_main(self) -> bool:
@@ -67,9 +79,14 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
             f"parallel.world_size is {parallel.world_size}, but {dist.get_world_size()} trainer processes were "
             "started; make torchrun's --nnodes times --nproc-per-node equal to it"
         )
+    num_virtual_stages = parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages if num_virtual_stages > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
@@ -77,5 +94,12 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
     return ParallelGroups(
         tensor=_axis(parallel_state.get_tensor_model_parallel_group()),
         pipeline=_axis(parallel_state.get_pipeline_model_parallel_group()),
+        context=_axis(parallel_state.get_context_parallel_group()),
         data=_axis(parallel_state.get_data_parallel_group()),
+        data_context=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        expert=_axis(parallel_state.get_expert_model_parallel_group()),
+        expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
+        expert_shards=_axis(parallel_state.get_expert_tensor_and_model_parallel_group()),
+        expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
+        num_virtual_stages=num_virtual_stages,
     )

@@ -78,7 +78,7 @@ def minibatch_bounds(worker: Worker, micro_batches: Sequence[MicroBatch], *, on_
             log_ratio_N = current_N - torch.cat([m.behaviour_log_probs_N for m in micro_batches])
     if not groups.is_last_stage:
         return None
-    return find_clip_bounds(log_ratio_N, advantages_N, algorithm.clip_bounds, reduce=sum_over(groups.data))
+    return find_clip_bounds(log_ratio_N, advantages_N, algorithm.clip_bounds, reduce=sum_over(groups.data_context))
 
 
 def _limits(worker: Worker, bounds: ClipBounds | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +163,7 @@ def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[s
     """Reduce over data-parallel ranks on the last pipeline stage, whose result every stage then gets."""
     if groups.is_last_stage:
         sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(metrics))
-        sum_over(groups.data)(sums)
-        max_over(groups.data)(maxima)
+        sum_over(groups.data_context)(sums)
+        max_over(groups.data_context)(maxima)
         metrics = from_vectors(metrics, sums.cpu().numpy(), maxima.cpu().numpy())
     return broadcast_object_from_last_stage(metrics, groups)

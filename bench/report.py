@@ -1,0 +1,39 @@
+"""What every bench prints: a table for people and, last, one JSON line for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+
+from rich.console import Console
+from rich.table import Table
+
+
+def medians_s(tasks: dict[str, Callable[[], object]], *, num_repeats: int, num_warmups: int = 1) -> dict[str, float]:
+    """Median seconds of each task, their repeats interleaved, so that all see the same state of the machine."""
+    times: dict[str, list[float]] = {name: [] for name in tasks}
+    for repeat in range(num_warmups + num_repeats):
+        for name, task in tasks.items():
+            start = perf_counter()
+            task()
+            if repeat >= num_warmups:
+                times[name].append(perf_counter() - start)
+    return {name: median(values) for name, values in times.items()}
+
+
+def report(
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    ratios: dict[str, float],
+    figures: dict[str, float],
+) -> None:
+    """Print the table, then the JSON line; `ratios` compare within this run, `figures` are this machine's."""
+    table = Table(*columns, title=f"bench.{name}")
+    for row in rows:
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console(width=120).print(table)
+    print(json.dumps({"bench": name, "ratios": ratios, "figures": figures}))
