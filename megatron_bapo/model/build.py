@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.config.schema import Config
-from megatron_bapo.model.architecture import Architecture, read_architecture, transformer_config
+from megatron_bapo.model.architecture import transformer_config
+from megatron_bapo.model.hf_mapping import global_name
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
@@ -36,10 +38,13 @@ class PolicyModel:
     ddp: DistributedDataParallel
     layer_offset: int
     """Layers on earlier pipeline stages."""
+    expert_offset: int
+    """Experts of each layer on earlier expert-parallel ranks."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Megatron's own names, without the wrappers' prefixes."""
-        return self.gpt.named_parameters()
+        """Megatron's names without the wrappers' prefixes, with the whole model's layer and expert numbers."""
+        for name, parameter in self.gpt.named_parameters():
+            yield global_name(name, self.layer_offset, self.expert_offset), parameter
 
 
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
@@ -51,7 +56,7 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> Po
     gpt = GPTModel(
         megatron,
         spec,
-        architecture.vocab_size,
+        architecture.padded_vocab_size(groups.tensor.size),
         architecture.max_position_embeddings,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
@@ -62,4 +67,5 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> Po
     ).to(local_device())
     wrapped = Float16Module(megatron, gpt) if megatron.bf16 else gpt
     ddp = DistributedDataParallel(megatron, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
-    return PolicyModel(architecture, megatron, gpt, ddp, get_transformer_layer_offset(megatron))
+    expert_offset = groups.expert.rank * (architecture.num_experts // groups.expert.size)
+    return PolicyModel(architecture, megatron, gpt, ddp, get_transformer_layer_offset(megatron), expert_offset)

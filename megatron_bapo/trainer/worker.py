@@ -52,7 +52,7 @@ class Worker:
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> Worker:
     """Build this rank's part of the policy and load the Hugging Face weights of `model_path`."""
     model = build_policy(config, model_path, groups)
-    load_hugging_face(model, model_path, groups.tensor)
+    load_hugging_face(model, model_path, groups)
     optimizer = create_optimizer(model, config.optimizer)
     # Losses carry their own global denominator, so there is no token count to divide by.
     model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)

@@ -14,7 +14,7 @@ from examples import make_config, make_examples
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage_file
+from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
@@ -45,9 +45,7 @@ def run_case(case: dict, out: Path) -> None:
         step = update_policy(worker, examples, lr=1e-3, on_policy=False)
         metrics.append(scalars(reduce_metrics(step, groups)))
         if update == 0:
-            write_stage_file(
-                out / "gradients", stream_tensors(worker.model, groups, value_of=lambda p: p.main_grad), groups
-            )
+            write_stage_file(out / "gradients", worker.model, groups, read=lambda p: p.main_grad)
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
     save_checkpoint(worker, out / "checkpoints", 3, {"marker": case["name"]}, keep=1)
     if "resume_from" in case:

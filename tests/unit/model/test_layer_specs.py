@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.model.architecture import FAMILIES, Architecture, transformer_config
+from megatron_bapo.model.architecture import transformer_config
 from megatron_bapo.model.layer_specs import PackedAttention
 from megatron_bapo.parallel.megatron import PackedSeqParams
 from tests.tolerances import GRADIENT, LOG_PROB
