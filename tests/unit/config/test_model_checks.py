@@ -78,9 +78,9 @@ def test_pipeline_stages_and_their_chunks_must_divide_the_layers(
     ("world_size", "sizes", "value", "way_out"),
     [
         (
-            3,
-            {"expert_model_parallel_size": 3},
-            "num_experts=8 must be a multiple of parallel.expert_model_parallel_size=3",
+            16,
+            {"expert_model_parallel_size": 16},
+            "num_experts=8 must be a multiple of parallel.expert_model_parallel_size=16",
             "choose one that divides it",
         ),
         (
