@@ -34,8 +34,7 @@ Planner = Callable[[list[int], int, int], Plan]
 def reasoning_lengths(num: int, seed: int) -> list[int]:
     """Tokens of reasoning trajectories: log-normal, median 2048, cut at 32768.
 
-    The 99th percentile is ten times the median, as reported of reasoning RL in Laminar (arXiv 2510.12633); one in 400 is
-    cut.
+    The 99th percentile is ten times the median, as reported of reasoning RL in Laminar (arXiv 2510.12633).
     """
     sigma = np.log(10) / 2.3263  # of the standard normal, the 99th percentile
     lengths = np.random.default_rng(seed).lognormal(np.log(2048), sigma, num)
