@@ -85,7 +85,22 @@ def _fix_jit(module: types.ModuleType) -> None:
     module.disable_jit_fuser()
 
 
-_FIXES = {"megatron.core.tensor_parallel.random": _fix_rng, "megatron.core.jit": _fix_jit}
+def _fix_moe(module: types.ModuleType) -> None:
+    """The dispatcher takes split sizes that are on the CPU already for ones that are NumPy arrays already."""
+    move = module.maybe_move_tensor_to_cpu
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, False, False)
+
+    module.__dict__["maybe_move_tensor_to_cpu"] = to_cpu
+    module.__dict__.setdefault("te_general_gemm", None)  # named, but not defined without Transformer Engine
+
+
+_FIXES = {
+    "megatron.core.tensor_parallel.random": _fix_rng,
+    "megatron.core.jit": _fix_jit,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe,
+}
 
 
 def _called_by_megatron() -> bool:
