@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.config.schema import Config, PromptSourceConfig
+from megatron_bapo.config.model_checks import model_problems
+from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.errors import UserError
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
 PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 
 BFLOAT16_LOG_PROB_NOISE = 0.1
@@ -31,26 +29,13 @@ FREE_ON_RESUME = (
 """Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What the layout rules need to know of a model. `source` is where a reader finds these numbers."""
-
-    source: str
-    num_hidden_layers: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
-    max_position_embeddings: int
-
-
 def check_config(config: Config) -> list[str]:
     """What is allowed but probably not meant, one line each.
 
     Raises UserError with every violated rule at once.
     """
     problems = list(
-        chain(_layout_problems(config), _batch_problems(config), _data_problems(config), _model_problems(config))
+        chain(_layout_problems(config), _batch_problems(config), _data_problems(config), model_problems(config))
     )
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
@@ -83,38 +68,77 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
 
 def _layout_problems(config: Config) -> Iterator[str]:
     parallel, trainer = config.parallel, config.trainer
-    tp, pp, world = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.world_size,
-    )
     if trainer.collective_timeout_s <= config.rollout.request_timeout_s:
         yield (
             f"trainer.collective_timeout_s={trainer.collective_timeout_s} must exceed rollout.request_timeout_s="
             f"{config.rollout.request_timeout_s}: the other ranks wait while the first one waits for answers"
         )
-    if parallel.sequence_parallel and tp == 1:
-        yield (
-            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1: it splits sequences over "
-            "tensor-parallel ranks; set sequence_parallel=false or raise tensor_model_parallel_size"
-        )
-    if world % (tp * pp):
-        yield (
-            f"parallel.world_size={world} must be a multiple of tensor_model_parallel_size={tp} x "
-            f"pipeline_model_parallel_size={pp} = {tp * pp}; set parallel.world_size to {_multiples(world, tp * pp)}"
-        )
+    yield from _setting_problems(parallel)
+    grid = list(_grid_problems(parallel))
+    yield from grid
+    if grid:
         return
     dp = parallel.data_parallel_size
+    ranks = f"{dp} data-parallel ranks (parallel.world_size={parallel.world_size} / {parallel.model_parallel_size})"
     if trainer.ppo_mini_batch_size % dp:
         yield (
-            f"trainer.ppo_mini_batch_size={trainer.ppo_mini_batch_size} trajectories must split evenly over "
-            f"{dp} data-parallel ranks (parallel.world_size={world} / {tp * pp}); "
+            f"trainer.ppo_mini_batch_size={trainer.ppo_mini_batch_size} trajectories must split evenly over {ranks}; "
             f"set it to {_multiples(trainer.ppo_mini_batch_size, dp)}"
         )
     if config.warm_start is not None and config.warm_start.batch_size % dp:
         yield (
-            f"warm_start.batch_size={config.warm_start.batch_size} examples must split evenly over {dp} data-parallel "
-            f"ranks (parallel.world_size={world} / {tp * pp}); set it to {_multiples(config.warm_start.batch_size, dp)}"
+            f"warm_start.batch_size={config.warm_start.batch_size} examples must split evenly over {ranks}; "
+            f"set it to {_multiples(config.warm_start.batch_size, dp)}"
+        )
+
+
+def _setting_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """Settings of the layout that need another one."""
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield (
+            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1: it splits sequences over "
+            "tensor-parallel ranks; set sequence_parallel=false or raise tensor_model_parallel_size"
+        )
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    if vpp > 1 and parallel.pipeline_model_parallel_size == 1:
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} with parallel.pipeline_model_parallel_size=1: it "
+            "interleaves the chunks of several stages; set it to 1 or raise pipeline_model_parallel_size"
+        )
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        yield (
+            "parallel.overlap_param_gather=true with parallel.use_distributed_optimizer=false: without it every rank "
+            "has all parameters, and there is nothing to gather; switch the one on or the other off"
+        )
+    if parallel.recompute_granularity == "selective" and "moe_act" in parallel.recompute_modules:
+        yield (
+            "parallel.recompute_modules has moe_act, which Megatron offers for grouped-GEMM experts only, and the "
+            "trainer's experts are not; use moe, which recomputes the whole layer"
+        )
+
+
+def _grid_problems(parallel: ParallelConfig) -> Iterator[str]:
+    """The processes must form a grid, and each pipeline stage's a second one for its experts."""
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    world, size = parallel.world_size, parallel.model_parallel_size
+    if world % size:
+        yield (
+            f"parallel.world_size={world} must be a multiple of tensor_model_parallel_size={tp} x "
+            f"pipeline_model_parallel_size={pp} x context_parallel_size={cp} = {size}; set parallel.world_size to "
+            f"{_multiples(world, size)}"
+        )
+        return
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+    if (world // pp) % (etp * ep):
+        yield (
+            f"the {world // pp} ranks of a pipeline stage (parallel.world_size={world} / pipeline_model_parallel_size="
+            f"{pp}) must be a multiple of expert_tensor_parallel_size={etp} x expert_model_parallel_size={ep} = "
+            f"{etp * ep}, which share its experts; lower one of these or set parallel.world_size to "
+            f"{_multiples(world, math.lcm(etp * ep * pp, size))}"
         )
 
 
@@ -184,107 +208,6 @@ def _origin(source: PromptSourceConfig) -> str:
     if source.path is not None:
         return str(source.path)
     return f"reasoning_gym {', '.join(sorted(source.reasoning_gym or {}))} with seed {source.seed}"
-
-
-def _model_problems(config: Config) -> Iterator[str]:
-    if config.model.create is not None:
-        create = config.model.create.model_dump()
-        yield from _shape_problems(config, _Shape("model.create", *_fields(create)))
-        return
-    folder = config.model.path
-    assert folder is not None, "the schema requires path or create"
-    if not folder.is_dir():
-        yield (
-            f"model.path={folder} must be an existing folder of a Hugging Face checkpoint, with {CHECKPOINT_CONTENTS}; "
-            f"relative paths start at {Path.cwd()}"
-        )
-        return
-    yield from _folder_problems(folder)
-    file = folder / "config.json"
-    if file.is_file():
-        yield from _hf_config_problems(config, file)
-
-
-def _folder_problems(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
-    if not (folder / "config.json").is_file():
-        yield f"model.path={folder} has no config.json; the folder must hold {CHECKPOINT_CONTENTS}"
-    if not any(folder.glob("*.safetensors")):
-        yield (
-            f"model.path={folder} has no *.safetensors; other weight formats are not read: convert them "
-            "(tools/convert_gguf.py, or save_pretrained of transformers)"
-        )
-    elif index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        absent = [shard for shard in shards if not (folder / shard).is_file()]
-        if absent:
-            yield (
-                f"model.path={folder} lacks {len(absent)} of the {len(shards)} files that {index.name} lists, first "
-                f"{absent[0]}; complete the download"
-            )
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield f"model.path={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
-
-
-def _hf_config_problems(config: Config, file: Path) -> Iterator[str]:
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        yield f"{file} must be JSON ({error}); download it again"
-        return
-    if fields.get("model_type") not in MODEL_TYPES:
-        yield (
-            f"{file}: model_type={fields.get('model_type')!r} must be one of {', '.join(MODEL_TYPES)}; choose a model "
-            "of these families"
-        )
-        return
-    absent = [name for name in _Shape.__dataclass_fields__ if name not in ("source", "num_key_value_heads", *fields)]
-    if absent:
-        yield f"{file} lacks {', '.join(absent)}; take the checkpoint's original config.json"
-        return
-    yield from _shape_problems(config, _Shape(str(file), *_fields(fields)))
-
-
-def _fields(values: dict[str, Any]) -> list[int]:
-    """A shape's numbers from a mapping with Hugging Face's names; key-value heads default to the attention heads."""
-    heads = {"num_key_value_heads": values["num_attention_heads"]}
-    given = heads | {name: value for name, value in values.items() if value is not None}
-    return [given[name] for name in _Shape.__dataclass_fields__ if name != "source"]
-
-
-def _shape_problems(config: Config, shape: _Shape) -> Iterator[str]:
-    parallel, where = config.parallel, shape.source
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        value = getattr(shape, name)
-        if value % tp:
-            yield (
-                f"{where}: {name}={value} must be a multiple of parallel.tensor_model_parallel_size={tp}, which splits "
-                f"it; choose a tensor_model_parallel_size that divides {value}"
-            )
-    if shape.num_hidden_layers % pp:
-        yield (
-            f"{where}: num_hidden_layers={shape.num_hidden_layers} must be a multiple of "
-            f"parallel.pipeline_model_parallel_size={pp}, which splits them; choose one that divides it"
-        )
-    if shape.num_attention_heads % shape.num_key_value_heads:
-        yield (
-            f"{where}: num_attention_heads={shape.num_attention_heads} must be a multiple of num_key_value_heads="
-            f"{shape.num_key_value_heads}, whose heads they share; change one of them"
-        )
-    engine_tp = config.rollout.tensor_parallel_size
-    if shape.num_attention_heads % engine_tp:
-        yield (
-            f"{where}: num_attention_heads={shape.num_attention_heads} must be a multiple of "
-            f"rollout.tensor_parallel_size={engine_tp}; choose one that divides it"
-        )
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    if prompt + response > shape.max_position_embeddings:
-        yield (
-            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response} tokens "
-            f"must not exceed the model's max_position_embeddings={shape.max_position_embeddings} ({where}); "
-            "shorten one of the two"
-        )
 
 
 def _clip_bounds_warnings(config: Config) -> Iterator[str]:

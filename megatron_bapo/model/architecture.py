@@ -1,108 +1,24 @@
-"""From a Hugging Face `config.json` to Megatron-Core's TransformerConfig.
-
-A field that this table does not know how to honour is refused by name, never ignored.
-"""
+"""From an architecture and a layout to Megatron-Core's TransformerConfig, and to the rotary embedding's frequencies."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.errors import UserError
 from megatron_bapo.parallel.megatron import TransformerConfig
-
-
-@dataclass(frozen=True)
-class Family:
-    """What distinguishes one model family from a plain pre-norm RMSNorm/SwiGLU/RoPE decoder."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-
-
-FAMILIES = {"llama": Family(), "qwen2": Family(qkv_bias=True), "qwen3": Family(qk_norm=True)}
-
-_REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False, None),
-    "attention_bias": (False, None),
-    "use_sliding_window": (False, None),
-    "attention_dropout": (0, 0.0, None),
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model's shape, in Hugging Face's names."""
-
-    family: Family
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    rope_theta: float
-    tie_word_embeddings: bool
-
-
-def read_architecture(model_path: Path) -> Architecture:
-    """The architecture in `model_path/config.json`.
-
-    Raises UserError for a missing file, a model family or a field value that the trainer does not support.
-    """
-    file = model_path / "config.json"
-    if not file.is_file():
-        raise UserError(f"{file} does not exist; model.path must be a Hugging Face checkpoint folder")
-    config = json.loads(file.read_text())
-    family = FAMILIES.get(config.get("model_type"))
-    if family is None:
-        raise UserError(
-            f"{file}: model_type is {config.get('model_type')!r}; supported families are {', '.join(FAMILIES)}"
-        )
-    for field, allowed in _REQUIRED_VALUES.items():
-        if field in config and config[field] not in allowed:
-            raise UserError(
-                f"{file}: {field} is {config[field]!r}, which the trainer does not support ({allowed[0]!r} is)"
-            )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{file}: RoPE scaling {rope} is not supported; use a checkpoint without it")
-    heads = config["num_attention_heads"]
-    return Architecture(
-        family=family,
-        num_hidden_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rms_norm_eps=config["rms_norm_eps"],
-        rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-    )
 
 
 def transformer_config(
     architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, *, cpu_initialization: bool
 ) -> TransformerConfig:
     """Megatron's config of this model under this layout. `cpu_initialization` makes weights in host memory first."""
-    recompute = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if parallel.recompute_granularity == "full"
-        else {}
-    )
     return TransformerConfig(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -119,9 +35,7 @@ def transformer_config(
         qk_layernorm=architecture.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        sequence_parallel=parallel.sequence_parallel,
+        softmax_scale=rotary(architecture)[1] ** 2 / math.sqrt(architecture.head_dim),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -134,5 +48,70 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **recompute,
+        **_layout(parallel),
+        **_experts(architecture),
     )
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        # With two stages one batch would hold several sends and receives between the same two ranks.
+        settings |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if parallel.recompute_granularity == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif parallel.recompute_granularity == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)}
+    return settings
+
+
+def _experts(architecture: Architecture) -> dict[str, Any]:
+    """Without auxiliary losses: the policy's objective is the only one.
+
+    Qwen3-MoE takes the softmax over all experts and, with `norm_topk_prob`, divides the chosen weights by their sum,
+    which is the softmax over the chosen experts' logits alone: Megatron's router without `moe_router_pre_softmax`.
+    """
+    if not architecture.moe_layers:
+        return {}
+    return {
+        "num_moe_experts": architecture.num_experts,
+        "moe_ffn_hidden_size": architecture.moe_intermediate_size,
+        "moe_layer_freq": [int(layer in architecture.moe_layers) for layer in range(architecture.num_hidden_layers)],
+        "moe_router_topk": architecture.num_experts_per_tok,
+        "moe_router_pre_softmax": not architecture.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+    }
+
+
+def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies, float32 [head_dim / 2], and the factor by which cosine and sine are to be multiplied.
+
+    Scaled types are transformers' own functions. All of a head's dimensions rotate, so multiplying the softmax scale by
+    the factor's square is the same as multiplying queries and keys by the factor.
+    """
+    base, head_dim = architecture.rope_theta, architecture.head_dim
+    if not architecture.rope_scaling:
+        return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+    config = PreTrainedConfig(
+        head_dim=head_dim,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        max_position_embeddings=architecture.max_position_embeddings,
+    )
+    config.rope_parameters = {"rope_theta": base, **architecture.rope_scaling}  # pyright: ignore[reportAttributeAccessIssue]
+    frequencies, factor = ROPE_INIT_FUNCTIONS[architecture.rope_scaling["rope_type"]](config)
+    return frequencies.float(), float(factor)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.model.architecture import Architecture, read_architecture, rotary, transformer_config
+from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.model.hf_mapping import global_name
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.model.packed_attention import PackedRotaryEmbedding

@@ -1,90 +1,166 @@
 """Streams a sharded Megatron model as Hugging Face-named tensors.
 
 Every pipeline stage streams its own layers from its leader rank (tensor rank 0, data rank 0), so that nothing crosses
-stages and no rank ever holds more than its shard and one parameter's full tensors.
+stages and no rank ever holds more than its shard, one parameter's full tensors and one more shard of it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.model.hf_import import SafetensorsFolder, check_names
-from megatron_bapo.model.hf_mapping import Row, lookup
+from megatron_bapo.model.hf_import import INDEX, SafetensorsFolder
+from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 COPIED_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model",
 )  # fmt: skip
 
-
-def _gather(local: torch.Tensor, axis: Axis) -> list[torch.Tensor] | None:
-    """The local tensors of all ranks of the axis, on its rank 0 only."""
-    if axis.size == 1:
-        return [local]
-    shards = [torch.empty_like(local) for _ in range(axis.size)] if axis.rank == 0 else None
-    dist.gather(local.contiguous(), shards, dst=axis.global_ranks[0], group=axis.group)
-    return shards
+Read = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
-def _merge(shards: list[torch.Tensor], row: Row, model: PolicyModel) -> list[torch.Tensor]:
-    """The full Hugging Face tensors of one parameter from its tensor-parallel shards."""
-    if row.layout is None:
-        return [shards[0]]
-    pieces = [row.layout(model.architecture, rank, len(shards)) for rank in range(len(shards))]
-    merged = []
-    for part in range(len(row.hugging_face)):
-        mine = [(shard, piece) for shard, ps in zip(shards, pieces, strict=True) for piece in ps if piece.part == part]
-        dim = mine[0][1].dim
-        shape = list(shards[0].shape)
-        shape[dim] = sum(piece.size for _, piece in mine)
-        full = shards[0].new_empty(shape)
-        for shard, piece in mine:
-            full.narrow(dim, piece.hf_start, piece.size).copy_(shard.narrow(dim, piece.local_start, piece.size))
-        merged.append(full)
+def _itself(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter
+
+
+def _parameters(model: PolicyModel, groups: ParallelGroups) -> Iterator[tuple[torch.nn.Parameter, list[Entry]]]:
+    """What this pipeline stage streams: every parameter with its entry, an expert's with those of all expert ranks.
+
+    A tied output layer is left out: the embedding on the first stage is its value.
+    """
+    architecture = model.architecture
+    experts_per_rank = architecture.num_experts // groups.expert.size
+    for name, parameter in model.named_parameters():
+        if name == "output_layer.weight" and architecture.tie_word_embeddings:
+            continue
+        entry = lookup(name)
+        offsets = range(0, architecture.num_experts, experts_per_rank) if entry.row.is_expert else (0,)
+        yield parameter, [lookup(global_name(name, 0, offset)) for offset in offsets]
+
+
+def stage_shapes(model: PolicyModel, groups: ParallelGroups) -> dict[str, Shape]:
+    """Name and shape of what `stream_tensors` gives on a stage's leader, in its order."""
+    return {
+        name: shape
+        for _, entries in _parameters(model, groups)
+        for entry in entries
+        for name, shape in zip(entry.names, entry.shapes(model.architecture), strict=True)
+    }
+
+
+def _to_first(local: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
+    """On rank 0 of the axis every rank's tensor in turn, in memory that the next turn reuses; none on the others."""
+    if axis.rank > 0:
+        dist.send(local.contiguous(), axis.global_ranks[0], group=axis.group)
+        return
+    yield local
+    received = torch.empty_like(local, memory_format=torch.contiguous_format) if axis.size > 1 else local
+    for rank in axis.global_ranks[1:]:
+        dist.recv(received, rank, group=axis.group)
+        yield received
+
+
+def merge(
+    entry: Entry, architecture: Architecture, shards: Iterable[torch.Tensor], num_ranks: int
+) -> list[torch.Tensor]:
+    """The Hugging Face tensors of one parameter from its shards, in rank order.
+
+    A shard may be overwritten after its turn. What one shard holds in one place is not copied: the result is a view.
+    """
+    row, merged = entry.row, []
+    for rank, shard in enumerate(shards):
+        if row.layout is None:
+            return [shard]
+        pieces = row.layout(architecture, rank, num_ranks)
+        if num_ranks == 1 and len(pieces) == len(entry.names):
+            return [shard.narrow(row.dim, piece.local_start, piece.size) for piece in pieces]
+        merged = merged or [shard.new_empty(shape) for shape in entry.shapes(architecture)]
+        for piece in pieces:
+            local = shard.narrow(row.dim, piece.local_start, piece.size)
+            merged[piece.part].narrow(row.dim, piece.hf_start, piece.size).copy_(local)
     return merged
 
 
 @torch.no_grad()
 def stream_tensors(
-    model: PolicyModel,
-    groups: ParallelGroups,
-    *,
-    value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+    model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor on the CPU) of this pipeline stage, on its leader rank; other ranks take part and yield none.
 
-    `value_of` picks what to stream for a parameter: itself, or an optimizer state of its shape. A tied output layer is
-    left out: the embedding on the first stage is its value.
+    `read` gives what to stream for a parameter, of its shape: itself, or an optimizer state. It may be a collective of
+    the ranks that hold the same part: every rank of the stage calls it for every parameter, in the same order. A tensor
+    may be a view of what `read` gave: copy what is to outlive the next one. Memory above the shard on the leader is one
+    parameter's full tensors (one expert's, whatever the expert parallelism) and one more shard of it.
     """
-    if groups.data_context.rank != 0:
-        return
-    for name, parameter in model.named_parameters():
-        if name == "output_layer.weight" and model.architecture.tie_word_embeddings:
+    architecture = model.architecture
+    for parameter, entries in _parameters(model, groups):
+        row = entries[0].row
+        local = read(parameter).detach()
+        holders, replicas = (
+            (groups.expert_shards, groups.expert_data) if row.is_expert else (groups.tensor, groups.data_context)
+        )
+        if replicas.rank > 0 or (row.layout is None and holders.rank > 0):
             continue
-        row, names = lookup(name, model.layer_offset)
-        local = value_of(parameter).detach()
-        shards = _gather(local, groups.tensor) if row.layout else [local]
-        if groups.tensor.rank == 0 and shards is not None:
-            for hf_name, tensor in zip(names, _merge(shards, row, model), strict=True):
-                yield hf_name, tensor.cpu()
+        shards = _to_first(local, holders) if row.layout else iter([local])
+        if holders.rank > 0:
+            for _ in shards:
+                pass
+            continue
+        num_ranks = holders.size // len(entries)
+        for entry in entries:
+            tensors = merge(entry, architecture, islice(shards, num_ranks), num_ranks)
+            for name, tensor in zip(entry.names, tensors, strict=True):
+                yield name, tensor.cpu()
+            del tensors, tensor
 
 
-def write_stage_file(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], groups: ParallelGroups) -> None:
-    """Collect this stage's stream into one safetensors file, named in Hugging Face's style, on the stage's leader."""
-    held = {name: tensor.contiguous() for name, tensor in tensors}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write a stream of tensors of one dtype to a safetensors file as they come, none of them kept.
+
+    `shapes` says what is to come, in order: the format begins with a table of contents.
+    """
+    stream = iter(tensors)
+    first = next(stream)
+    dtype, end = first[1].dtype, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for (name, tensor), (due, shape) in zip(chain([first], stream), shapes.items(), strict=True):
+            assert (name, tensor.shape, tensor.dtype) == (due, shape, dtype), (
+                f"{name} {list(tensor.shape)} {tensor.dtype} came where {due} {list(shape)} {dtype} was due"
+            )
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write_stage_file(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself) -> None:
+    """Stream this stage into one safetensors file, named in Hugging Face's style, on the stage's leader."""
+    tensors = stream_tensors(model, groups, read=read)
     if groups.is_stage_leader:
         name = f"model-{groups.pipeline.rank + 1:05d}-of-{groups.pipeline.size:05d}.safetensors"
-        save_file(held, folder / name, metadata={"format": "pt"})
+        write_safetensors(folder / name, stage_shapes(model, groups), tensors)
+    else:
+        for _ in tensors:
+            pass
 
 
 def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, target: Path) -> None:
@@ -97,16 +173,37 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier(groups)
-    write_stage_file(partial, stream_tensors(model, groups), groups)
+    write_stage_file(partial, model, groups)
     barrier(groups)
     if groups.is_main:
-        with SafetensorsFolder(partial) as folder:
-            check_names(folder.names(), model.architecture, partial)
-            index = {"metadata": {}, "weight_map": dict(sorted(folder.file_names().items()))}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        dtype = model.config.params_dtype
+        _write_index(partial, model.architecture, dtype.itemsize)
+        _write_config(source, partial, str(dtype).removeprefix("torch."))
         for name in COPIED_FILES:
             if (source / name).is_file():
                 shutil.copy2(source / name, partial / name)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     barrier(groups)
+
+
+def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> None:
+    """The list of tensors and files, after a check that the export is complete and nothing else."""
+    expected = expected_shapes(architecture)
+    with SafetensorsFolder(folder) as written:
+        found, files = written.shapes(), written.file_names()
+    wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
+    assert not wrong, (
+        f"{len(wrong)} of {len(expected)} exported tensors are wrong, first {wrong[0]}: {expected.get(wrong[0])} was "
+        f"due and {found.get(wrong[0])} was written"
+    )
+    total_size = itemsize * sum(math.prod(shape) for shape in found.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def _write_config(source: Path, target: Path, dtype: str) -> None:
+    """The model's config.json, with the dtype that was written, under the names of transformers 4 and 5."""
+    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    fields |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in fields}
+    (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

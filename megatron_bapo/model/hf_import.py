@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,15 +11,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.architecture import Architecture
 from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.model.hf_mapping import Piece, expected_names, lookup
-from megatron_bapo.parallel.groups import Axis
+from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, lookup
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
+
+INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
-    """The tensors of one folder by name, memory-mapped. A context manager."""
+    """The tensors of one folder by name, memory-mapped. A context manager.
+
+    Where there is an index, only the files that it lists are read, as in transformers and vLLM.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -27,24 +32,35 @@ class SafetensorsFolder:
         self._files: dict[str, tuple[str, Any]] = {}
 
     def __enter__(self) -> SafetensorsFolder:
-        paths = sorted(self._folder.glob("*.safetensors"))
+        index = self._folder / INDEX
+        if index.is_file():
+            paths = [self._folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            paths = sorted(self._folder.glob("*.safetensors"))
         if not paths:
             raise UserError(f"{self._folder} holds no *.safetensors files; it is not a complete checkpoint")
         for path in paths:
-            try:
-                file = self._stack.enter_context(safe_open(path, "pt"))
-            except SafetensorError as error:
-                raise UserError(
-                    f"{path} is not a readable safetensors file ({error}); fetch or write it again"
-                ) from None
-            self._files.update(dict.fromkeys(file.keys(), (path.name, file)))
+            self._open(path)
         return self
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = self._stack.enter_context(safe_open(path, "pt"))
+        except (SafetensorError, FileNotFoundError) as error:
+            raise UserError(f"{path} is not a readable safetensors file ({error}); fetch or write it again") from None
+        for name in file.keys():  # noqa: SIM118 (not a mapping)
+            if name in self._files:
+                raise UserError(
+                    f"{self._folder}: both {self._files[name][0]} and {path.name} hold {name}; keep the files of one "
+                    "checkpoint only"
+                )
+            self._files[name] = (path.name, file)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def names(self) -> set[str]:
-        return set(self._files)
+    def shapes(self) -> dict[str, Shape]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, (_, file) in self._files.items()}
 
     def file_names(self) -> dict[str, str]:
         """Tensor name -> file name."""
@@ -57,78 +73,86 @@ class SafetensorsFolder:
         return self._files[name][1].get_slice(name)
 
 
-def _check_shapes(
-    name: str, parameter: torch.Tensor, sources: list[Any], pieces: list[Piece] | None, num_shards: int
-) -> None:
-    """The sources together have exactly the elements of the parameter's shards on all ranks."""
-    found = sum(math.prod(source.get_shape()) for source in sources)
-    expected = parameter.numel() * (1 if pieces is None else num_shards)
-    if found != expected:
-        shapes = ", ".join(str(source.get_shape()) for source in sources)
+def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: Path) -> None:
+    """Every expected tensor is there with its shape, and no other, but for what tied embeddings and old exports repeat.
+
+    Raises UserError.
+    """
+    expected = expected_shapes(architecture)
+    ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
+    surplus = {name for name in found.keys() - expected - ignorable if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(expected.keys() - found):
+        raise UserError(f"{folder} lacks {len(missing)} tensors that config.json calls for, first {missing[0]}")
+    if surplus:
         raise UserError(
-            f"the checkpoint's tensors for {name} have shapes {shapes}, {found} elements in all; config.json calls for "
-            f"{expected}"
+            f"{folder} holds {len(surplus)} tensors that the architecture has no place for, first {sorted(surplus)[0]}"
         )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise UserError(f"{folder}: {name} has the shape {list(found[name])}; config.json calls for {list(shape)}")
 
 
-def _read(source: Any, piece: Piece) -> torch.Tensor:
-    stop = piece.hf_start + piece.size
-    return source[piece.hf_start : stop] if piece.dim == 0 else source[:, piece.hf_start : stop]
+def split_axis(entry: Entry, groups: ParallelGroups) -> Axis:
+    """The mesh axis over whose ranks this parameter is split."""
+    return groups.tensor if entry.row.axis == "tensor" else groups.expert_tensor
 
 
-def _fill(target: torch.Tensor, sources: list[Any], pieces: list[Piece] | None) -> None:
-    if pieces is None:
-        target.copy_(sources[0][:])
-        return
+def local_tensor(
+    entry: Entry, architecture: Architecture, sources: list[Any], rank: int, num_ranks: int
+) -> torch.Tensor:
+    """One rank's part of a parameter; `sources` are its Hugging Face tensors or lazy views of them.
+
+    A view of the source where the part lies in one place, else new memory of the part's size.
+    """
+    row = entry.row
+    if row.layout is None:
+        return sources[0][:]
+    pieces = sorted(row.layout(architecture, rank, num_ranks), key=lambda piece: piece.local_start)
+    parts = []
     for piece in pieces:
-        target.narrow(piece.dim, piece.local_start, piece.size).copy_(_read(sources[piece.part], piece))
+        span = slice(piece.hf_start, piece.hf_start + piece.size)
+        parts.append(sources[piece.part][span] if row.dim == 0 else sources[piece.part][:, span])
+    shape = entry.local_shape(architecture, num_ranks)
+    if padding := shape[row.dim] - sum(piece.size for piece in pieces):
+        parts.append(parts[0].new_zeros(padding, *shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, row.dim)
 
 
-def hugging_face_names(model: PolicyModel, parameter_name: str) -> tuple[str, ...]:
-    """The tensors that fill a parameter; a tied output layer is filled from the embedding."""
-    _, names = lookup(parameter_name, model.layer_offset)
-    tied = parameter_name == "output_layer.weight" and model.architecture.tie_word_embeddings
-    return ("model.embed_tokens.weight",) if tied else names
+def _copy(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    parameter.copy_(tensor)
 
 
 @torch.no_grad()
 def load_tensors(
     model: PolicyModel,
     folder: SafetensorsFolder,
-    tensor_axis: Axis,
+    groups: ParallelGroups,
     *,
-    target_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+    write: Callable[[torch.nn.Parameter, torch.Tensor], None] = _copy,
 ) -> None:
-    """Fill `target_of(parameter)` of every parameter of this rank from the folder.
+    """Call `write(parameter, tensor)` for every parameter of this rank with its part of the folder's tensors.
 
-    Peak memory above the targets is one piece. Raises UserError when a tensor is missing.
+    The tensor is in the file's dtype and in host memory, perhaps a read-only view of the file: copy it. Rows that pad
+    the vocabulary are zero. Host memory above the model is at most one such tensor. Raises UserError when a tensor is
+    missing.
     """
+    architecture = model.architecture
     for name, parameter in model.named_parameters():
-        row, _ = lookup(name, model.layer_offset)
-        sources = [folder.slice(hf_name) for hf_name in hugging_face_names(model, name)]
-        pieces = row.layout and row.layout(model.architecture, tensor_axis.rank, tensor_axis.size)
-        _check_shapes(name, parameter, sources, pieces, tensor_axis.size)
-        _fill(target_of(parameter), sources, pieces)
+        entry = lookup(name)
+        axis = split_axis(entry, groups)
+        shape = entry.local_shape(architecture, axis.size)
+        assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, its row says {list(shape)}"
+        tied = name == "output_layer.weight" and architecture.tie_word_embeddings
+        sources = [folder.slice(hf_name) for hf_name in (("model.embed_tokens.weight",) if tied else entry.names)]
+        write(parameter, local_tensor(entry, architecture, sources, axis.rank, axis.size))
 
 
-def load_hugging_face(model: PolicyModel, model_path: Path, tensor_axis: Axis) -> None:
+def load_hugging_face(model: PolicyModel, model_path: Path, groups: ParallelGroups) -> None:
     """Load a Hugging Face checkpoint folder.
 
-    Raises UserError when a tensor is missing or when the folder holds one that the model has no place for.
+    Raises UserError when a tensor is missing or of another shape than config.json says, and when the folder holds one
+    that the model has no place for.
     """
     with SafetensorsFolder(model_path) as folder:
-        check_names(folder.names(), model.architecture, model_path)
-        load_tensors(model, folder, tensor_axis)
-
-
-def check_names(found: set[str], architecture: Architecture, folder: Path) -> None:
-    """Every expected tensor is there and no other, but for what tied embeddings and old exports repeat."""
-    expected = expected_names(architecture)
-    ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
-    surplus = {name for name in found - expected - ignorable if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(expected - found):
-        raise UserError(f"{folder} lacks {len(missing)} tensors that config.json calls for, first {missing[0]}")
-    if surplus:
-        raise UserError(
-            f"{folder} holds {len(surplus)} tensors that the architecture has no place for, first {sorted(surplus)[0]}"
-        )
+        check_tensors(folder.shapes(), model.architecture, model_path)
+        load_tensors(model, folder, groups)

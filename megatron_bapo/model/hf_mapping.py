@@ -1,52 +1,49 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and where their rows lie under tensor parallelism.
+"""Which Hugging Face tensors make up which Megatron parameter, and where they lie under tensor and expert parallelism.
 
-One table, read by import and export alike. A layout is a function from (architecture, tensor-parallel rank and size) to
-pieces; a piece says which rows (or columns) of one Hugging Face tensor are which rows of this rank's local tensor.
-Import reads a piece from left to right, export from right to left.
+One table, read by import and export alike, for the module names of Megatron's local layer specs and of its Transformer
+Engine specs. A layout is a function from (architecture, rank, number of ranks) to pieces; a piece says which rows (or
+columns) of one Hugging Face tensor are which rows of this rank's local tensor. Import reads a piece from left to right,
+export from right to left.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-from megatron_bapo.model.architecture import Architecture
+from megatron_bapo.config.architecture import Architecture
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` consecutive indices along `dim`, at `hf_start` in Hugging Face tensor `part`, at `local_start` here."""
+    """`size` consecutive indices of the split dim: at `hf_start` in Hugging Face tensor `part`, `local_start` here."""
 
     part: int
     hf_start: int
     local_start: int
     size: int
-    dim: int = 0
 
 
 Layout = Callable[[Architecture, int, int], list[Piece]]
 
 
+def _evenly(field: str, num_parts: int, arch: Architecture, rank: int, size: int) -> list[Piece]:
+    """Each rank holds its share of the first tensor, then its share of the next one."""
+    rows = _lengths(arch)[field] // size
+    return [Piece(part, rank * rows, part * rows, rows) for part in range(num_parts)]
+
+
 def _vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    rows = arch.vocab_size // size
-    return [Piece(0, rank * rows, 0, rows)]
-
-
-def _attention_output(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    columns = arch.num_attention_heads * arch.head_dim // size
-    return [Piece(0, rank * columns, 0, columns, dim=1)]
-
-
-def _mlp_output(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    columns = arch.intermediate_size // size
-    return [Piece(0, rank * columns, 0, columns, dim=1)]
-
-
-def _gate_and_up(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Each rank holds its gate rows, then its up rows."""
-    rows = arch.intermediate_size // size
-    return [Piece(part, rank * rows, part * rows, rows) for part in (0, 1)]
+    """The vocabulary is padded to a multiple of the ranks; what lies behind its end is in no piece."""
+    rows = arch.padded_vocab_size(size) // size
+    start = min(rank * rows, arch.vocab_size)
+    stop = min(start + rows, arch.vocab_size)
+    return [Piece(0, start, 0, stop - start)]
 
 
 def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
@@ -67,66 +64,203 @@ def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. A layout of None means that every tensor-parallel rank holds the whole tensor."""
+    """One line of the table."""
 
-    megatron: str
-    hugging_face: tuple[str, ...]
+    megatron: tuple[str, ...]
+    """The local specs' name and, where it differs, Transformer Engine's; without `decoder.layers.N.`."""
+    hugging_face: tuple[tuple[str, str], ...]
+    """(name, its dims) of each tensor; the dims are named as in `_lengths`."""
     layout: Layout | None = None
+    """None: every rank of the tensor axis holds the whole tensor."""
+    dim: int = 0
+    """The dim that the layout splits."""
+    axis: Literal["tensor", "expert_tensor"] = "tensor"
+    """The mesh axis over which the layout splits it."""
+    is_in: Callable[[Architecture, int], bool] = lambda _arch, _layer: True
+    """Whether this layer of this model has it."""
+
+    @property
+    def is_expert(self) -> bool:
+        return "{expert}" in self.megatron[0]
 
 
-_QKV = ("q_proj", "k_proj", "v_proj")
-_LAYER = "model.layers.{layer}."
+def _lengths(arch: Architecture) -> dict[str, int]:
+    return {
+        "vocab": arch.vocab_size,
+        "hidden": arch.hidden_size,
+        "head": arch.head_dim,
+        "queries": arch.num_attention_heads * arch.head_dim,
+        "keys": arch.num_key_value_heads * arch.head_dim,
+        "mlp": arch.intermediate_size,
+        "experts": arch.num_experts,
+        "expert_mlp": arch.moe_intermediate_size,
+    }
+
+
+def _is_dense(arch: Architecture, layer: int) -> bool:
+    return layer not in arch.moe_layers
+
+
+def _has_experts(arch: Architecture, layer: int) -> bool:
+    return layer in arch.moe_layers
+
+
+def _has_qk_norm(arch: Architecture, _: int) -> bool:
+    return arch.family.qk_norm
+
+
+def _has_qkv_bias(arch: Architecture, _: int) -> bool:
+    return arch.family.qkv_bias
+
+
+def _has_own_output(arch: Architecture, _: int) -> bool:
+    return not arch.tie_word_embeddings
+
+
+_L = "model.layers.{layer}."
+_ATTENTION = _L + "self_attn."
+_EXPERT = _L + "mlp.experts.{expert}."
+_LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 
 TABLE = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), _vocabulary),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Row("output_layer.weight", ("lm_head.weight",), _vocabulary),
-    Row("input_layernorm.weight", (_LAYER + "input_layernorm.weight",)),
+    Row(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), _vocabulary),
+    Row(("decoder.final_layernorm.weight",), (("model.norm.weight", "hidden"),)),
     Row(
-        "self_attention.linear_qkv.weight",
-        tuple(f"{_LAYER}self_attn.{name}.weight" for name in _QKV),
+        ("output_layer.weight",),
+        (("lm_head.weight", "vocab hidden"),),
+        _vocabulary,
+        is_in=_has_own_output,
+    ),
+    Row(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ((_L + "input_layernorm.weight", "hidden"),),
+    ),
+    Row(
+        ("self_attention.linear_qkv.weight",),
+        (
+            (_ATTENTION + "q_proj.weight", "queries hidden"),
+            (_ATTENTION + "k_proj.weight", "keys hidden"),
+            (_ATTENTION + "v_proj.weight", "keys hidden"),
+        ),
         _query_key_value,
     ),
-    Row("self_attention.linear_qkv.bias", tuple(f"{_LAYER}self_attn.{name}.bias" for name in _QKV), _query_key_value),
-    Row("self_attention.q_layernorm.weight", (_LAYER + "self_attn.q_norm.weight",)),
-    Row("self_attention.k_layernorm.weight", (_LAYER + "self_attn.k_norm.weight",)),
-    Row("self_attention.linear_proj.weight", (_LAYER + "self_attn.o_proj.weight",), _attention_output),
-    Row("pre_mlp_layernorm.weight", (_LAYER + "post_attention_layernorm.weight",)),
     Row(
-        "mlp.linear_fc1.weight", (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"), _gate_and_up
+        ("self_attention.linear_qkv.bias",),
+        (
+            (_ATTENTION + "q_proj.bias", "queries"),
+            (_ATTENTION + "k_proj.bias", "keys"),
+            (_ATTENTION + "v_proj.bias", "keys"),
+        ),
+        _query_key_value,
+        is_in=_has_qkv_bias,
     ),
-    Row("mlp.linear_fc2.weight", (_LAYER + "mlp.down_proj.weight",), _mlp_output),
-)  # fmt: skip
+    Row(("self_attention.q_layernorm.weight",), ((_ATTENTION + "q_norm.weight", "head"),), is_in=_has_qk_norm),
+    Row(("self_attention.k_layernorm.weight",), ((_ATTENTION + "k_norm.weight", "head"),), is_in=_has_qk_norm),
+    Row(
+        ("self_attention.linear_proj.weight",),
+        ((_ATTENTION + "o_proj.weight", "hidden queries"),),
+        partial(_evenly, "queries", 1),
+        dim=1,
+    ),
+    Row(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ((_L + "post_attention_layernorm.weight", "hidden"),),
+    ),
+    Row(
+        ("mlp.linear_fc1.weight",),
+        ((_L + "mlp.gate_proj.weight", "mlp hidden"), (_L + "mlp.up_proj.weight", "mlp hidden")),
+        partial(_evenly, "mlp", 2),
+        is_in=_is_dense,
+    ),
+    Row(
+        ("mlp.linear_fc2.weight",),
+        ((_L + "mlp.down_proj.weight", "hidden mlp"),),
+        partial(_evenly, "mlp", 1),
+        dim=1,
+        is_in=_is_dense,
+    ),
+    Row(("mlp.router.weight",), ((_L + "mlp.gate.weight", "experts hidden"),), is_in=_has_experts),
+    Row(
+        (_LOCAL_EXPERT + "linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+        ((_EXPERT + "gate_proj.weight", "expert_mlp hidden"), (_EXPERT + "up_proj.weight", "expert_mlp hidden")),
+        partial(_evenly, "expert_mlp", 2),
+        axis="expert_tensor",
+        is_in=_has_experts,
+    ),
+    Row(
+        (_LOCAL_EXPERT + "linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+        ((_EXPERT + "down_proj.weight", "hidden expert_mlp"),),
+        partial(_evenly, "expert_mlp", 1),
+        dim=1,
+        axis="expert_tensor",
+        is_in=_has_experts,
+    ),
+)
 
-_ROWS = {row.megatron: row for row in TABLE}
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_ROWS = {name: row for row in TABLE for name in row.megatron}
+_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
+_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 
-def lookup(parameter_name: str, layer_offset: int) -> tuple[Row, tuple[str, ...]]:
-    """The table's row for a Megatron parameter of this pipeline stage, and its Hugging Face names.
+def global_name(parameter_name: str, layer_offset: int, expert_offset: int) -> str:
+    """A parameter's name with the model's own layer and expert numbers.
 
-    `layer_offset` is the number of layers on earlier stages: Megatron counts layers from 0 on every stage.
+    Megatron counts layers from 0 in every model chunk and experts from 0 on every expert-parallel rank; the offsets are
+    the numbers of layers in earlier chunks and of experts on earlier ranks.
     """
-    match = _LAYER_NAME.fullmatch(parameter_name)
-    row = _ROWS.get(match[2] if match else parameter_name)
-    assert row is not None, f"no row in model/hf_mapping.py for the parameter {parameter_name}"
-    layer = layer_offset + int(match[1]) if match else 0
-    return row, tuple(name.format(layer=layer) for name in row.hugging_face)
+    layer = _LAYER.fullmatch(parameter_name)
+    if layer is None:
+        return parameter_name
+    rest = _EXPERT_NUMBER.sub(lambda match: f"{match[1]}{int(match[2]) + expert_offset}{match[3]}", layer[3])
+    return f"{layer[1]}{int(layer[2]) + layer_offset}.{rest}"
 
 
-def expected_names(arch: Architecture) -> set[str]:
-    """Every tensor that a complete Hugging Face checkpoint of this architecture holds."""
-    absent = set()
-    if not arch.family.qkv_bias:
-        absent.add("self_attention.linear_qkv.bias")
-    if not arch.family.qk_norm:
-        absent |= {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-    if arch.tie_word_embeddings:
-        absent.add("output_layer.weight")
-    return {
-        name.format(layer=layer)
-        for row in TABLE
-        if row.megatron not in absent
-        for name in row.hugging_face
-        for layer in range(arch.num_hidden_layers)
-    }
+@dataclass(frozen=True)
+class Entry:
+    """The table's row for one parameter, with its layer and expert numbers filled in."""
+
+    row: Row
+    names: tuple[str, ...]
+    """Hugging Face's names of the row's tensors."""
+
+    def shapes(self, arch: Architecture) -> list[Shape]:
+        """Of the Hugging Face tensors."""
+        lengths = _lengths(arch)
+        return [tuple(lengths[dim] for dim in dims.split()) for _, dims in self.row.hugging_face]
+
+    def local_shape(self, arch: Architecture, num_ranks: int) -> Shape:
+        """Of the parameter on each of the ranks among which the layout splits it."""
+        shape = list(self.shapes(arch)[0])
+        if self.row.layout is _vocabulary:
+            shape[0] = arch.padded_vocab_size(num_ranks) // num_ranks
+        elif self.row.layout is not None:
+            shape[self.row.dim] = sum(piece.size for piece in self.row.layout(arch, 0, num_ranks))
+        return tuple(shape)
+
+
+def _entry(row: Row, layer: int, expert: int) -> Entry:
+    return Entry(row, tuple(name.format(layer=layer, expert=expert) for name, _ in row.hugging_face))
+
+
+def lookup(name: str) -> Entry:
+    """The table's entry for a parameter with a name as `global_name` gives it."""
+    layer = _LAYER.fullmatch(name)
+    expert = _EXPERT_NUMBER.fullmatch(layer[3]) if layer else None
+    row = _ROWS.get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name)
+    assert row is not None, f"no row in model/hf_mapping.py for the parameter {name}"
+    return _entry(row, int(layer[2]) if layer else 0, int(expert[2]) if expert else 0)
+
+
+def entries(arch: Architecture) -> Iterator[Entry]:
+    """The whole model's, each once."""
+    for row in TABLE:
+        in_layers = "{layer}" in row.hugging_face[0][0]
+        for layer in range(arch.num_hidden_layers if in_layers else 1):
+            if row.is_in(arch, layer):
+                for expert in range(arch.num_experts if row.is_expert else 1):
+                    yield _entry(row, layer, expert)
+
+
+def expected_shapes(arch: Architecture) -> dict[str, Shape]:
+    """Name and shape of every tensor that a complete Hugging Face checkpoint of this architecture holds."""
+    return {name: shape for entry in entries(arch) for name, shape in zip(entry.names, entry.shapes(arch), strict=True)}

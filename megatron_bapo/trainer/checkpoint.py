@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_bapo.model.hf_export import stream_tensors, write_stage_file
+from megatron_bapo.model.hf_export import write_stage_file
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.trainer.optimizer import MOMENTS, adam_of, main_parameter, moment
@@ -49,8 +49,8 @@ def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[
         for name in sources:
             (partial / name).mkdir(parents=True)
     barrier(worker.groups)
-    for name, value_of in sources.items():
-        write_stage_file(partial / name, stream_tensors(worker.model, worker.groups, value_of=value_of), worker.groups)
+    for name, read in sources.items():
+        write_stage_file(partial / name, worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
         (partial / "state.json").write_text(json.dumps({**state, "adam_step": _adam_step(worker)}, indent=1))
@@ -70,7 +70,12 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     state = json.loads((checkpoint / "state.json").read_text())
     for name, target_of in _tensors_by_folder(worker).items():
         with SafetensorsFolder(checkpoint / name) as folder:
-            load_tensors(worker.model, folder, worker.groups.tensor, target_of=target_of)
+            load_tensors(
+                worker.model,
+                folder,
+                worker.groups,
+                write=lambda parameter, tensor, target_of=target_of: target_of(parameter).copy_(tensor),
+            )
     with torch.no_grad():
         for _, parameter in worker.model.named_parameters():
             parameter.copy_(main_parameter(parameter))

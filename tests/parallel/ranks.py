@@ -17,7 +17,7 @@ from faults import FAULTS
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage_file
+from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
@@ -35,8 +35,7 @@ def update(worker: Worker) -> dict[str, float]:
 
 
 def write_gradients(worker: Worker, folder: Path) -> None:
-    tensors = stream_tensors(worker.model, worker.groups, read=lambda p: p.main_grad)
-    write_stage_file(folder, tensors, worker.groups)
+    write_stage_file(folder, worker.model, worker.groups, read=lambda p: p.main_grad)
 
 
 def run_case(case: dict, out: Path) -> None:

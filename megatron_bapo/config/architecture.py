@@ -1,0 +1,248 @@
+"""What a Hugging Face `config.json` says of a model, as one checked value.
+
+A field that changes the model and that this table does not know how to honour is refused by name, never ignored. No
+torch: a configuration is checked with it before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one model family from a plain pre-norm RMSNorm/SwiGLU/RoPE decoder."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    default_head_dim: int | None = None
+    """Where config.json has none: transformers' default for the family, else hidden_size / num_attention_heads."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True, default_head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+}
+
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "attention_bias": (False, None),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, None),
+    "use_mrope": (False, None),
+    "shared_expert_intermediate_size": (0, None),
+    "n_shared_experts": (0, None),
+    "num_shared_experts": (0, None),
+    "num_nextn_predict_layers": (0, None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+}
+"""Fields whose other values change the model; the first value is the one to use."""
+
+_ROPE_KEYS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""RoPE type -> (keys that it needs, keys that it may have), as in transformers' modeling_rope_utils."""
+
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's shape, in Hugging Face's names."""
+
+    family: Family
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """`rope_type` and its parameters, as transformers spells them; empty for plain RoPE."""
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    """Whether the chosen experts' weights are scaled to sum to one."""
+    moe_layers: frozenset[int] = frozenset()
+    """Layers, counted from 0, with experts in the place of one MLP."""
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return len(self.moe_layers) < self.num_hidden_layers
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the position embedding covers. Qwen's recipe for YaRN leaves max_position_embeddings alone."""
+        if self.rope_scaling.get("rope_type") != "yarn":
+            return self.max_position_embeddings
+        return int(self.rope_scaling["original_max_position_embeddings"] * self.rope_scaling["factor"])
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """The vocabulary with as many unused rows as it takes to split evenly over the tensor axis."""
+        return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
+
+
+def read_architecture(model_path: Path) -> Architecture:
+    """The architecture in `model_path/config.json`.
+
+    Raises UserError for a missing file, a model family that is not supported, and with every missing field and every
+    field value that is not supported.
+    """
+    file = model_path / "config.json"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist; model.path must be a Hugging Face checkpoint folder")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} must be JSON ({error}); download it again") from None
+    if fields.get("model_type") not in FAMILIES:
+        raise UserError(
+            f"{file}: model_type is {fields.get('model_type')!r}; supported families are {', '.join(FAMILIES)}"
+        )
+    # Where a published checkpoint says num_experts, transformers 5 writes num_local_experts.
+    fields = {"num_experts": fields.get("num_local_experts"), "decoder_sparse_step": 1} | fields
+    if problems := [f"{file}: {problem}" for problem in _problems(fields)]:
+        raise UserError("\n".join(problems))
+    return _architecture(fields)
+
+
+def _architecture(fields: dict[str, Any]) -> Architecture:
+    family = FAMILIES[fields["model_type"]]
+    heads, rope = fields["num_attention_heads"], _rope(fields)
+    moe_layers = _moe_layers(fields) if family.experts else frozenset()
+    scaled = _rope_type(rope) != "default"
+    return Architecture(
+        family=family,
+        **{name: fields[name] for name in _SIZES},
+        num_key_value_heads=fields.get("num_key_value_heads") or heads,
+        head_dim=fields.get("head_dim") or family.default_head_dim or fields["hidden_size"] // heads,
+        rms_norm_eps=fields["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        rope_scaling={"rope_type": _rope_type(rope), **_rope_parameters(rope)} if scaled else {},
+        **({name: fields[name] for name in _EXPERT_SIZES} if moe_layers else {}),
+        norm_topk_prob=bool(moe_layers and fields.get("norm_topk_prob", False)),
+        moe_layers=moe_layers,
+    )
+
+
+def _moe_layers(fields: dict[str, Any]) -> frozenset[int]:
+    """Qwen3-MoE: every `decoder_sparse_step`-th layer, but for those in `mlp_only_layers`."""
+    step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or ()
+    layers = range(fields["num_hidden_layers"]) if fields["num_experts"] else ()
+    return frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
+
+
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 and earlier versions have different names for it."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _rope_parameters(rope: dict[str, Any]) -> dict[str, Any]:
+    """What is particular to the type of RoPE."""
+    common = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    return {name: value for name, value in rope.items() if value is not None and name not in common}
+
+
+def _problems(fields: dict[str, Any]) -> Iterator[str]:
+    family = FAMILIES[fields["model_type"]]
+    yield from _size_problems(fields, _SIZES)
+    if family.experts:
+        yield from _expert_problems(fields)
+    if fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
+        pass  # every head has its own
+    else:
+        yield from _size_problems(fields, ("num_key_value_heads",))
+    epsilon = fields.get("rms_norm_eps")
+    if not isinstance(epsilon, int | float) or epsilon <= 0:
+        yield _expected("rms_norm_eps", epsilon, "a positive number")
+    for name, supported in _SUPPORTED_VALUES.items():
+        if fields.get(name, supported[0]) not in supported:
+            yield f"{name} is {fields[name]!r}, which the trainer does not support ({supported[0]!r} is)"
+    for kind in sorted(set(fields.get("layer_types") or ()) - {"full_attention"}):
+        yield f"layer_types has {kind!r}, which the trainer does not support ('full_attention' is)"
+    yield from _rope_problems(fields)
+
+
+def _expected(name: str, value: Any, kind: str) -> str:
+    if value is None:
+        return f"{name} is missing; take the checkpoint's original config.json"
+    return f"{name} is {value!r}; it must be {kind}"
+
+
+def _size_problems(fields: dict[str, Any], names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        value = fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield _expected(name, value, "a positive whole number")
+
+
+def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
+    if fields["num_experts"] == 0:
+        return  # a dense model
+    found = list(_size_problems(fields, (*_EXPERT_SIZES, "decoder_sparse_step")))
+    yield from found
+    if found:
+        return
+    chosen, experts = fields["num_experts_per_tok"], fields["num_experts"]
+    if chosen > experts:
+        yield f"num_experts_per_tok is {chosen}, more than num_experts={experts}"
+    if chosen == 1 and fields.get("norm_topk_prob"):
+        yield "norm_topk_prob is True with num_experts_per_tok=1, which leaves the router without a gradient"
+
+
+def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
+    if fields.get("rope_scaling") and fields.get("rope_parameters"):
+        yield "rope_scaling and rope_parameters are both given, and libraries differ in which one they read; keep one"
+        return
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = _rope(fields)
+    if _rope_type(rope) not in _ROPE_KEYS:
+        yield (
+            f"{name} has the type {_rope_type(rope)!r}, which the trainer does not support "
+            f"({', '.join(_ROPE_KEYS)} are)"
+        )
+        return
+    needed, optional = _ROPE_KEYS[_rope_type(rope)]
+    given = _rope_parameters(rope)
+    for key in needed:
+        if key not in given:
+            yield f"{name}.{key} is missing; the RoPE type {_rope_type(rope)!r} needs it"
+    for key in sorted(given.keys() - {*needed, *optional}):
+        yield f"{name}.{key} is not supported with the RoPE type {_rope_type(rope)!r}"
+    if rope.get("partial_rotary_factor", 1) not in (1, None):
+        yield f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, which the trainer does not support"
+    if "original_max_position_embeddings" in fields:
+        yield f"original_max_position_embeddings belongs into {name}; libraries differ in how they read it elsewhere"
