@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import Architecture, read_architecture, transformer_config
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.parallel.groups import ParallelGroups
@@ -42,6 +42,29 @@ class PolicyModel:
         return self.gpt.named_parameters()
 
 
+def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Complete the parameters on every rank; comes before anything but a forward pass reads them.
+
+    With overlap_param_gather an optimizer step leaves the gather to the next forward pass. Otherwise there is nothing
+    to do. Collective over data-parallel ranks.
+    """
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def ddp_config(parallel: ParallelConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed in fp32 whatever the model's dtype."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+    )
+
+
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
     """The model of `model_path` with fresh weights, on this rank's device; load weights next."""
     architecture = read_architecture(model_path)
@@ -61,5 +84,7 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> Po
         parallel_output=True,
     ).to(local_device())
     wrapped = Float16Module(megatron, gpt) if megatron.bf16 else gpt
-    ddp = DistributedDataParallel(megatron, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+    ddp = DistributedDataParallel(megatron, ddp_config(config.parallel), wrapped)
+    if config.parallel.overlap_grad_reduce:
+        megatron.no_sync_func = ddp.no_sync  # only the last micro-batch's gradients are complete
     return PolicyModel(architecture, megatron, gpt, ddp, get_transformer_layer_offset(megatron))

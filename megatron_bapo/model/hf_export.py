@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_bapo.model.build import PolicyModel
+from megatron_bapo.model.build import PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_names
 from megatron_bapo.model.hf_mapping import Row, lookup
 from megatron_bapo.parallel.collectives import barrier
@@ -59,20 +59,23 @@ def stream_tensors(
     model: PolicyModel,
     groups: ParallelGroups,
     *,
-    value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+    value_of: Callable[[torch.nn.Parameter], torch.Tensor | None] = lambda parameter: parameter,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor on the CPU) of this pipeline stage, on its leader rank; other ranks take part and yield none.
 
-    `value_of` picks what to stream for a parameter: itself, or an optimizer state of its shape. A tied output layer is
-    left out: the embedding on the first stage is its value.
+    `value_of` picks what to stream for a parameter: itself, or an optimizer state of its shape. Every rank calls it;
+    what it gives on data rank 0 counts. A tied output layer is left out: the first stage's embedding is its value.
     """
-    if groups.data_context.rank != 0:
-        return
+    finish_param_gather([model.ddp])
     for name, parameter in model.named_parameters():
         if name == "output_layer.weight" and model.architecture.tie_word_embeddings:
             continue
         row, names = lookup(name, model.layer_offset)
-        local = value_of(parameter).detach()
+        local = value_of(parameter)
+        if groups.data_context.rank != 0:
+            continue
+        assert local is not None, f"no value for {name} on the rank that streams it"
+        local = local.detach()
         shards = _gather(local, groups.tensor) if row.layout else [local]
         if groups.tensor.rank == 0 and shards is not None:
             for hf_name, tensor in zip(names, _merge(shards, row, model), strict=True):

@@ -97,18 +97,21 @@ def load_tensors(
     folder: SafetensorsFolder,
     tensor_axis: Axis,
     *,
-    target_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+    put: Callable[[torch.nn.Parameter, torch.Tensor], None] | None = None,
 ) -> None:
-    """Fill `target_of(parameter)` of every parameter of this rank from the folder.
+    """Fill every parameter of this rank from the folder, or hand `put` the fp32 values of each.
 
-    Peak memory above the targets is one piece. Raises UserError when a tensor is missing.
+    Peak memory above the model is one parameter. Raises UserError when a tensor is missing.
     """
     for name, parameter in model.named_parameters():
         row, _ = lookup(name, model.layer_offset)
         sources = [folder.slice(hf_name) for hf_name in hugging_face_names(model, name)]
         pieces = row.layout and row.layout(model.architecture, tensor_axis.rank, tensor_axis.size)
         _check_shapes(name, parameter, sources, pieces, tensor_axis.size)
-        _fill(target_of(parameter), sources, pieces)
+        target = parameter if put is None else torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        _fill(target, sources, pieces)
+        if put is not None:
+            put(parameter, target)
 
 
 def load_hugging_face(model: PolicyModel, model_path: Path, tensor_axis: Axis) -> None:

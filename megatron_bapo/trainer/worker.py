@@ -16,11 +16,11 @@ from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.model.vocab_parallel import log_probs_and_entropy
 from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.parallel.megatron import MegatronOptimizer, finalize_model_grads
+from megatron_bapo.parallel.megatron import finalize_model_grads
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch, to_micro_batches
-from megatron_bapo.trainer.optimizer import create_optimizer
+from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -30,7 +30,7 @@ class Worker:
     config: Config
     groups: ParallelGroups
     model: PolicyModel
-    optimizer: MegatronOptimizer
+    optimizer: Optimizer
 
     @property
     def token_multiple(self) -> int:
@@ -53,7 +53,7 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> W
     """Build this rank's part of the policy and load the Hugging Face weights of `model_path`."""
     model = build_policy(config, model_path, groups)
     load_hugging_face(model, model_path, groups.tensor)
-    optimizer = create_optimizer(model, config.optimizer)
+    optimizer = Optimizer([model.ddp], groups, config.optimizer)
     # Losses carry their own global denominator, so there is no token count to divide by.
     model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
     return Worker(config, groups, model, optimizer)

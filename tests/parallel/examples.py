@@ -16,7 +16,7 @@ def make_config(model: Path, run_dir: Path, parallel: dict) -> Config:
         {
             "run_dir": run_dir,
             "model": {"path": model, "dtype": "float32"},
-            "parallel": parallel,
+            "parallel": {"use_distributed_optimizer": False, **parallel},
             "data": {"train": {"path": "unused.jsonl"}},
             "optimizer": {"lr": 1e-3, "adam_eps": 1e-5, "weight_decay": 0.01, "clip_grad": 100.0},
             "trainer": {
