@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of the policy, wrapped for data parallelism; a stage has several in an interleaved pipeline."""
+    """Consecutive layers of the policy, wrapped for data parallelism; an interleaved pipeline's stage has several."""
 
     gpt: GPTModel
     ddp: DistributedDataParallel
@@ -62,6 +62,18 @@ class PolicyModel:
         if gpt.share_embeddings_and_output_weights:
             return gpt.shared_embedding_or_output_weight()
         return gpt.output_layer.weight
+
+
+def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Complete the parameters on every rank; comes before anything but a forward pass reads them.
+
+    With overlap_param_gather an optimizer step leaves the gather to the next forward pass. Otherwise there is nothing
+    to do. Collective over data-parallel ranks.
+    """
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
@@ -107,6 +119,7 @@ def _build_chunk(
             use_distributed_optimizer=parallel.use_distributed_optimizer,
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
         ),
         Float16Module(config, gpt) if config.bf16 else gpt,
         disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work

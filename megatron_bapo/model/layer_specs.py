@@ -37,7 +37,9 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
     return spec
 
 
-def block_spec(config: TransformerConfig, moe_layers: frozenset[int], vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, moe_layers: frozenset[int], vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The spec of one chunk of this pipeline stage; `moe_layers` counts layers over the whole model, from 0."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

@@ -19,7 +19,7 @@ from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage,
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
-from megatron_bapo.trainer.optimizer import StepResult, optimizer_step
+from megatron_bapo.trainer.optimizer import StepResult
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.worker import Worker, head_arguments, score
 
@@ -107,11 +107,9 @@ def _step(
     lr: float,
 ) -> dict[str, Metric]:
     """Forward, backward, optimizer step."""
-    for chunk in worker.model.chunks:
-        chunk.ddp.zero_grad_buffer()
     worker.optimizer.zero_grad()
     metrics = merge(run_micro_batches(worker.model, micro_batches, head, forward_only=False))
-    return metrics | _step_metrics(optimizer_step(worker.optimizer, lr), lr)
+    return metrics | _step_metrics(worker.optimizer.step(lr), lr)
 
 
 def _loss_metrics(

@@ -19,14 +19,13 @@ from megatron_bapo.model.vocab_parallel import log_probs_and_entropy
 from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
-    MegatronOptimizer,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
-from megatron_bapo.trainer.optimizer import create_optimizer
+from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -36,7 +35,7 @@ class Worker:
     config: Config
     groups: ParallelGroups
     model: PolicyModel
-    optimizer: MegatronOptimizer
+    optimizer: Optimizer
 
     @property
     def padding_rule(self) -> PaddingRule:
@@ -86,7 +85,7 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> W
     """Build this rank's part of the policy and load the Hugging Face weights of `model_path`."""
     model = build_policy(config, model_path, groups)
     load_hugging_face(model, model_path, groups)
-    optimizer = create_optimizer(model, config.optimizer)
+    optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     return Worker(config, groups, model, optimizer)
 
 
@@ -101,7 +100,7 @@ class Scores:
 def head_arguments(
     worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor, temperature: float
 ) -> dict[str, Any]:
-    """What the log-probs of a micro-batch's response tokens are computed from, as `model/vocab_parallel.py` takes it."""
+    """What the log-probs of a micro-batch's response tokens come from, as `model/vocab_parallel.py` takes it."""
     weight_VH, tensor = worker.model.output_weight(), worker.groups.tensor
     # Each rank's rows of the output weight contribute to a token's gradient; both regions add them up.
     if worker.config.parallel.sequence_parallel:

@@ -84,6 +84,7 @@ class Layout:
 
 _DENSE = ("qwen3", "qwen2", "llama")
 _MOE = ("qwen3_moe",)
+_BF16 = ("qwen3", "qwen3_moe")
 
 LAYOUTS = {
     "one-process": Layout(1),
@@ -123,9 +124,9 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
     "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_MOE),
-    "one-process-bf16": Layout(1, dtype="bfloat16", models=("qwen3", "qwen3_moe")),
-    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=("qwen3", "qwen3_moe")),
-    "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=("qwen3", "qwen3_moe")),
-    "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=("qwen3", "qwen3_moe")),
+    "one-process-bf16": Layout(1, dtype="bfloat16", models=_BF16),
+    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=_BF16),
+    "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),
+    "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=_BF16),
 }  # fmt: skip
 CASES = [(model, name) for name, layout in LAYOUTS.items() for model in layout.models]

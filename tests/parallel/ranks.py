@@ -1,13 +1,15 @@
 """Run by torchrun: every case of a JSON file, one after another in the same processes.
 
-A case is {"name", "model", "parallel", "dtype"}, with "resume_from" and "fault" where it has them. For each, `out/NAME/`
-gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and the parameters
-after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and the metrics.
+A case is {"name", "model", "parallel", "dtype"}, with "resume_from" and "fault" where it has them. For each,
+`out/NAME/` gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
+the parameters after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and
+the metrics.
 """
 
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +37,8 @@ def update(worker: Worker) -> dict[str, float]:
 
 
 def write_gradients(worker: Worker, folder: Path) -> None:
-    write_stage_file(folder, worker.model, worker.groups, read=lambda p: p.main_grad)
+    """A tenth of them: Adam's first moment after the first update, whatever ranks it is spread over."""
+    write_stage_file(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
 def run_case(case: dict, out: Path) -> None:

@@ -34,6 +34,12 @@ def lay_out(rule: PaddingRule, examples: list[Example] = EXAMPLES, rank: int = 0
     return to_micro_batch(examples, rule, Axis(None, rank, size), CPU)  # pyright: ignore[reportArgumentType]
 
 
+def triples(batch: MicroBatch) -> set[tuple[int, ...]]:
+    """(token, label, position) of every token."""
+    columns = torch.stack([batch.tokens_T, batch.labels_T, batch.packed.positions_T], dim=1)
+    return {tuple(row) for row in columns.tolist()}
+
+
 def test_every_label_is_the_next_token_of_the_same_sequence():
     batch = lay_out(PaddingRule())
 
@@ -70,9 +76,7 @@ def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of
     whole, parts = lay_out(rule), [lay_out(rule, rank=rank, size=size) for rank in range(size)]
 
     assert len({len(part.tokens_T) for part in parts}) == 1
-    pairs = {(int(t), int(y), int(p)) for t, y, p in zip(whole.tokens_T, whole.labels_T, whole.packed.positions_T)}
-    for part in parts:
-        assert {(int(t), int(y), int(p)) for t, y, p in zip(part.tokens_T, part.labels_T, part.packed.positions_T)} <= pairs
+    assert all(triples(part) <= triples(whole) for part in parts)
     index = torch.cat([part.response_index_N for part in parts])
     labels = torch.cat([part.labels_T[part.response_positions_N] for part in parts])
     weights = torch.cat([part.weights_N for part in parts])
