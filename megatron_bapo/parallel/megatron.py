@@ -45,6 +45,8 @@ with warnings.catch_warnings():
 Adam: type = _optimizer.Adam  # pyright: ignore[reportAttributeAccessIssue]
 """Transformer Engine's, apex's or torch's: the first that is installed."""
 
+# Megatron-Core 0.16.1 calls collectives by names that torch 2.13 has replaced.
+warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
 logging.getLogger("megatron").setLevel(logging.WARNING)
 
 __all__ = [

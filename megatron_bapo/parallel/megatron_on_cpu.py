@@ -109,11 +109,17 @@ def _fix_offload(module: types.ModuleType) -> None:
     module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = split
 
 
+def _fix_optimizer_config(module: types.ModuleType) -> None:
+    """Offload asks for Transformer Engine's version, which is None where it is absent."""
+    module.__dict__["is_te_min_version"] = lambda *_, **__: False
+
+
 _FIXES = {
     "megatron.core.tensor_parallel.random": _fix_rng,
     "megatron.core.jit": _fix_jit,
     "megatron.core.transformer.moe.moe_utils": _fix_moe,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_offload,
+    "megatron.core.optimizer.optimizer_config": _fix_optimizer_config,
 }
 
 

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_bapo.model.build import finish_param_gather
+from megatron_bapo.parallel.collectives import max_over
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import (
     Adam,
@@ -29,6 +31,7 @@ from megatron_bapo.parallel.megatron import (
     get_megatron_optimizer,
     l2_norm_impl,
 )
+from megatron_bapo.parallel.platform import local_device
 
 State = Literal["main", "exp_avg", "exp_avg_sq"]
 """The fp32 main parameter, and Adam's moments."""
@@ -40,7 +43,7 @@ class StepResult:
     grad_norm: float
     """Global L2 norm before clipping."""
     skipped: bool
-    """True when the norm was not finite: parameters and moments are as they were."""
+    """True when a gradient was not finite: parameters and moments are as they were."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Optimizer:
         self._clip_grad = settings.clip_grad
         self._chain = _create(self._chunks, settings)
         self._members: list[Any] = self._chain.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+        self._decoupled: bool = self._chain.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self._pieces = dict(chain.from_iterable(_pieces(member, self._chunks) for member in self._members))
         self._spans = self._gather_spans()
         for group in self._chain.param_groups:
@@ -94,27 +98,33 @@ class Optimizer:
         self._chain.zero_grad()
 
     def step(self, lr: float) -> StepResult:
-        """Clip and apply the gradients, unless their global norm is not finite: then all ranks skip alike.
-
-        The norm counts every element once, and reaches all ranks through all-reduces, so they agree on what to do.
-        """
+        """Clip and apply the gradients, unless one is not finite on some rank: then all ranks skip alike."""
         for group in self._chain.param_groups:
             group["lr"] = lr * group["lr_mult"]
-        found_inf = self._chain.prepare_grads()
+        self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
-        if found_inf or not math.isfinite(norm):
+        if not self._finite_on_all_ranks(norm):
             self.num_skipped += 1
             return StepResult(norm, skipped=True)
         if self._clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(
-                list(chain.from_iterable(member.get_parameters() for member in self._members)),
+                self._parameters(),
                 max_norm=self._clip_grad,
                 total_norm=norm,
-                use_decoupled_grad=self._chain.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+                use_decoupled_grad=self._decoupled,
             )
         self._chain.step_with_ready_grads()
         self._num_steps += 1
         return StepResult(norm, skipped=False)
+
+    def _finite_on_all_ranks(self, norm: float) -> bool:
+        """The norm counts every element once; what tensor-parallel ranks repeat is looked at on each of them here."""
+        name = "decoupled_grad" if self._decoupled else "grad"
+        own_norm = get_total_norm([getattr(parameter, name) for parameter in self._parameters()])
+        finite = math.isfinite(norm) and math.isfinite(own_norm.item())
+        broken = torch.tensor(0.0 if finite else 1.0, device=local_device())
+        max_over(self._groups.tensor, self._groups.data_context, self._groups.pipeline)(broken)
+        return broken.item() == 0.0
 
     @torch.no_grad()
     def read(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor | None:
@@ -191,6 +201,10 @@ class Optimizer:
             if isinstance(member.optimizer, HybridDeviceOptimizer):
                 member.optimizer._sync_sub_optimizers_state_to_hdo()
         self.num_steps = 0
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """What the optimizers of the chain update on this rank, with its gradients."""
+        return list(chain.from_iterable(member.get_parameters() for member in self._members))
 
     def _adams(self) -> Iterator[torch.optim.Optimizer]:
         """The optimizers at the bottom: torch's, Transformer Engine's or apex's Adam."""
