@@ -2,10 +2,22 @@
 
 LOG_PROB = 2e-6
 """fp32 log-probs, absolute: the softmax sums 1e2 terms, in another order on every layout."""
+HUGGING_FACE_LOG_PROB = 5e-6
+"""The same against transformers, whose attention and expert kernels add in another order, too."""
 GRADIENT = 5e-6
 """fp32 gradients, relative to the largest: layouts add the same terms in another order."""
 PARAMETER = 2e-6
 """fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size, which magnifies
 rounding in small gradients."""
+BF16_LOG_PROB = 6e-2
+"""bfloat16 against fp32: each of four layers rounds activations to 8 bits of mantissa (4e-3 relative)."""
+BF16_GRADIENT = 6e-2
+"""bfloat16 against fp32, relative to the largest gradient; the same rounding, forward and backward."""
+BF16_PARAMETER = 8e-3
+"""bfloat16 against fp32 after Adam steps of 1e-3: exported weights are rounded to 4e-3 of their size (1), and small
+gradients may change sign, which Adam turns into a step in the other direction."""
 ENGINE_LOG_PROB = 1e-4
 """fp32 log-probs of vLLM against another implementation, absolute: other kernels, other attention order."""
+BFLOAT16_PARAMETER = 2.5e-3
+"""Main parameters of a bf16 model against an fp32 one's after three Adam steps at 1e-3, mean absolute difference: they
+start rounded to 8 bits, 2e-4 at a size of 0.1, and where a gradient is mostly rounding Adam follows its sign."""

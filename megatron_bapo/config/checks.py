@@ -24,7 +24,7 @@ FREE_ON_RESUME = (
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
-    *("reward.num_workers", "reward.timeout_s"),
+    *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload"),
 )
 """Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
 
@@ -34,9 +34,8 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
-    problems = list(
-        chain(_layout_problems(config), _batch_problems(config), _data_problems(config), model_problems(config))
-    )
+    rules = (_layout_problems, _optimizer_problems, _batch_problems, _data_problems, model_problems)
+    problems = list(chain.from_iterable(rule(config) for rule in rules))
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
     return list(chain(_clip_bounds_warnings(config), _other_warnings(config)))
@@ -48,10 +47,11 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
     Differences in `FREE_ON_RESUME` and in the name of the run directory are no conflicts.
     """
     conflicts = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
-    if new.optimizer.lr_decay_style == "cosine" and old.trainer.total_steps != new.trainer.total_steps:
+    style, num_decay = new.optimizer.lr_decay_style, new.optimizer.lr_decay_steps
+    if style != "constant" and num_decay is None and old.trainer.total_steps != new.trainer.total_steps:
         conflicts.append(
             f"trainer.total_steps: {old.trainer.total_steps} in the run directory, {new.trainer.total_steps} now; "
-            "that would bend the cosine learning-rate schedule"
+            f"that would bend the {style} learning-rate schedule"
         )
     return conflicts
 
@@ -139,6 +139,20 @@ def _grid_problems(parallel: ParallelConfig) -> Iterator[str]:
             f"{pp}) must be a multiple of expert_tensor_parallel_size={etp} x expert_model_parallel_size={ep} = "
             f"{etp * ep}, which share its experts; lower one of these or set parallel.world_size to "
             f"{_multiples(world, math.lcm(etp * ep * pp, size))}"
+        )
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    parallel, optimizer = config.parallel, config.optimizer
+    if optimizer.cpu_offload and not parallel.use_distributed_optimizer:
+        yield (
+            "optimizer.cpu_offload=true with parallel.use_distributed_optimizer=false: Megatron offloads only "
+            "the distributed optimizer; set use_distributed_optimizer=true"
+        )
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield (
+            "parallel.overlap_param_gather=true needs use_distributed_optimizer=true, whose parameters it gathers, and "
+            "overlap_grad_reduce=true, whose buckets it uses; set both, or overlap_param_gather=false"
         )
 
 

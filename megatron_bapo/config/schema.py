@@ -76,6 +76,8 @@ class ParallelConfig(Section):
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass runs; needs use_distributed_optimizer."""
+    ddp_bucket_size: PositiveInt | None = None
+    """Parameters whose gradients or values travel together when they overlap; by default Megatron's 40M or more."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """`full` recomputes every layer's activations in the backward pass, `selective` those of `recompute_modules`."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
@@ -213,10 +215,17 @@ class OptimizerConfig(Section):
     """Adam with decoupled weight decay, as Megatron builds it."""
 
     lr: PositiveFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    """Where a falling learning rate ends."""
     lr_warmup_steps: NonNegativeInt = 0
     """Updates, linear from 0."""
-    lr_decay_style: Literal["constant", "cosine"] = "constant"
-    """`cosine` falls to 0 at the run's last update; then the run cannot be extended by raising trainer.total_steps."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """`WSD` (warm-up, stable, decay) stays at `lr` until the last `lr_wsd_decay_steps` updates."""
+    lr_decay_steps: PositiveInt | None = None
+    """Updates after which the rate is `min_lr`; by default the run's, which then cannot be extended by raising
+    trainer.total_steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_steps: PositiveInt | None = None
     weight_decay: NonNegativeFloat = 0.1
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.999
@@ -224,7 +233,18 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Gradient norm limit; 0 switches clipping off."""
     cpu_offload: bool = False
-    """Keep fp32 parameters and Adam's moments in host memory and update them there."""
+    """Keep fp32 parameters and Adam's moments in host memory and update them there; needs
+    parallel.use_distributed_optimizer."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"need min_lr <= lr, got {self.min_lr}, {self.lr}")
+        if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_steps is not None):
+            raise ValueError("lr_wsd_decay_steps goes with lr_decay_style=WSD, and only with it")
+        if self.lr_decay_steps is not None and self.lr_decay_style == "constant":
+            raise ValueError("lr_decay_steps goes with a decay: set lr_decay_style, or leave lr_decay_steps out")
+        return self
 
 
 class WarmStartConfig(Section):

@@ -28,7 +28,7 @@ import torch
 from megatron_bapo.algorithm.advantages import group_relative_advantages
 from megatron_bapo.algorithm.policy_loss import LossAggMode, token_weights
 from megatron_bapo.config.loading import load_config
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -42,8 +42,8 @@ from megatron_bapo.parallel.platform import now_s, start_distributed
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.optimizer import learning_rate, reset_moments
 from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -138,14 +138,15 @@ def warm_start(run: Run) -> None:
         timer = Timer()
         with timer.phase("step"):
             num = settings.num_steps
-            lr = learning_rate(settings.lr, run.state.warm_start_step, num_warmup=num // 10, num_decay=num)
+            schedule = OptimizerConfig(lr=settings.lr, lr_warmup_steps=num // 10, lr_decay_style="cosine")
+            lr = learning_rate(schedule, run.state.warm_start_step, num)
             metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
         run.state.warm_start_step += 1
         run.state.update += 1
         if run.recorder is not None:
             run.recorder.write("warm_start", run.state.warm_start_step, metrics | timer.metrics())
     if run.state.warm_start_step == settings.num_steps:
-        reset_moments(run.worker.optimizer)
+        run.worker.optimizer.reset_moments()
         checkpoint(run)
 
 
@@ -237,10 +238,9 @@ def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray, mode: 
 
 
 def _policy_lr(run: Run, done_in_step: int) -> float:
-    optimizer, trainer = run.config.optimizer, run.config.trainer
+    trainer = run.config.trainer
     update = run.state.step * trainer.updates_per_step + done_in_step
-    num_decay = trainer.total_steps * trainer.updates_per_step if optimizer.lr_decay_style == "cosine" else None
-    return learning_rate(optimizer.lr, update, num_warmup=optimizer.lr_warmup_steps, num_decay=num_decay)
+    return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)
 
 
 def _rollout_seed(seed: int, step: int) -> int:

@@ -1,80 +1,187 @@
-"""Packed micro-batches: token budget kept, ranks balanced, the same number of micro-batches on every rank."""
+"""Packed micro-batches: token budget kept, ranks balanced, the same number of micro-batches on every rank.
+
+A length counts the tokens of one trajectory that enter the model. A plan is plan[rank][micro_batch], a list of indices
+of trajectories.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_bapo.errors import UserError
 
-# The length at which attention costs as much as the matrix products, at a hidden size of 4096; verl balances with the
-# same constant (verl/utils/seqlen_balancing.py, calculate_workload).
+# The length at which attention costs as much as the matrix products: 6 x the hidden size, here 4096, in verl's estimate
+# (verl/utils/seqlen_balancing.py, calculate_workload).
 ATTENTION_LENGTH = 24576
+# Busiest rank over mean: below the first the search is content, above the second more micro-batches are tried.
+BALANCED, UNBALANCED = 1.01, 1.05
+
+Plan = list[list[list[int]]]
 
 
-def cost(length: int) -> float:
-    """Work of one trajectory, in tokens of negligible context: matrix products are linear, attention is quadratic."""
-    return length + length**2 / ATTENTION_LENGTH
+@dataclass(frozen=True)
+class PaddingRule:
+    """Which lengths sequences and micro-batches are padded to."""
+
+    sequence_multiple: int = 1
+    """Of the padded length of each sequence."""
+    total_multiple: int = 1
+    """Of all tokens of a micro-batch; what the sequences lack to it is a sequence of padding alone."""
+    equal_lengths: bool = False
+    """Pad every sequence of a micro-batch to its longest."""
+
+    @property
+    def granularity(self) -> int:
+        """Divides the number of tokens of every micro-batch."""
+        return math.lcm(self.sequence_multiple, self.total_multiple)
+
+    def padded_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Of the sequences of one micro-batch."""
+        padded = [_round_up(length, self.sequence_multiple) for length in lengths]
+        return [max(padded)] * len(padded) if self.equal_lengths and padded else padded
+
+    def allocated(self, lengths: Sequence[int]) -> int:
+        """Tokens of a micro-batch of these sequences, all padding included; without any, the least that can be run."""
+        return _round_up(max(1, sum(self.padded_lengths(lengths))), self.granularity)
 
 
-def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> list[list[list[int]]]:
+def padding_rule(
+    tensor_size: int, context_size: int, *, sequence_parallel: bool, fp8: bool, packing: bool
+) -> PaddingRule:
+    """What a layout and a precision ask of the lengths.
+
+    Context parallelism cuts every sequence into two chunks per rank (zigzag), sequence parallelism cuts what a context
+    rank holds by the tensor size. FP8 kernels want each sequence in multiples of 16 and the total in 128 blocks of as
+    many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs). Rows of equal length leave no
+    room for padding behind them, so each of them follows the rule of the total.
+    """
+    sequence = 2 * context_size if context_size > 1 else 1
+    total = math.lcm(sequence, tensor_size * context_size) if sequence_parallel else sequence
+    if fp8:
+        num_cuts = tensor_size * sequence
+        sequence, total = math.lcm(16, num_cuts), 128 * num_cuts
+    return PaddingRule(sequence if packing else total, total, equal_lengths=not packing)
+
+
+def cost(length: int, attention_length: float = ATTENTION_LENGTH) -> float:
+    """Work of one sequence, in tokens of negligible context: matrix products are linear, attention is quadratic."""
+    return length + length**2 / attention_length
+
+
+def pack(
+    lengths: Sequence[int],
+    max_tokens: int,
+    num_ranks: int,
+    *,
+    rule: PaddingRule = PaddingRule(),
+    num_multiple_of: int = 1,
+    attention_length: float = ATTENTION_LENGTH,
+) -> Plan:
     """Distribute trajectories of `lengths` tokens: result[rank][micro_batch] is a sorted list of their indices.
 
-    Every trajectory stands once, and no micro-batch is empty or longer than `max_tokens`. All ranks have equally many
-    micro-batches, as pipeline schedules and gradient reductions need; they are as few as the greedy search finds, the
-    heavy ones first. Raises UserError when a trajectory exceeds the budget or there is no such distribution.
+    Every trajectory stands once, and no micro-batch, padded by `rule`, has more than `max_tokens` (on all its context
+    ranks together). All ranks have equally many micro-batches, a multiple of `num_multiple_of`, as pipeline schedules
+    and gradient reductions need: as few as the search finds, more only where that balances the ranks; heavy ones first.
+    Only where trajectories are fewer than the places they must fill are micro-batches empty. Raises UserError when a
+    trajectory exceeds the budget.
     """
     assert all(length > 0 for length in lengths), "a trajectory has at least one token"
-    if lengths and max(lengths) > max_tokens:
+    longest = max(lengths, default=1)
+    if rule.allocated([longest]) > max_tokens:
         raise UserError(
-            f"a trajectory has {max(lengths)} tokens (prompt and response), more than trainer.max_tokens_per_gpu="
-            f"{max_tokens}; raise max_tokens_per_gpu to at least {max(lengths)}, or lower rollout.max_response_length"
+            f"a trajectory has {longest} tokens (prompt and response), {rule.allocated([longest])} with padding, more "
+            f"than the {max_tokens} of a micro-batch (trainer.max_tokens_per_gpu x parallel.context_parallel_size); "
+            "raise trainer.max_tokens_per_gpu, or lower rollout.max_response_length"
         )
-    if len(lengths) < num_ranks:
-        raise UserError(
-            f"{len(lengths)} trajectories cannot be spread over {num_ranks} data-parallel ranks; "
-            f"raise trainer.ppo_mini_batch_size to a multiple of {num_ranks}"
-        )
-    fewest = -(-sum(lengths) // (max_tokens * num_ranks))
-    for num_micro_batches in range(fewest, len(lengths) // num_ranks + 1):
-        micro_batches = _fill(lengths, max_tokens, num_micro_batches * num_ranks)
-        if micro_batches is not None:
-            return _spread(micro_batches, lengths, num_ranks)
-    raise UserError(
-        f"{len(lengths)} trajectories with {sum(lengths)} tokens do not fit into equally many micro-batches of at most "
-        f"trainer.max_tokens_per_gpu={max_tokens} tokens on {num_ranks} data-parallel ranks; raise max_tokens_per_gpu, "
-        f"or make trainer.ppo_mini_batch_size a multiple of {num_ranks}"
-    )
+    sizes = np.array([_round_up(length, rule.sequence_multiple) for length in lengths], np.int64)
+    budget = max_tokens // rule.granularity * rule.granularity
+
+    def search(num_micro_batches: int) -> _Found | None:
+        return _search(sizes, budget, (num_ranks, num_micro_batches), rule.equal_lengths, attention_length)
+
+    num_micro_batches = _round_up(max(1, -(-int(sizes.sum()) // (budget * num_ranks))), num_multiple_of)
+    while (found := search(num_micro_batches)) is None:
+        num_micro_batches += num_multiple_of
+    while found.busiest > UNBALANCED * found.mean and (num_micro_batches + num_multiple_of) * num_ranks <= len(lengths):
+        num_micro_batches += num_multiple_of
+        more = search(num_micro_batches)
+        if more is None or more.busiest * BALANCED > found.busiest:
+            break
+        found = more
+    heavy_first = np.argsort(-found.costs, axis=1, kind="stable").tolist()
+    return [[sorted(rank[m]) for m in order] for rank, order in zip(found.plan, heavy_first, strict=True)]
 
 
-def _fill(lengths: Sequence[int], max_tokens: int, num_micro_batches: int) -> list[list[int]] | None:
-    """Longest trajectory first, each into the cheapest micro-batch that has room; None when one finds no room."""
-    costs = np.zeros(num_micro_batches)
-    room = np.full(num_micro_batches, max_tokens)
-    micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        chosen = int(np.argmin(np.where(room >= lengths[index], costs, np.inf)))
-        if room[chosen] < lengths[index]:
+@dataclass(frozen=True)
+class _Found:
+    plan: Plan
+    costs: np.ndarray
+    """Of each rank's micro-batches."""
+
+    @property
+    def busiest(self) -> float:
+        return self.costs.sum(axis=1).max()
+
+    @property
+    def mean(self) -> float:
+        return self.costs.sum(axis=1).mean()
+
+
+def _search(
+    sizes: np.ndarray, budget: int, shape: tuple[int, int], equal_lengths: bool, attention_length: float
+) -> _Found | None:
+    """The best balanced of some greedy fills of `shape` = (ranks, micro-batches of each); None when all fail.
+
+    Micro-batches of even cost are tried before full ones, which waste the least room (and, of equal lengths, the least
+    padding). Where the budget binds, ranks with long sequences cannot be kept short of tokens to the end; counting
+    attention for more than it costs keeps the long sequences of the others in balance.
+    """
+    best = None
+    for fullest in [True] if equal_lengths else [False, True]:
+        for attention_weight in 1, 2, 4:
+            found = _fill(sizes, budget, shape, equal_lengths, fullest, attention_length, attention_weight)
+            if found is not None and (best is None or found.busiest < best.busiest):
+                best = found
+            if best is not None and best.busiest <= BALANCED * best.mean:
+                return best
+    return best
+
+
+def _fill(
+    sizes: np.ndarray,
+    budget: int,
+    shape: tuple[int, int],
+    equal_lengths: bool,
+    fullest: bool,
+    attention_length: float,
+    attention_weight: float,
+) -> _Found | None:
+    """Longest first, each to the rank with the least work so far that has room; None when one finds no room.
+
+    Of that rank's micro-batches with room it takes the one with the least work or, if `fullest`, the fullest.
+    """
+    tokens, longest, squares = (np.zeros(shape, np.int64) for _ in range(3))
+    plan: Plan = [[[] for _ in range(shape[1])] for _ in range(shape[0])]
+    for num_placed, index in enumerate(np.argsort(-sizes, kind="stable").tolist()):
+        added = np.maximum(longest, sizes[index]) if equal_lengths else np.full(shape, sizes[index])
+        has_room = tokens + added <= budget
+        if len(sizes) - num_placed <= np.count_nonzero(tokens == 0):
+            has_room &= tokens == 0
+        work = tokens + attention_weight / attention_length * squares
+        rank = int(np.argmin(np.where(has_room.any(axis=1), work.sum(axis=1), np.inf)))
+        place = rank, int(np.argmin(np.where(has_room[rank], -tokens[rank] if fullest else work[rank], np.inf)))
+        if not has_room[place]:
             return None
-        costs[chosen] += cost(lengths[index])
-        room[chosen] -= lengths[index]
-        micro_batches[chosen].append(index)
-    return micro_batches
+        tokens[place] += added[place]
+        squares[place] += added[place] ** 2
+        longest[place] = added[place]
+        plan[place[0]][place[1]].append(index)
+    return _Found(plan, tokens + squares / attention_length)
 
 
-def _spread(micro_batches: list[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """Deal micro-batches out in rounds of falling cost, the heaviest of a round to the rank with the least so far."""
-
-    def total_cost(indices: list[int]) -> float:
-        return sum(cost(lengths[index]) for index in indices)
-
-    ordered = sorted((sorted(micro_batch) for micro_batch in micro_batches), key=lambda m: (-total_cost(m), m))
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    loads = np.zeros(num_ranks)
-    for start in range(0, len(ordered), num_ranks):
-        lightest_first = np.argsort(loads, kind="stable")
-        for rank, micro_batch in zip(lightest_first, ordered[start : start + num_ranks], strict=True):
-            ranks[rank].append(micro_batch)
-            loads[rank] += total_cost(micro_batch)
-    return ranks
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def transformer_config(
         qk_layernorm=architecture.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        softmax_scale=rotary(architecture)[1] ** 2 / math.sqrt(architecture.head_dim),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
-from megatron_bapo.config.schema import Config
-from megatron_bapo.model.architecture import transformer_config
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.model.hf_mapping import global_name
 from megatron_bapo.model.layer_specs import block_spec
+from megatron_bapo.model.packed_attention import PackedRotaryEmbedding
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
     DistributedDataParallel,
@@ -21,6 +22,7 @@ from megatron_bapo.parallel.megatron import (
     Float16Module,
     GPTModel,
     TransformerConfig,
+    finalize_model_grads,
     get_transformer_layer_offset,
 )
 from megatron_bapo.parallel.platform import has_gpu, local_device
@@ -29,43 +31,106 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class PolicyModel:
-    """One pipeline stage of the policy, wrapped for data parallelism."""
+class Chunk:
+    """Consecutive layers of the policy, wrapped for data parallelism; an interleaved pipeline's stage has several."""
 
-    architecture: Architecture
-    config: TransformerConfig
     gpt: GPTModel
     ddp: DistributedDataParallel
     layer_offset: int
-    """Layers on earlier pipeline stages."""
+    """Layers before this chunk."""
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """One pipeline stage of the policy."""
+
+    architecture: Architecture
+    config: TransformerConfig
+    chunks: tuple[Chunk, ...]
     expert_offset: int
-    """Experts of each layer on earlier expert-parallel ranks."""
+    """Experts on earlier expert-parallel ranks."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Megatron's names without the wrappers' prefixes, with the whole model's layer and expert numbers."""
-        for name, parameter in self.gpt.named_parameters():
-            yield global_name(name, self.layer_offset, self.expert_offset), parameter
+        """Every parameter of this rank, by Megatron's name with the whole model's layer and expert numbers."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.gpt.named_parameters():
+                yield global_name(name, chunk.layer_offset, self.expert_offset), parameter
+
+    def output_weight(self) -> torch.Tensor:
+        """The output layer's rows on this rank, [padded vocabulary / tensor size, hidden]; last stage only."""
+        gpt = self.chunks[-1].gpt
+        if gpt.share_embeddings_and_output_weights:
+            return gpt.shared_embedding_or_output_weight()
+        return gpt.output_layer.weight
+
+
+def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Complete the parameters on every rank; comes before anything but a forward pass reads them.
+
+    With overlap_param_gather an optimizer step leaves the gather to the next forward pass. Otherwise there is nothing
+    to do. Collective over data-parallel ranks.
+    """
+    for chunk in chunks:
+        if chunk.use_forward_hook:
+            for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
     """The model of `model_path` with fresh weights, on this rank's device; load weights next."""
     architecture = read_architecture(model_path)
-    dtype = DTYPES[config.model.dtype]
-    megatron = transformer_config(architecture, config.parallel, dtype, cpu_initialization=not has_gpu())
-    spec: Any = block_spec(megatron)
+    parallel, dtype = config.parallel, DTYPES[config.model.dtype]
+    megatron = transformer_config(architecture, parallel, dtype, cpu_initialization=not has_gpu())
+    chunks = tuple(
+        _build_chunk(architecture, megatron, parallel, groups, index) for index in range(groups.num_virtual_stages)
+    )
+    num_local_experts = architecture.num_experts // groups.expert.size
+    model = PolicyModel(architecture, megatron, chunks, groups.expert.rank * num_local_experts)
+    _connect_to_schedule(model, parallel)
+    return model
+
+
+def _build_chunk(
+    architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig, groups: ParallelGroups, index: int
+) -> Chunk:
+    vp_stage = index if groups.num_virtual_stages > 1 else None
+    spec: Any = block_spec(config, architecture.moe_layers, vp_stage)
     gpt = GPTModel(
-        megatron,
+        config,
         spec,
         architecture.padded_vocab_size(groups.tensor.size),
         architecture.max_position_embeddings,
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=groups.is_first_stage and index == 0,
+        post_process=groups.is_last_stage and index == groups.num_virtual_stages - 1,
         share_embeddings_and_output_weights=architecture.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=architecture.rope_theta,  # pyright: ignore[reportArgumentType]
-        parallel_output=True,
-    ).to(local_device())
-    wrapped = Float16Module(megatron, gpt) if megatron.bf16 else gpt
-    ddp = DistributedDataParallel(megatron, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
-    expert_offset = groups.expert.rank * (architecture.num_experts // groups.expert.size)
-    return PolicyModel(architecture, megatron, gpt, ddp, get_transformer_layer_offset(megatron), expert_offset)
+        vp_stage=vp_stage,
+    )
+    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])
+    if gpt.post_process:
+        # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
+        # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.
+        gpt.output_layer.forward = lambda hidden, **_: (hidden, None)
+    gpt = gpt.to(local_device())
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.use_distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            overlap_param_gather=parallel.overlap_param_gather,
+            bucket_size=parallel.ddp_bucket_size,
+        ),
+        Float16Module(config, gpt) if config.bf16 else gpt,
+        disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work
+    )
+    return Chunk(gpt, ddp, get_transformer_layer_offset(config, vp_stage=vp_stage))
+
+
+def _connect_to_schedule(model: PolicyModel, parallel: ParallelConfig) -> None:
+    """Tell Megatron's pipeline schedule how gradients are summed."""
+    # Losses carry their own global denominators, so there is no token count to divide by.
+    model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
+    if parallel.overlap_grad_reduce:
+        no_sync = [chunk.ddp.no_sync for chunk in model.chunks]
+        model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

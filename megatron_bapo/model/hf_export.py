@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.model.build import PolicyModel
+from megatron_bapo.model.build import PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import INDEX, SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
 from megatron_bapo.parallel.collectives import barrier
@@ -28,7 +28,7 @@ COPIED_FILES = (
     "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model",
 )  # fmt: skip
 
-Read = Callable[[torch.nn.Parameter], torch.Tensor]
+Read = Callable[[torch.nn.Parameter], torch.Tensor | None]
 
 
 def _itself(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -100,19 +100,22 @@ def stream_tensors(
     """(name, full tensor on the CPU) of this pipeline stage, on its leader rank; other ranks take part and yield none.
 
     `read` gives what to stream for a parameter, of its shape: itself, or an optimizer state. It may be a collective of
-    the ranks that hold the same part: every rank of the stage calls it for every parameter, in the same order. A tensor
-    may be a view of what `read` gave: copy what is to outlive the next one. Memory above the shard on the leader is one
-    parameter's full tensors (one expert's, whatever the expert parallelism) and one more shard of it.
+    the ranks that hold the same part: every rank of the stage calls it for every parameter, in the same order, and what
+    it gives on the first of them counts. A tensor may be a view of what `read` gave: copy what is to outlive the next
+    one. Memory above the shard on the leader is one parameter's full tensors (one expert's, whatever the expert
+    parallelism) and one more shard of it.
     """
     architecture = model.architecture
+    finish_param_gather([chunk.ddp for chunk in model.chunks])
     for parameter, entries in _parameters(model, groups):
         row = entries[0].row
-        local = read(parameter).detach()
+        local = read(parameter)
         holders, replicas = (
             (groups.expert_shards, groups.expert_data) if row.is_expert else (groups.tensor, groups.data_context)
         )
         if replicas.rank > 0 or (row.layout is None and holders.rank > 0):
             continue
+        assert local is not None, f"no value for {entries[0].names[0]} on the rank that gives it"
         shards = _to_first(local, holders) if row.layout else iter([local])
         if holders.rank > 0:
             for _ in shards:

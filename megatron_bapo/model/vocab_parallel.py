@@ -1,65 +1,261 @@
-"""Log-probs and entropy over a vocabulary that is split across tensor-parallel ranks.
+"""Log-probs, entropy and losses of them from hidden states, over a vocabulary split across tensor-parallel ranks.
 
-Legend: T packed tokens, V this rank's part of the vocabulary.
+The output layer is applied to one chunk of tokens at a time, so that no tensor of all tokens times the vocabulary ever
+exists. `token_loss` takes a chunk's gradient in the forward pass, while its softmax is there, as Liger's fused linear
+losses do (arXiv 2410.10989); `log_probs_and_entropy` computes the chunk again in the backward pass and so serves any
+loss. Either way a chunk costs one collective, of four numbers a token.
+
+Legend: T tokens, C tokens of a chunk, H hidden size, V this rank's rows of the output layer, R ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_bapo.parallel.groups import Axis
 
+TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""(log-probs [C], entropy [C], which of the T tokens) -> their share of a loss that is a sum over tokens, 0-d.
 
-def _reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> torch.Tensor:
-    if axis.size > 1:
-        dist.all_reduce(tensor, op=op, group=axis.group)
-    return tensor
+Gradients flow to the two arguments and to nothing else that the function uses.
+"""
+
+PADDING_LOGIT = -1e30
+"""Finite, so that its product with a probability of 0 is 0."""
 
 
-class _LogProbsAndEntropy(torch.autograd.Function):
-    """One softmax serves log-prob, entropy and the log-prob's gradient; the entropy has no gradient."""
+@dataclass(frozen=True)
+class OutputLayer:
+    """This rank's rows of the output layer and how to apply them.
 
-    @staticmethod
-    def forward(
-        ctx: Any, logits_TV: torch.Tensor, labels_T: torch.Tensor, temperature: float, axis: Axis
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_TV = logits_TV.float() / temperature
-        max_T = _reduce(logits_TV.amax(-1), dist.ReduceOp.MAX, axis)
-        logits_TV -= max_T[:, None]
-        vocab_size = logits_TV.size(1)
-        local_T = labels_T - axis.rank * vocab_size
-        owned_T = (local_T >= 0) & (local_T < vocab_size)
-        local_T = local_T.clamp(0, vocab_size - 1)
-        label_logit_T = logits_TV.gather(1, local_T[:, None]).squeeze(1) * owned_T
-        softmax_TV = logits_TV.exp()
-        sums = torch.stack([softmax_TV.sum(-1), label_logit_T, torch.einsum("tv,tv->t", softmax_TV, logits_TV)])
-        sum_exp_T, label_logit_T, weighted_T = _reduce(sums, dist.ReduceOp.SUM, axis)
-        softmax_TV /= sum_exp_T[:, None]
-        ctx.save_for_backward(softmax_TV, local_T, owned_T)
-        ctx.temperature = temperature
-        log_z_T = sum_exp_T.log()
-        entropy_T = log_z_T - weighted_T / sum_exp_T
-        ctx.mark_non_differentiable(entropy_T)
-        return label_logit_T - log_z_T, entropy_T
+    All ranks hold equally many rows. Those whose global index reaches `vocab_size` are padding, of probability and
+    gradient 0. A larger `chunk_size` (tokens) takes more memory and fewer kernels.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax_TV, local_T, owned_T = ctx.saved_tensors
-        grad_T = grads[0] / ctx.temperature
-        grad_TV = softmax_TV * -grad_T[:, None]
-        grad_TV.scatter_add_(1, local_T[:, None], (grad_T * owned_T)[:, None])
-        return grad_TV, None, None, None
+    weight_VH: Tensor
+    vocab_size: int
+    tensor_axis: Axis
+    chunk_size: int
 
 
 def log_probs_and_entropy(
-    logits_TV: torch.Tensor, labels_T: torch.Tensor, *, temperature: float, tensor_axis: Axis
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each label and entropy of each distribution, in nats, float32 [T] each.
+    hidden_TH: Tensor, layer: OutputLayer, labels_T: Tensor, *, temperature: float, entropy_requires_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each label and entropy of each distribution, in nats, float32 [T] each, equal on all ranks.
 
-    `logits_TV` is this rank's slice of the vocabulary, before the temperature; both results are equal on all ranks of
-    the axis. The gradient flows through the log-probs only: d log p(y)/d logits = (1[y] - softmax) / temperature.
+    Differentiable by the hidden states and the weight; the backward pass applies the output layer once more. The hidden
+    states' gradient is this rank's term of a sum over the tensor axis. Labels must lie below `layer.vocab_size`.
     """
-    return _LogProbsAndEntropy.apply(logits_TV, labels_T, temperature, tensor_axis)  # pyright: ignore[reportReturnType]
+    results: Any = _LogProbsAndEntropy.apply(
+        hidden_TH, layer.weight_VH, layer, labels_T, temperature, entropy_requires_grad
+    )
+    return results
+
+
+def token_loss(
+    hidden_TH: Tensor,
+    layer: OutputLayer,
+    labels_T: Tensor,
+    loss_of: TokenLoss,
+    *,
+    temperature: float,
+    entropy_requires_grad: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, 0-d, and the log-probs and entropy [T] of `log_probs_and_entropy`, here without gradient.
+
+    The loss is differentiable by the same tensors, once: its gradients are ready when this returns, and the backward
+    pass scales them in place. Without gradients to compute, `loss_of` is called for all tokens at once.
+    """
+    needs_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden_TH, layer.weight_VH))
+    loss = torch.zeros((), device=hidden_TH.device)
+
+    def gradients_of(log_probs_C: Tensor, entropy_C: Tensor, tokens: slice) -> tuple[Tensor, ...]:
+        nonlocal loss
+        log_probs_C = log_probs_C.detach().requires_grad_()
+        entropy_C = entropy_C.detach().requires_grad_(entropy_requires_grad)
+        with torch.enable_grad():
+            share = loss_of(log_probs_C, entropy_C, tokens)
+        loss = loss + share.detach()
+        variables = (log_probs_C, entropy_C) if entropy_requires_grad else (log_probs_C,)
+        return torch.autograd.grad(share, variables, materialize_grads=True)
+
+    if not any(needs_grad):
+        log_probs_T, entropy_T, *_ = _run(hidden_TH, layer, labels_T, temperature)
+        return loss_of(log_probs_T, entropy_T, slice(0, len(labels_T))), log_probs_T, entropy_T
+    log_probs_T, entropy_T, *gradients = _run(hidden_TH, layer, labels_T, temperature, gradients_of, needs_grad)
+    result: Any = _WithGradients.apply(hidden_TH, layer.weight_VH, loss, *gradients)
+    return result, log_probs_T, entropy_T
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are known."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, loss: Tensor, *gradients: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = (gradient if gradient is None else gradient.mul_(grads[0]) for gradient in ctx.saved_tensors)
+        return *scaled, None, None, None
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        layer: OutputLayer,
+        labels_T: Tensor,
+        temperature: float,
+        entropy_requires_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        log_probs_T, entropy_T, *_ = _run(hidden_TH, layer, labels_T, temperature)
+        ctx.save_for_backward(hidden_TH, weight_VH, labels_T)
+        ctx.layer, ctx.temperature, ctx.entropy_requires_grad = layer, temperature, entropy_requires_grad
+        if not entropy_requires_grad:
+            ctx.mark_non_differentiable(entropy_T)
+        return log_probs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TH, _, labels_T = ctx.saved_tensors
+        wanted = grads[: 1 + ctx.entropy_requires_grad]
+        *_, grad_hidden_TH, grad_weight_VH = _run(
+            hidden_TH,
+            ctx.layer,
+            labels_T,
+            ctx.temperature,
+            lambda _log_probs, _entropy, tokens: tuple(grad_T[tokens] for grad_T in wanted),
+            ctx.needs_input_grad[:2],
+        )
+        return grad_hidden_TH, grad_weight_VH, None, None, None, None
+
+
+@torch.no_grad()
+def _run(
+    hidden_TH: Tensor,
+    layer: OutputLayer,
+    labels_T: Tensor,
+    temperature: float,
+    gradients_of: Callable[[Tensor, Tensor, slice], tuple[Tensor, ...]] | None = None,
+    needs_grad: tuple[bool, ...] = (False, False),
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropy and the gradients of hidden states and weight, where needed, chunk by chunk.
+
+    `gradients_of` takes what a `TokenLoss` does and returns the loss's gradients [C] by the log-probs and, unless it
+    leaves it out, by the entropy.
+    """
+    weight_VH = layer.weight_VH
+    log_probs_T, entropy_T = torch.empty(2, len(hidden_TH), device=hidden_TH.device)
+    grad_hidden_TH = torch.empty_like(hidden_TH) if needs_grad[0] else None
+    grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_grad[1] else None
+    for start in range(0, len(hidden_TH), layer.chunk_size):
+        tokens = slice(start, start + layer.chunk_size)
+        softmax = _softmax(hidden_TH[tokens], layer, labels_T[tokens], temperature)
+        log_probs_T[tokens], entropy_T[tokens] = softmax.log_prob_C, softmax.entropy_C
+        if gradients_of is not None:
+            by_results = gradients_of(softmax.log_prob_C, softmax.entropy_C, tokens)
+            grad_CV = _grad_logits(softmax, *(grad_C / temperature for grad_C in by_results)).to(weight_VH.dtype)
+            if grad_hidden_TH is not None:
+                torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[tokens])
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH, grad_CV.T, hidden_TH[tokens])
+            del grad_CV
+        del softmax  # before the next chunk's is made
+    if grad_weight_VH is not None:
+        grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+    return log_probs_T, entropy_T, grad_hidden_TH, grad_weight_VH
+
+
+def _add_product(sum_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
+    """The sum is float32, the factors may be of lower precision, which `addmm_` does not take together."""
+    if left_VC.dtype == sum_VH.dtype:
+        sum_VH.addmm_(left_VC, right_CH)
+    else:
+        sum_VH += left_VC @ right_CH
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """A chunk's distributions over the whole vocabulary, as this rank sees them."""
+
+    exp_CV: Tensor
+    """exp(x) of the logits x over the temperature, less this rank's largest."""
+    x_exp_CV: Tensor
+    """x exp(x)."""
+    log_scale_C: Tensor
+    """What is to be added to x for the log of the probability."""
+    label_C: Tensor
+    """The label's row here."""
+    has_label_C: Tensor
+    """Whether the label's row is this rank's."""
+    log_prob_C: Tensor
+    entropy_C: Tensor
+
+
+def _softmax(hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float) -> _Softmax:
+    """One collective gathers each shard's maximum, log-sum, entropy and label logit.
+
+    The whole entropy is that of the shards' probabilities plus, weighted with these, the entropies within the shards.
+    """
+    num_rows, axis = len(layer.weight_VH), layer.tensor_axis
+    first_row = axis.rank * num_rows
+    logits_CV = (hidden_CH @ layer.weight_VH.T).float().div_(temperature)
+    logits_CV[:, max(layer.vocab_size - first_row, 0) :] = PADDING_LOGIT
+    label_C = labels_C - first_row
+    has_label_C = (label_C >= 0) & (label_C < num_rows)
+    label_C = label_C.clamp_(0, num_rows - 1)
+    label_logit_C = logits_CV.gather(1, label_C[:, None]).squeeze(1) * has_label_C
+
+    own_max_C = logits_CV.amax(-1)
+    x_CV = logits_CV.sub_(own_max_C[:, None])
+    exp_CV = x_CV.exp()
+    x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses digits
+    sum_C = exp_CV.sum(-1)
+    own_entropy_C = sum_C.log() - x_exp_CV.sum(-1) / sum_C
+
+    own_4C = torch.stack([own_max_C, sum_C.log(), own_entropy_C, label_logit_C])
+    max_RC, log_sum_RC, entropy_RC, label_logit_RC = _gather(own_4C, axis).unbind(1)
+    max_C = max_RC.amax(0)
+    log_sum_RC = log_sum_RC + (max_RC - max_C)
+    log_sum_C = log_sum_RC.logsumexp(0)
+    share_RC = (log_sum_RC - log_sum_C).exp()
+    return _Softmax(
+        exp_CV,
+        x_exp_CV,
+        log_scale_C=own_max_C - max_C - log_sum_C,
+        label_C=label_C,
+        has_label_C=has_label_C,
+        log_prob_C=label_logit_RC.sum(0) - max_C - log_sum_C,
+        entropy_C=(share_RC * entropy_RC + torch.special.entr(share_RC)).sum(0),
+    )
+
+
+def _gather(own: Tensor, axis: Axis) -> Tensor:
+    """Every rank's tensor, [R, ...]."""
+    if axis.size == 1:
+        return own[None]
+    gathered = own.new_empty(axis.size, *own.shape)
+    dist.all_gather_single(gathered, own[None], group=axis.group)
+    return gathered
+
+
+def _grad_logits(softmax: _Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
+    """The gradient [C, V] by the logits, g (1[label] - p) - h p (log p + entropy), in the softmax's memory."""
+    scale_C = softmax.log_scale_C.exp()
+    if grad_entropy_C is None:
+        grad_CV = softmax.exp_CV.mul_((-scale_C * grad_log_prob_C)[:, None])
+    else:
+        of_exp_C = grad_log_prob_C + grad_entropy_C * (softmax.log_scale_C + softmax.entropy_C)
+        grad_CV = softmax.exp_CV.mul_((-scale_C * of_exp_C)[:, None])
+        grad_CV.addcmul_(softmax.x_exp_CV, (-scale_C * grad_entropy_C)[:, None])
+    return grad_CV.scatter_add_(1, softmax.label_C[:, None], (grad_log_prob_C * softmax.has_label_C)[:, None])

@@ -16,6 +16,7 @@ if not platform.has_gpu():
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # absent apex and Transformer Engine; the preflight reports them
+    from megatron.core import optimizer as _optimizer
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -25,35 +26,54 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+Adam: type = _optimizer.Adam  # pyright: ignore[reportAttributeAccessIssue]
+"""Transformer Engine's, apex's or torch's: the first that is installed."""
+
+# Megatron-Core 0.16.1 calls collectives by names that torch 2.13 has replaced.
+warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
 logging.getLogger("megatron").setLevel(logging.WARNING)
 
 __all__ = [
+    "Adam",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "Float16Module",
     "GPTModel",
+    "HybridDeviceOptimizer",
     "MegatronModule",
     "MegatronOptimizer",
     "OptimizerConfig",
+    "OptimizerParamScheduler",
     "PackedSeqParams",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "l2_norm_impl",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
 ]

@@ -85,7 +85,42 @@ def _fix_jit(module: types.ModuleType) -> None:
     module.disable_jit_fuser()
 
 
-_FIXES = {"megatron.core.tensor_parallel.random": _fix_rng, "megatron.core.jit": _fix_jit}
+def _fix_moe(module: types.ModuleType) -> None:
+    """Names Transformer Engine's GEMM without having it; leaves split sizes that are on the CPU as tensors."""
+    module.__dict__.setdefault("te_general_gemm", None)
+    move = module.maybe_move_tensor_to_cpu
+
+    def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, False, record_stream)
+
+    module.__dict__["maybe_move_tensor_to_cpu"] = move_or_convert
+
+
+def _fix_offload(module: types.ModuleType) -> None:
+    """The offloading optimizer copies what is on a GPU to the host, here every parameter to a second fp32 tensor."""
+
+    def split(self: Any, offload_fraction: float) -> tuple[Any, ...]:
+        assert offload_fraction == 1.0, "the stand-in offloads everything"
+        copies = {p: p.detach().clone().float() for group in self.param_groups for p in group["params"]}
+        host_groups = [{**g, "params": [copies[p] for p in g["params"]]} for g in self.param_groups if g["params"]]
+        to_fp32 = {p: copy for p, copy in copies.items() if p.dtype != torch.float32}
+        return host_groups, [], copies, {copy: p for p, copy in copies.items()}, to_fp32
+
+    module.HybridDeviceOptimizer._get_sub_optimizer_param_groups = split
+
+
+def _fix_optimizer_config(module: types.ModuleType) -> None:
+    """Offload asks for Transformer Engine's version, which is None where it is absent."""
+    module.__dict__["is_te_min_version"] = lambda *_, **__: False
+
+
+_FIXES = {
+    "megatron.core.tensor_parallel.random": _fix_rng,
+    "megatron.core.jit": _fix_jit,
+    "megatron.core.transformer.moe.moe_utils": _fix_moe,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_offload,
+    "megatron.core.optimizer.optimizer_config": _fix_optimizer_config,
+}
 
 
 def _called_by_megatron() -> bool:

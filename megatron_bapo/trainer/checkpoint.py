@@ -9,11 +9,11 @@ The folder is written as `*.partial` and renamed when whole; what carries the fi
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch
 from megatron_bapo.model.hf_export import write_stage_file
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.parallel.collectives import barrier
-from megatron_bapo.trainer.optimizer import MOMENTS, adam_of, main_parameter, moment
+from megatron_bapo.trainer.optimizer import STATES, State
 from megatron_bapo.trainer.worker import Worker
 
+_FOLDERS: dict[State, str] = {"main": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -42,18 +43,18 @@ def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[
     if final.exists():
         return final  # the same number of updates means the same state
     partial = final.with_name(final.name + ".partial")
-    sources = _tensors_by_folder(worker)
     if worker.groups.is_main:
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
-        for name in sources:
-            (partial / name).mkdir(parents=True)
+        for state_name in STATES:
+            (partial / _FOLDERS[state_name]).mkdir(parents=True)
     barrier(worker.groups)
-    for name, read in sources.items():
-        write_stage_file(partial / name, worker.model, worker.groups, read=read)
+    for state_name in STATES:
+        read = functools.partial(worker.optimizer.read, state=state_name)
+        write_stage_file(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
-        (partial / "state.json").write_text(json.dumps({**state, "adam_step": _adam_step(worker)}, indent=1))
+        (partial / "state.json").write_text(json.dumps({**state, "adam_step": worker.optimizer.num_steps}, indent=1))
         _flush_to_disk(partial)
         partial.rename(final)
         for old in checkpoints(folder)[:-keep]:
@@ -68,29 +69,16 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     Raises UserError when a file is missing or unreadable.
     """
     state = json.loads((checkpoint / "state.json").read_text())
-    for name, target_of in _tensors_by_folder(worker).items():
-        with SafetensorsFolder(checkpoint / name) as folder:
-            load_tensors(
-                worker.model,
-                folder,
-                worker.groups,
-                write=lambda parameter, tensor, target_of=target_of: target_of(parameter).copy_(tensor),
-            )
-    with torch.no_grad():
-        for _, parameter in worker.model.named_parameters():
-            parameter.copy_(main_parameter(parameter))
-    for entry in adam_of(worker.optimizer).state.values():
-        entry["step"].fill_(state["adam_step"])
+    for state_name in STATES:
+        with SafetensorsFolder(checkpoint / _FOLDERS[state_name]) as folder:
+            write = functools.partial(_write, worker, state_name)
+            load_tensors(worker.model, folder, worker.groups, write=write)
+    worker.optimizer.num_steps = state["adam_step"]
     return state
 
 
-def _tensors_by_folder(worker: Worker) -> dict[str, Callable[[torch.nn.Parameter], torch.Tensor]]:
-    """What each folder of a checkpoint holds of a parameter."""
-    return {"weights": main_parameter, **{name: moment(worker.optimizer, name) for name in MOMENTS}}
-
-
-def _adam_step(worker: Worker) -> int:
-    return int(next(iter(adam_of(worker.optimizer).state.values()))["step"])
+def _write(worker: Worker, state: State, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    worker.optimizer.write(parameter, state, tensor)
 
 
 def _flush_to_disk(folder: Path) -> None:

@@ -1,19 +1,22 @@
 """From trajectories to packed micro-batches.
 
-Legend: T packed tokens of a micro-batch, B its sequences. A sequence of P prompt and R response tokens enters the model
-as its first P+R-1 tokens, each with its successor as label, so that no token is computed that predicts nothing.
+Legend: T packed tokens of a micro-batch on this rank, N those of them whose label is a response token. A sequence of P
+prompt and R response tokens enters the model as its first P+R-1 tokens, each with its successor as label, so that no
+token is computed that predicts nothing; labels are set before context parallelism cuts the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from megatron_bapo.data.packing import pack
-from megatron_bapo.parallel.megatron import PackedSeqParams
+from megatron_bapo.data.packing import PaddingRule
+from megatron_bapo.model.packed_attention import PackedSequences, packed_sequences
+from megatron_bapo.parallel.context_parallel import zigzag
+from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import Trajectory
 
 
@@ -38,65 +41,74 @@ class MicroBatch:
 
     tokens_T: torch.Tensor
     labels_T: torch.Tensor
-    positions_T: torch.Tensor
-    packed: PackedSeqParams
+    packed: PackedSequences
+    num_responses: int
+    """Response tokens on all context-parallel ranks together."""
     response_positions_N: torch.Tensor
     """Indices into T whose label is a response token; what follows is aligned with it."""
+    response_index_N: torch.Tensor
+    """Each one's place among all response tokens, the examples' one after another."""
     behaviour_log_probs_N: torch.Tensor
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
 
 
-def _cat(arrays: list[np.ndarray], dtype: type, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays).astype(dtype)).to(device, non_blocking=True)
+@dataclass(frozen=True)
+class _Part:
+    """One sequence on one context-parallel rank."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    response_positions: np.ndarray
+    """Into `tokens`."""
+    response_index: np.ndarray
+    """Into the trajectory's response tokens."""
 
 
-def to_micro_batch(examples: Sequence[Example], multiple_of: int, device: torch.device) -> MicroBatch:
-    """Pack examples side by side; the total is padded to `multiple_of` by a sequence that carries no label."""
-    sequences = [
-        np.concatenate([e.trajectory.prompt_token_ids, e.trajectory.response_token_ids]).astype(np.int64)
-        for e in examples
-    ]
-    lengths = [e.num_input_tokens for e in examples]
-    if padding := -sum(lengths) % multiple_of:
-        sequences.append(np.zeros(padding + 1, np.int64))
-        lengths.append(padding)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    cu_seqlens_B = torch.from_numpy(starts.astype(np.int32)).to(device)
-    num_responses = [len(e.trajectory.response_token_ids) for e in examples]
+def _part(example: Example, padded_length: int, context: Axis) -> _Part:
+    trajectory = example.trajectory
+    num_responses, end = len(trajectory.response_token_ids), example.num_input_tokens
+    sequence = np.zeros(padded_length + 1, np.int64)
+    sequence[: end + 1] = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
+    held = zigzag(padded_length, context.rank, context.size)
+    index = held - (end - num_responses)
+    (positions,) = np.nonzero((index >= 0) & (index < num_responses))
+    return _Part(sequence[held], sequence[held + 1], positions, index[positions])
+
+
+def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis, device: torch.device) -> MicroBatch:
+    """Pack this context-parallel rank's part of the examples side by side.
+
+    What `rule` adds behind the examples is a sequence of its own, without a label; no examples at all give a
+    micro-batch of padding, which takes part in the pipeline and changes nothing.
+    """
+    lengths = rule.padded_lengths([e.num_input_tokens for e in examples])
+    parts = [_part(e, length, context) for e, length in zip(examples, lengths, strict=True)]
+    behind = rule.allocated([e.num_input_tokens for e in examples]) - sum(lengths)
+    if behind:
+        lengths = [*lengths, behind]
+    padding = np.zeros(behind // context.size, np.int64)
+    starts = np.cumsum([0, *(part.tokens.size for part in parts)])
+    response_starts = np.cumsum([0, *(len(e.trajectory.response_token_ids) for e in examples)])
+
+    def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(dtype)).to(device, non_blocking=True)
+
+    def per_response(values: Callable[[Example], np.ndarray]) -> torch.Tensor:
+        return cat([values(e)[part.response_index] for e, part in zip(examples, parts, strict=True)], np.float32)
+
     return MicroBatch(
-        tokens_T=_cat([s[:-1] for s in sequences], np.int64, device),
-        labels_T=_cat([s[1:] for s in sequences], np.int64, device),
-        positions_T=_cat([np.arange(n) for n in lengths], np.int64, device),
-        packed=PackedSeqParams(
-            qkv_format="thd",  # pyright: ignore[reportArgumentType]
-            cu_seqlens_q=cu_seqlens_B,
-            cu_seqlens_kv=cu_seqlens_B,
-            max_seqlen_q=max(lengths),
-            max_seqlen_kv=max(lengths),
+        tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
+        labels_T=cat([*(part.labels for part in parts), padding], np.int64),
+        packed=packed_sequences(lengths, context.rank, context.size, device),
+        num_responses=int(response_starts[-1]),
+        response_positions_N=cat(
+            [start + part.response_positions for start, part in zip(starts, parts, strict=False)], np.int64
         ),
-        response_positions_N=_cat(
-            [np.arange(end - r, end) for end, r in zip(starts[1:], num_responses, strict=False)], np.int64, device
+        response_index_N=cat(
+            [start + part.response_index for start, part in zip(response_starts, parts, strict=False)], np.int64
         ),
-        behaviour_log_probs_N=_cat([e.trajectory.behaviour_log_probs for e in examples], np.float32, device),
-        advantages_N=_cat(
-            [np.full(r, e.advantage) for e, r in zip(examples, num_responses, strict=True)], np.float32, device
-        ),
-        weights_N=_cat(
-            [np.full(r, e.weight) for e, r in zip(examples, num_responses, strict=True)], np.float32, device
-        ),
+        behaviour_log_probs_N=per_response(lambda e: e.trajectory.behaviour_log_probs),
+        advantages_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.advantage)),
+        weights_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.weight)),
     )
-
-
-def to_micro_batches(
-    examples: Sequence[Example],
-    *,
-    max_tokens: int,
-    data_rank: int,
-    data_size: int,
-    multiple_of: int,
-    device: torch.device,
-) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of a minibatch; every rank gets the same number of them."""
-    plan = pack([e.num_input_tokens for e in examples], max_tokens, data_size)[data_rank]
-    return [to_micro_batch([examples[i] for i in indices], multiple_of, device) for indices in plan]

@@ -1,23 +1,41 @@
-"""Megatron's Adam over the policy, with the learning rate set at each update."""
+"""Megatron's Adam over one rank's model chunks: plain, distributed, chained for experts, or in host memory.
+
+Megatron keeps an fp32 main parameter and two moments in a layout that depends on the optimizer: whole parameters, or
+pieces of flat buffers spread over the ranks that share them. `Optimizer.read` and `Optimizer.write` hide it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
-from megatron_bapo.model.build import PolicyModel
+from megatron_bapo.model.build import finish_param_gather
+from megatron_bapo.parallel.collectives import max_over
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import (
+    Adam,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    HybridDeviceOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
+    l2_norm_impl,
 )
+from megatron_bapo.parallel.platform import local_device
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+State = Literal["main", "exp_avg", "exp_avg_sq"]
+"""The fp32 main parameter, and Adam's moments."""
+STATES: tuple[State, ...] = ("main", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -25,79 +43,252 @@ class StepResult:
     grad_norm: float
     """Global L2 norm before clipping."""
     skipped: bool
-    """True when the norm was not finite: the parameters are as they were."""
+    """True when a gradient was not finite: parameters and moments are as they were."""
 
 
-def create_optimizer(model: PolicyModel, settings: OptimizerSettings) -> MegatronOptimizer:
-    """Adam over fp32 main parameters; its moments exist from the start, so that they can be loaded into."""
-    chained = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.adam_beta1,
-            adam_beta2=settings.adam_beta2,
-            adam_eps=settings.adam_eps,
-            clip_grad=settings.clip_grad,
-            bf16=model.config.bf16,
-            params_dtype=model.config.params_dtype,
-        ),
-        [model.ddp],
+@dataclass(frozen=True)
+class _Piece:
+    """The part of one parameter that this rank's Adam updates."""
+
+    adam: torch.optim.Optimizer
+    handle: torch.Tensor
+    """What Adam knows the piece by: its fp32 values, or under offload the model's own piece."""
+    start: int
+    stop: int
+    """Elements of the flattened parameter."""
+
+    def tensor(self, state: State) -> torch.Tensor:
+        """The piece of one state, flat, live."""
+        adam: Any = self.adam
+        if state != "main":
+            return adam.state[self.handle][state].view(-1)
+        offloaded = isinstance(adam, HybridDeviceOptimizer)
+        return (adam.param_to_inner_param[self.handle] if offloaded else self.handle).view(-1)
+
+
+class Optimizer:
+    """Adam with fp32 main parameters. Its moments exist from the start, so that they can be loaded into.
+
+    Every method is called by all ranks alike. Whether the state is spread over data-parallel ranks is read from the
+    chunks' DDP configuration.
+    """
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], groups: ParallelGroups, settings: OptimizerSettings
+    ) -> None:
+        self._chunks = list(chunks)
+        self._groups = groups
+        self._clip_grad = settings.clip_grad
+        self._chain = _create(self._chunks, settings)
+        self._members: list[Any] = self._chain.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+        self._decoupled: bool = self._chain.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        self._pieces = dict(chain.from_iterable(_pieces(member, self._chunks) for member in self._members))
+        self._spans = self._gather_spans()
+        for group in self._chain.param_groups:
+            # Megatron leaves this to its scheduler: norms and biases are not decayed.
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        self.num_skipped = 0
+        """Updates that non-finite gradients have cost so far."""
+        self.reset_moments()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients; comes before the first backward pass of an update."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._chain.zero_grad()
+
+    def step(self, lr: float) -> StepResult:
+        """Clip and apply the gradients, unless one is not finite on some rank: then all ranks skip alike."""
+        for group in self._chain.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+        self._chain.prepare_grads()
+        norm = float(self._chain.get_grad_norm())
+        if not self._finite_on_all_ranks(norm):
+            self.num_skipped += 1
+            return StepResult(norm, skipped=True)
+        if self._clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                self._parameters(),
+                max_norm=self._clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=self._decoupled,
+            )
+        self._chain.step_with_ready_grads()
+        self._num_steps += 1
+        return StepResult(norm, skipped=False)
+
+    def _finite_on_all_ranks(self, norm: float) -> bool:
+        """The norm counts every element once; what tensor-parallel ranks repeat is looked at on each of them here."""
+        name = "decoupled_grad" if self._decoupled else "grad"
+        own_norm = get_total_norm([getattr(parameter, name) for parameter in self._parameters()])
+        finite = math.isfinite(norm) and math.isfinite(own_norm.item())
+        broken = torch.tensor(0.0 if finite else 1.0, device=local_device())
+        max_over(self._groups.tensor, self._groups.data_context, self._groups.pipeline)(broken)
+        return broken.item() == 0.0
+
+    @torch.no_grad()
+    def read(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor | None:
+        """One state of this rank's whole shard of a parameter, fp32 in the parameter's shape, on its device.
+
+        Collective over the ranks that share the parameter (`sharing_axis`); the result is on the axis's rank 0, None
+        elsewhere. It may be the live tensor: do not change it.
+        """
+        axis, spans = self.sharing_axis(parameter), self._spans[parameter]
+        own = self._own(parameter, state).to(parameter.device)
+        if axis.rank != 0:
+            if axis.rank in spans:
+                _exchange([dist.P2POp(dist.isend, own, axis.global_ranks[0], axis.group)])
+            return None
+        if own.numel() == parameter.numel():
+            return own.view(parameter.shape)
+        whole = own.new_empty(parameter.numel())
+        if 0 in spans:
+            whole[slice(*spans[0])].copy_(own)
+        _exchange(
+            [
+                dist.P2POp(dist.irecv, whole[slice(*span)], axis.global_ranks[rank], axis.group)
+                for rank, span in spans.items()
+                if rank != 0
+            ]
+        )
+        return whole.view(parameter.shape)
+
+    @torch.no_grad()
+    def write(self, parameter: torch.nn.Parameter, state: State, tensor: torch.Tensor) -> None:
+        """Set one state from this rank's whole shard, of the parameter's shape; the main state sets the model as well.
+
+        Every rank that shares the parameter gives the same values and keeps its piece.
+        """
+        assert tensor.shape == parameter.shape, f"{state} has shape {tensor.shape}, its parameter {parameter.shape}"
+        if state == "main":
+            finish_param_gather(self._chunks)  # one under way would put the old values back
+            parameter.copy_(tensor)
+        if (piece := self._pieces.get(parameter)) is not None:
+            piece.tensor(state).copy_(tensor.reshape(-1)[piece.start : piece.stop])
+
+    def sharing_axis(self, parameter: torch.nn.Parameter) -> Axis:
+        """The ranks with the same shard of a parameter. Megatron marks what expert parallelism splits."""
+        return self._groups.data_context if getattr(parameter, "allreduce", True) else self._groups.expert_data
+
+    @property
+    def num_steps(self) -> int:
+        """Updates that the moments have seen: Adam's bias correction counts them. Can be set."""
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self._num_steps = value
+        for adam in self._adams():
+            if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                for entry in adam.state.values():
+                    entry["step"].fill_(value)
+            else:  # Transformer Engine and apex count per parameter group
+                for group in adam.param_groups:
+                    group["step"] = value
+
+    def reset_moments(self) -> None:
+        """Zero Adam's moments and step count."""
+        for adam in self._adams():
+            torch_adam = isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
+            for group in adam.param_groups:
+                if torch_adam:
+                    group["fused"] = True  # Megatron asks for it only under offload
+                for parameter in group["params"]:
+                    adam.state[parameter] = {name: torch.zeros_like(parameter) for name in STATES if name != "main"}
+                    if torch_adam:
+                        adam.state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        for member in self._members:
+            if isinstance(member.optimizer, HybridDeviceOptimizer):
+                member.optimizer._sync_sub_optimizers_state_to_hdo()
+        self.num_steps = 0
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """What the optimizers of the chain update on this rank, with its gradients."""
+        return list(chain.from_iterable(member.get_parameters() for member in self._members))
+
+    def _adams(self) -> Iterator[torch.optim.Optimizer]:
+        """The optimizers at the bottom: torch's, Transformer Engine's or apex's Adam."""
+        for member in self._members:
+            hybrid = isinstance(member.optimizer, HybridDeviceOptimizer)
+            yield from member.optimizer.sub_optimizers if hybrid else [member.optimizer]
+
+    def _own(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor:
+        """This rank's piece, empty where it has none."""
+        piece = self._pieces.get(parameter)
+        return parameter.new_empty(0, dtype=torch.float32) if piece is None else piece.tensor(state)
+
+    def _gather_spans(self) -> dict[torch.nn.Parameter, dict[int, tuple[int, int]]]:
+        """For every parameter, which rank of its axis gives which elements; the first one where several have them."""
+        found: dict[torch.nn.Parameter, dict[int, tuple[int, int]]] = {}
+        parameters = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
+        for axis in (self._groups.data_context, self._groups.expert_data):
+            shared = [p for p in parameters if self.sharing_axis(p) is axis]
+            own = [(piece.start, piece.stop) if (piece := self._pieces.get(p)) else None for p in shared]
+            by_rank: list[Any] = [None] * axis.size
+            dist.all_gather_object(by_rank, own, group=axis.group)
+            for parameter, *spans in zip(shared, *by_rank, strict=True):
+                first = {span: rank for rank, span in reversed(list(enumerate(spans))) if span is not None}
+                found[parameter] = {rank: span for span, rank in first.items()}
+        return found
+
+
+def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
+    model, ddp = chunks[0].config, chunks[0].ddp_config
+    assert ddp.use_distributed_optimizer or not settings.cpu_offload, "the configuration's checks ask for both"
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=ddp.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
+        optimizer_cpu_offload=settings.cpu_offload,
+        optimizer_offload_fraction=float(settings.cpu_offload),
+        overlap_cpu_optimizer_d2h_h2d=settings.cpu_offload,
+        use_precision_aware_optimizer=settings.cpu_offload,  # has the offloaded Adam hold the fp32 parameters
     )
-    (optimizer,) = chained.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
-    for group in optimizer.param_groups:
-        # Megatron leaves this to its scheduler: norms and biases are not decayed.
-        group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
-    reset_moments(optimizer)
-    return optimizer
+    with torch.no_grad():  # else fp32 pieces are non-leaf views, which torch's optimizers refuse
+        return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
-def adam_of(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
-    """The torch (or fused) Adam inside Megatron's wrapper."""
-    return optimizer.optimizer
+def _pieces(member: Any, chunks: list[DistributedDataParallel]) -> Iterator[tuple[torch.nn.Parameter, _Piece]]:
+    """What one optimizer of the chain updates on this rank."""
+    if isinstance(member, DistributedOptimizer):
+        offloaded = isinstance(member.optimizer, HybridDeviceOptimizer)
+        halves = member.shard_float16_groups if offloaded else member.shard_fp32_from_float16_groups
+        models = chain(*member.model_float16_groups, *member.model_fp32_groups)
+        for parameter, handle in zip(models, chain(*halves, *member.shard_fp32_groups), strict=True):
+            span = member._get_model_param_range_map(parameter)["param"]
+            yield parameter, _Piece(member.optimizer, handle, span.start, span.end)
+        return
+    updated = {id(tensor) for tensor in member.get_parameters()}
+    for parameter in chain.from_iterable(chunk.parameters() for chunk in chunks):
+        main = getattr(parameter, "main_param", parameter)
+        if id(main) in updated:
+            yield parameter, _Piece(member.optimizer, main, 0, main.numel())
 
 
-def reset_moments(optimizer: MegatronOptimizer) -> None:
-    """Zero Adam's moments and step counts."""
-    for group in adam_of(optimizer).param_groups:
-        for parameter in group["params"]:
-            adam_of(optimizer).state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                **{name: torch.zeros_like(parameter) for name in MOMENTS},
-            }
+def fused_paths() -> dict[str, str]:
+    """Whose kernels Megatron found: "Transformer Engine", "apex" or, where both are absent, "torch"."""
+    return {"adam": provider_of(Adam), "gradient_norm": provider_of(l2_norm_impl)}
 
 
-def main_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The fp32 tensor that Adam updates: the parameter itself, or its fp32 main copy under bf16."""
-    return getattr(parameter, "main_param", parameter)
+def provider_of(implementation: Any) -> str:
+    """The package that a class or function comes from; Megatron's own fall-backs are plain torch."""
+    package = str(implementation.__module__).split(".")[0]
+    return {
+        "transformer_engine": "Transformer Engine",
+        "transformer_engine_torch": "Transformer Engine",
+        "apex": "apex",
+        "amp_C": "apex",
+    }.get(package, "torch")
 
 
-def moment(optimizer: MegatronOptimizer, name: str) -> Callable[[torch.nn.Parameter], torch.Tensor]:
-    """Picks one of Adam's moments for a parameter."""
-    state = adam_of(optimizer).state
-    return lambda parameter: state[main_parameter(parameter)][name]
-
-
-def learning_rate(peak: float, update: int, *, num_warmup: int, num_decay: int | None) -> float:
-    """Linear warm-up from 0, then a cosine to 0 at update `num_decay`; constant without one. `update` counts from 0."""
-    if update < num_warmup:
-        return peak * (update + 1) / (num_warmup + 1)
-    if num_decay is None:
-        return peak
-    progress = (update - num_warmup) / max(num_decay - num_warmup, 1)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def optimizer_step(optimizer: MegatronOptimizer, lr: float) -> StepResult:
-    """Clip and apply the gradients, unless their global norm is not finite: then all ranks skip alike."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
-    found_inf = optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    if found_inf or not math.isfinite(norm):
-        return StepResult(norm, skipped=True)
-    limit = optimizer.config.clip_grad
-    if limit > 0.0:
-        clip_grad_by_total_norm_fp32(list[torch.Tensor](optimizer.get_parameters()), max_norm=limit, total_norm=norm)
-    optimizer.step_with_ready_grads()
-    return StepResult(norm, skipped=False)
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for request in dist.batch_isend_irecv(operations) if operations else []:
+        request.wait()

@@ -1,6 +1,6 @@
 """One optimizer update from one minibatch: clip bounds first, then the clipped policy gradient.
 
-Legend: N response tokens of a micro-batch, V this rank's part of the vocabulary.
+Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C those of one chunk, H hidden size.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from megatron_bapo.algorithm.clip_bounds import ClipBounds, find_clip_bounds
 from megatron_bapo.algorithm.importance import MismatchSums, mismatch_sums
 from megatron_bapo.algorithm.policy_loss import PolicyLossSums, policy_loss, supervised_loss
 from megatron_bapo.metrics.values import Last, Max, Mean, Metric, Sum, from_vectors, merge, to_vectors
+from megatron_bapo.model.vocab_parallel import token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
-from megatron_bapo.trainer.optimizer import StepResult, optimizer_step
+from megatron_bapo.trainer.optimizer import StepResult
 from megatron_bapo.trainer.schedule import run_micro_batches
-from megatron_bapo.trainer.worker import Worker, score, score_tokens
+from megatron_bapo.trainer.worker import Worker, head_arguments, score
 
 OUTCOMES = ("start", "interior", "end", "no_signal")
 
@@ -36,15 +37,21 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
     bounds = minibatch_bounds(worker, micro_batches, on_policy=on_policy)
     low, high = _limits(worker, bounds)
 
-    def head(micro_batch: MicroBatch, logits_TV: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-        scores = score_tokens(worker, micro_batch, logits_TV, config.rollout.temperature)
-        behaviour_N = micro_batch.behaviour_log_probs_N
-        loss, sums = policy_loss(
-            scores.log_probs_N, behaviour_N, micro_batch.advantages_N, micro_batch.weights_N, low, high
-        )
-        metrics = _loss_metrics(loss, micro_batch.weights_N, sums, scores.entropy_N)
+    def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        arguments = head_arguments(worker, micro_batch, hidden_TH, config.rollout.temperature)
+        behaviour_N, advantages_N, weights_N = (
+            micro_batch.behaviour_log_probs_N, micro_batch.advantages_N, micro_batch.weights_N,
+        )  # fmt: skip
+
+        def loss_of(log_probs_C: torch.Tensor, _: torch.Tensor, chunk: slice) -> torch.Tensor:
+            loss, _ = policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)
+            return loss
+
+        loss, log_probs_N, entropy_N = token_loss(loss_of=loss_of, **arguments)
+        _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
+        metrics = _loss_metrics(loss, weights_N, sums, entropy_N)
         if on_policy:
-            metrics |= _mismatch_metrics(mismatch_sums(scores.log_probs_N.detach(), behaviour_N))
+            metrics |= _mismatch_metrics(mismatch_sums(log_probs_N, behaviour_N))
         return loss, metrics
 
     return _step(worker, micro_batches, head, lr) | _bounds_metrics(bounds)
@@ -53,10 +60,13 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
     """One update on the examples' negative log-likelihood; metrics as in `update_policy`."""
 
-    def head(micro_batch: MicroBatch, logits_TV: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-        log_probs_N = score_tokens(worker, micro_batch, logits_TV, temperature=1.0).log_probs_N
-        loss = supervised_loss(log_probs_N, micro_batch.weights_N)
-        return loss, {"actor/loss": Mean(loss.item(), micro_batch.weights_N.sum().item())}
+    def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+        weights_N = micro_batch.weights_N
+        loss, _, _ = token_loss(
+            loss_of=lambda log_probs_C, _, chunk: supervised_loss(log_probs_C, weights_N[chunk]),
+            **head_arguments(worker, micro_batch, hidden_TH, temperature=1.0),
+        )
+        return loss, {"actor/loss": Mean(loss.item(), weights_N.sum().item())}
 
     return _step(worker, worker.micro_batches(examples), head, lr)
 
@@ -97,10 +107,9 @@ def _step(
     lr: float,
 ) -> dict[str, Metric]:
     """Forward, backward, optimizer step."""
-    worker.model.ddp.zero_grad_buffer()
     worker.optimizer.zero_grad()
     metrics = merge(run_micro_batches(worker.model, micro_batches, head, forward_only=False))
-    return metrics | _step_metrics(optimizer_step(worker.optimizer, lr), lr)
+    return metrics | _step_metrics(worker.optimizer.step(lr), lr)
 
 
 def _loss_metrics(

@@ -14,7 +14,9 @@ from megatron_bapo.trainer.micro_batches import MicroBatch
 
 Result = TypeVar("Result")
 Head = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Result]]
-"""(micro-batch, logits [T, V]) -> (loss to differentiate, result to return)."""
+"""(micro-batch, hidden states [T, H] of the model's end) -> (loss to differentiate, result to return).
+
+Under sequence parallelism the hidden states are this rank's share of the tokens."""
 
 
 def run_micro_batches(
@@ -22,28 +24,28 @@ def run_micro_batches(
 ) -> list[Result]:
     """The head's results in micro-batch order on the last pipeline stage, an empty list on the others.
 
-    Without `forward_only`, gradients are summed over micro-batches and data-parallel ranks; the loss must carry its own
-    global denominator.
+    Without `forward_only`, gradients are summed over micro-batches and over data- and context-parallel ranks; the loss
+    must carry its own global denominator.
     """
 
-    def on_logits(micro_batch: MicroBatch, logits_1TV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
-        loss, result = head(micro_batch, logits_1TV.squeeze(0))
+    def on_hidden(micro_batch: MicroBatch, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
+        loss, result = head(micro_batch, hidden_1TH.squeeze(0))
         return loss, torch.ones((), dtype=torch.int, device=loss.device), result
 
     def forward_step(source: Iterator[MicroBatch], ddp: Any) -> tuple[torch.Tensor, Any]:
         micro_batch = next(source)
         output = ddp(
             input_ids=micro_batch.tokens_T[None],
-            position_ids=micro_batch.positions_T[None],
+            position_ids=micro_batch.packed.positions_T[None],
             attention_mask=None,
             packed_seq_params=micro_batch.packed,
         )
-        return output, partial(on_logits, micro_batch)
+        return output, partial(on_hidden, micro_batch)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[model.ddp],
+        data_iterator=[iter(micro_batches) for _ in model.chunks],
+        model=[chunk.ddp for chunk in model.chunks],
         num_microbatches=len(micro_batches),
         seq_length=1,  # not read: packed micro-batches announce their own shapes
         micro_batch_size=1,

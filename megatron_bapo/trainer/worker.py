@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_bapo.config.schema import Config
+from megatron_bapo.data.packing import PaddingRule, pack, padding_rule
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.model.vocab_parallel import log_probs_and_entropy
-from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage
+from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.parallel.megatron import MegatronOptimizer, finalize_model_grads
+from megatron_bapo.parallel.megatron import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory, VersionSpan
-from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch, to_micro_batches
-from megatron_bapo.trainer.optimizer import create_optimizer
+from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
+from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -30,62 +35,95 @@ class Worker:
     config: Config
     groups: ParallelGroups
     model: PolicyModel
-    optimizer: MegatronOptimizer
+    optimizer: Optimizer
 
     @property
-    def token_multiple(self) -> int:
-        """Sequence parallelism splits a micro-batch's tokens evenly over the tensor axis."""
-        return self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
+    def padding_rule(self) -> PaddingRule:
+        return padding_rule(
+            self.groups.tensor.size,
+            self.groups.context.size,
+            sequence_parallel=self.config.parallel.sequence_parallel,
+            fp8=False,
+            packing=self.config.trainer.packing,
+        )
+
+    @property
+    def num_micro_batches_multiple(self) -> int:
+        """An interleaved pipeline takes micro-batches in rounds of its number of stages."""
+        return self.groups.pipeline.size if self.groups.num_virtual_stages > 1 else 1
 
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        """This rank's micro-batches of a minibatch."""
-        return to_micro_batches(
-            examples,
-            max_tokens=self.config.trainer.max_tokens_per_gpu,
-            data_rank=self.groups.data.rank,
-            data_size=self.groups.data.size,
-            multiple_of=self.token_multiple,
-            device=local_device(),
-        )
+        """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
+        plan = pack(
+            [example.num_input_tokens for example in examples],
+            self.config.trainer.max_tokens_per_gpu * self.groups.context.size,
+            self.groups.data.size,
+            rule=self.padding_rule,
+            num_multiple_of=self.num_micro_batches_multiple,
+            attention_length=6 * self.model.architecture.hidden_size,
+        )[self.groups.data.rank]
+        return self.lay_out([[examples[index] for index in indices] for indices in plan])
+
+    def lay_out(self, groups_of_examples: Sequence[Sequence[Example]]) -> list[MicroBatch]:
+        """A micro-batch for each group of examples, then as many of padding as the schedule calls for.
+
+        The longest example comes first: attention runs on neighbours of like length together.
+        """
+        missing = -len(groups_of_examples) % self.num_micro_batches_multiple
+        return [
+            to_micro_batch(
+                sorted(examples, key=lambda example: -example.num_input_tokens),
+                self.padding_rule,
+                self.groups.context,
+                local_device(),
+            )
+            for examples in (*groups_of_examples, *([[]] * missing))
+        ]
 
 
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> Worker:
     """Build this rank's part of the policy and load the Hugging Face weights of `model_path`."""
     model = build_policy(config, model_path, groups)
     load_hugging_face(model, model_path, groups)
-    optimizer = create_optimizer(model, config.optimizer)
-    # Losses carry their own global denominator, so there is no token count to divide by.
-    model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
+    optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     return Worker(config, groups, model, optimizer)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one micro-batch's response tokens."""
+    """Of this rank's response tokens of one micro-batch."""
 
     log_probs_N: torch.Tensor
     entropy_N: torch.Tensor
 
 
-def score_tokens(worker: Worker, micro_batch: MicroBatch, logits_TV: torch.Tensor, temperature: float) -> Scores:
-    """Log-prob and entropy of the response tokens from a micro-batch's logits."""
-    positions_N = micro_batch.response_positions_N
-    return Scores(
-        *log_probs_and_entropy(
-            logits_TV.index_select(0, positions_N),
-            micro_batch.labels_T.index_select(0, positions_N),
-            temperature=temperature,
-            tensor_axis=worker.groups.tensor,
-        )
-    )
+def head_arguments(
+    worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor, temperature: float
+) -> dict[str, Any]:
+    """What the log-probs of a micro-batch's response tokens come from, as `model/vocab_parallel.py` takes it."""
+    weight_VH, tensor = worker.model.output_weight(), worker.groups.tensor
+    # Each rank's rows of the output weight contribute to a token's gradient; both regions add them up.
+    if worker.config.parallel.sequence_parallel:
+        hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor.group)
+    else:
+        hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=tensor.group)
+    return {
+        "hidden_TH": hidden_TH.index_select(0, micro_batch.response_positions_N).to(weight_VH.dtype),
+        "weight_VH": weight_VH,
+        "labels_T": micro_batch.labels_T.index_select(0, micro_batch.response_positions_N),
+        "temperature": temperature,
+        "tensor_axis": tensor,
+        "chunk_size": worker.config.trainer.logprob_chunk_size,
+        "vocab_size": worker.model.architecture.vocab_size,
+    }
 
 
 @torch.no_grad()
 def score(worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Scores]:
     """A forward-only pass; one entry per micro-batch on the last pipeline stage, none on the others."""
 
-    def head(micro_batch: MicroBatch, logits_TV: torch.Tensor) -> tuple[torch.Tensor, Scores]:
-        scores = score_tokens(worker, micro_batch, logits_TV, temperature)
+    def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
+        scores = Scores(*log_probs_and_entropy(**head_arguments(worker, micro_batch, hidden_TH, temperature)))
         return scores.log_probs_N.sum(), scores
 
     return run_micro_batches(worker.model, micro_batches, head, forward_only=True)
@@ -102,9 +140,11 @@ def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:
         finish_reason="length",
         text="",
     )
-    micro_batch = to_micro_batch([Example(probe, 0.0, 0.0)], worker.token_multiple, local_device())
-    scores = score(worker, [micro_batch], temperature=1.0)
-    log_probs = scores[0].log_probs_N if scores else torch.zeros(size, device=local_device())
+    log_probs = torch.zeros(size, device=local_device())
+    micro_batches = worker.lay_out([[Example(probe, 0.0, 0.0)]])
+    for micro_batch, scores in zip(micro_batches, score(worker, micro_batches, temperature=1.0), strict=False):
+        log_probs[micro_batch.response_index_N] = scores.log_probs_N
+    sum_over(worker.groups.context)(log_probs)
     return broadcast_from_last_stage(log_probs, worker.groups).cpu().numpy()
 
 

@@ -1,4 +1,4 @@
-"""The small models and examples that every layout is tried on."""
+"""The examples that every layout is tried on."""
 
 from pathlib import Path
 
@@ -9,21 +9,24 @@ from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 
 NUM_EXAMPLES = 12
+LEARNING_RATE = 1e-3
 
 
-def make_config(model: Path, run_dir: Path, parallel: dict) -> Config:
+def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packing: bool) -> Config:
     return Config.model_validate(
         {
             "run_dir": run_dir,
-            "model": {"path": model, "dtype": "float32"},
+            "model": {"path": model, "dtype": dtype},
             "parallel": parallel,
             "data": {"train": {"path": "unused.jsonl"}},
-            "optimizer": {"lr": 1e-3, "adam_eps": 1e-5, "weight_decay": 0.01, "clip_grad": 100.0},
+            "optimizer": {"lr": LEARNING_RATE, "adam_eps": 1e-5, "weight_decay": 0.01, "clip_grad": 100.0},
             "trainer": {
                 "total_steps": 1,
                 "train_batch_size": NUM_EXAMPLES,
                 "ppo_mini_batch_size": NUM_EXAMPLES,
                 "max_tokens_per_gpu": 64,
+                "packing": packing,
+                "logprob_chunk_size": 16,
             },
         }
     )

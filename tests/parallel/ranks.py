@@ -1,16 +1,21 @@
 """Run by torchrun: every case of a JSON file, one after another in the same processes.
 
-A case is {"name", "model", "parallel"}; for each, `out/NAME/` gets the log-probs of the examples before any update, the
-first update's gradients and the parameters after three updates, all in Hugging Face's names, and the metrics.
+A case is {"name", "model", "parallel", "dtype"}, with "resume_from" and "fault" where it has them. For each,
+`out/NAME/` gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
+the parameters after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and
+the metrics.
 """
 
 import json
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from examples import make_config, make_examples
+from examples import LEARNING_RATE, make_config, make_examples
+from faults import FAULTS
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
@@ -21,39 +26,54 @@ from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import start_distributed
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
-from megatron_bapo.trainer.worker import create_worker, score_sequence
+from megatron_bapo.trainer.worker import Worker, create_worker, score_sequence
+
+NUM_SCORED = 4
+
+
+def update(worker: Worker) -> dict[str, float]:
+    examples = make_examples(worker.model.architecture.vocab_size)
+    return scalars(reduce_metrics(update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False), worker.groups))
+
+
+def write_gradients(worker: Worker, folder: Path) -> None:
+    """A tenth of them: Adam's first moment after the first update, whatever ranks it is spread over."""
+    write_stage_file(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
 def run_case(case: dict, out: Path) -> None:
-    config = make_config(Path(case["model"]), out / "run", case["parallel"])
-    groups = create_groups(config.parallel, seed=0, timeout_s=120)
-    worker = create_worker(config, config.model_path, groups)
-    examples = make_examples(worker.model.architecture.vocab_size)
+    packed, padded = (
+        make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=packing)
+        for packing in (True, False)
+    )
+    groups = create_groups(packed.parallel, seed=0, timeout_s=120)
     if groups.is_main:
-        out.mkdir(parents=True)
-        (out / "gradients").mkdir()
+        for name in ("gradients", "gradients-padded"):
+            (out / name).mkdir(parents=True)
+    barrier(groups)
+    worker = create_worker(padded, padded.model_path, groups)
+    metrics = {"padded": update(worker)}
+    write_gradients(worker, out / "gradients-padded")
+
+    worker = create_worker(packed, packed.model_path, groups)
     log_probs = [
         score_sequence(worker, np.concatenate([e.trajectory.prompt_token_ids, e.trajectory.response_token_ids]))
-        for e in examples
+        for e in make_examples(worker.model.architecture.vocab_size)[:NUM_SCORED]
     ]
     if groups.is_main:
         save_file({str(i): torch.from_numpy(x.copy()) for i, x in enumerate(log_probs)}, out / "log_probs.safetensors")
-    barrier(groups)
-    save_hugging_face(worker.model, groups, config.model_path, out / "initial")
-    metrics = []
-    for update in range(3):
-        step = update_policy(worker, examples, lr=1e-3, on_policy=False)
-        metrics.append(scalars(reduce_metrics(step, groups)))
-        if update == 0:
-            write_stage_file(out / "gradients", worker.model, groups, read=lambda p: p.main_grad)
-    save_hugging_face(worker.model, groups, config.model_path, out / "final")
+    save_hugging_face(worker.model, groups, packed.model_path, out / "initial")
+    for number in range(3):
+        metrics[f"update-{number}"] = update(worker)
+        if number == 0:
+            write_gradients(worker, out / "gradients")
+    save_hugging_face(worker.model, groups, packed.model_path, out / "final")
     save_checkpoint(worker, out / "checkpoints", 3, {"marker": case["name"]}, keep=1)
     if "resume_from" in case:
         saved = checkpoints(out.parent / case["resume_from"] / "checkpoints")[-1]
         assert load_checkpoint(worker, saved)["marker"] == case["resume_from"]
-    step = update_policy(worker, examples, lr=1e-3, on_policy=False)
-    metrics.append(scalars(reduce_metrics(step, groups)))
-    save_hugging_face(worker.model, groups, config.model_path, out / "continued")
+    metrics["continued"] = update(worker)
+    save_hugging_face(worker.model, groups, packed.model_path, out / "continued")
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(metrics))
     parallel_state.destroy_model_parallel()
@@ -63,7 +83,11 @@ def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     start_distributed(timeout_s=120)
     for case in cases:
-        run_case(case, out / case["name"])
+        started = time.perf_counter()
+        with FAULTS[case.get("fault")]():
+            run_case(case, out / case["name"])
+        if torch.distributed.get_rank() == 0:
+            print(f"{case['name']}: {time.perf_counter() - started:.1f} s", flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -192,6 +192,55 @@ def test_a_warm_up_longer_than_the_run_is_warned_about() -> None:
     assert "Lower lr_warmup_steps or train longer" in warning
 
 
+def test_the_offloaded_optimizer_must_be_the_distributed_one() -> None:
+    assert check_config(config(optimizer__cpu_offload=True)) == []
+    (problem,) = problems(config(optimizer__cpu_offload=True, parallel__use_distributed_optimizer=False))
+    assert "optimizer.cpu_offload=true with parallel.use_distributed_optimizer=false" in problem
+    assert "set use_distributed_optimizer=true" in problem
+
+
+@pytest.mark.parametrize("absent", ["use_distributed_optimizer", "overlap_grad_reduce"])
+def test_an_overlapped_gather_needs_what_it_builds_on(absent: str) -> None:
+    settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert check_config(config(parallel=settings)) == []
+    (problem,) = problems(config(parallel=settings | {absent: False}))
+    assert "parallel.overlap_param_gather=true needs use_distributed_optimizer=true" in problem
+    assert "set both, or overlap_param_gather=false" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 1e-6, "min_lr": 1e-5}, "need min_lr <= lr, got 1e-05, 1e-06"),
+        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
+        ({"lr_wsd_decay_steps": 5}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
+        ({"lr_decay_steps": 5}, "lr_decay_steps goes with a decay"),
+    ],
+)
+def test_a_learning_rate_schedule_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(optimizer=settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_conflicts"),
+    [
+        ({}, 0),
+        ({"lr_decay_style": "linear"}, 1),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 5}, 1),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 5, "lr_decay_steps": 20}, 0),
+    ],
+)
+def test_a_run_is_extended_only_where_its_schedule_does_not_bend(settings: dict[str, Any], num_conflicts: int) -> None:
+    conflicts = resume_conflicts(config(optimizer=settings), config(optimizer=settings, trainer__total_steps=99))
+    assert len(conflicts) == num_conflicts
+    assert all("learning-rate schedule" in conflict for conflict in conflicts)
+
+
+def test_a_continued_run_may_offload_its_optimizer() -> None:
+    assert resume_conflicts(config(), config(optimizer__cpu_offload=True)) == []
+
+
 def test_a_probe_tighter_than_bfloat16_is_warned_about() -> None:
     (warning,) = check_config(config(model__dtype="bfloat16"))
     assert "weight_sync.probe_tolerance=0.0001 with model.dtype=bfloat16" in warning

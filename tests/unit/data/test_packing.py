@@ -1,64 +1,212 @@
 import itertools
-import random
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_bapo.data.packing import cost, pack
+from bench.packing import first_fit_decreasing, karmarkar_karp, reasoning_lengths
+from megatron_bapo.data.packing import PaddingRule, Plan, cost, pack, padding_rule
 from megatron_bapo.errors import UserError
 
+BUDGET = 32768
+FP8_CONTEXT = padding_rule(2, 2, sequence_parallel=True, fp8=True, packing=True)
 
-def rank_costs(lengths: list[int], ranks: list[list[list[int]]]) -> list[float]:
-    return [sum(cost(lengths[index]) for micro_batch in rank for index in micro_batch) for rank in ranks]
-
-
-@given(data=st.data(), num_ranks=st.integers(1, 5), per_rank=st.integers(1, 12), max_tokens=st.integers(20, 60))
-def test_every_trajectory_once_in_equally_many_filled_micro_batches(data, num_ranks, per_rank, max_tokens):
-    num = num_ranks * per_rank
-    lengths = data.draw(st.lists(st.integers(1, 20), min_size=num, max_size=num))
-    ranks = pack(lengths, max_tokens, num_ranks)
-    micro_batches = list(itertools.chain(*ranks))
-    assert len(ranks) == num_ranks
-    assert len({len(rank) for rank in ranks}) == 1
-    assert sorted(itertools.chain(*micro_batches)) == list(range(num))
-    assert all(micro_batches)
-    assert all(sum(lengths[index] for index in micro_batch) <= max_tokens for micro_batch in micro_batches)
-    assert ranks == pack(lengths, max_tokens, num_ranks)
+layouts = st.fixed_dictionaries(
+    {
+        "tensor_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "context_size": st.sampled_from([1, 2, 3, 4]),
+        "sequence_parallel": st.booleans(),
+        "fp8": st.booleans(),
+        "packing": st.booleans(),
+    }
+)
+rules = st.builds(PaddingRule, st.integers(1, 6), st.integers(1, 12), st.booleans())
 
 
-def test_micro_batches_are_filled_and_ranks_balanced_on_long_tailed_lengths():
-    generator = random.Random(0)
-    lengths = [min(8192, int(generator.lognormvariate(6.5, 1.0)) + 1) for _ in range(512)]
-    ranks = pack(lengths, max_tokens=16384, num_ranks=8)
-    lower_bound = -(-sum(lengths) // (16384 * 8))
-    assert len(ranks[0]) <= lower_bound + 1
-    costs = rank_costs(lengths, ranks)
-    assert max(costs) / min(costs) < 1.02
+def imbalance(lengths: list[int], plan: Plan) -> float:
+    costs = [sum(cost(lengths[index]) for micro_batch in rank for index in micro_batch) for rank in plan]
+    return max(costs) * len(costs) / sum(costs)
 
 
-def test_long_trajectories_weigh_more_than_their_tokens():
-    lengths = [16000, 4000, 4000, 4000, 4000]
-    assert pack(lengths, max_tokens=40000, num_ranks=2) == [[[0]], [[1, 2, 3, 4]]]
+def allocated(lengths: list[int], plan: Plan, rule: PaddingRule) -> list[int]:
+    return [rule.allocated([lengths[index] for index in indices]) for indices in itertools.chain(*plan)]
 
 
-def test_one_long_trajectory_fills_its_micro_batch_exactly():
+@given(layout=layouts, lengths=st.lists(st.integers(1, 5000), max_size=8))
+def test_padded_lengths_can_be_cut_as_the_layout_cuts_them(layout, lengths):
+    rule = padding_rule(**layout)
+    tensor_size, context_size = layout["tensor_size"], layout["context_size"]
+    padded, total = rule.padded_lengths(lengths), rule.allocated(lengths)
+    rest = total - sum(padded)
+    assert all(p >= length for p, length in zip(padded, lengths, strict=True))
+    assert total > 0
+    assert rest >= 0
+    if context_size > 1:
+        assert all(length % (2 * context_size) == 0 for length in [*padded, rest])
+    if layout["sequence_parallel"]:
+        assert total % context_size == 0
+        assert total // context_size % tensor_size == 0
+    if layout["fp8"]:
+        num_cuts = tensor_size * (2 * context_size if context_size > 1 else 1)
+        assert all(length % math.lcm(16, num_cuts) == 0 for length in [*padded, rest])
+        assert total % (128 * num_cuts) == 0
+    if not layout["packing"]:
+        assert len(set(padded)) <= 1
+        assert rest == 0 or not lengths
+        assert not (layout["sequence_parallel"] and any(length % (tensor_size * context_size) for length in padded))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rule"),
+    [
+        ((8, 1, False, False, True), PaddingRule()),
+        ((8, 1, True, False, True), PaddingRule(1, 8)),
+        ((1, 4, False, False, True), PaddingRule(8, 8)),
+        ((1, 4, True, False, True), PaddingRule(8, 8)),
+        ((4, 2, True, False, True), PaddingRule(4, 8)),
+        ((3, 2, True, False, True), PaddingRule(4, 12)),
+        ((1, 1, False, True, True), PaddingRule(16, 128)),
+        ((4, 1, True, True, True), PaddingRule(16, 512)),
+        ((3, 1, True, True, True), PaddingRule(48, 384)),
+        ((2, 2, False, True, True), PaddingRule(16, 1024)),
+        ((8, 4, True, True, True), PaddingRule(64, 8192)),
+        ((1, 1, False, False, False), PaddingRule(1, 1, equal_lengths=True)),
+        ((4, 2, True, False, False), PaddingRule(8, 8, equal_lengths=True)),
+        ((2, 1, True, True, False), PaddingRule(256, 256, equal_lengths=True)),
+    ],
+)
+def test_the_least_padding_that_a_layout_allows(layout, rule):
+    tensor_size, context_size, sequence_parallel, fp8, packing = layout
+    assert rule == padding_rule(
+        tensor_size, context_size, sequence_parallel=sequence_parallel, fp8=fp8, packing=packing
+    )
+
+
+def test_padding_counts_once_per_sequence_once_per_micro_batch_and_without_any_sequence():
+    assert PaddingRule().padded_lengths([5, 3]) == [5, 3]
+    assert PaddingRule(4).padded_lengths([5, 4, 1]) == [8, 4, 4]
+    assert PaddingRule(4, equal_lengths=True).padded_lengths([5, 4, 1]) == [8, 8, 8]
+    assert PaddingRule(4, equal_lengths=True).padded_lengths([]) == []
+    assert PaddingRule().allocated([5, 3]) == 8
+    assert PaddingRule(4, 16).allocated([5, 4, 1]) == 16
+    assert PaddingRule(4, 16).allocated([5, 4, 1, 1]) == 32
+    assert PaddingRule(4, 6).allocated([1]) == 12
+    assert PaddingRule(4, 16).allocated([]) == 16
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=48),
+    num_ranks=st.integers(1, 5),
+    num_multiple_of=st.integers(1, 3),
+    rule=rules,
+    spare=st.integers(0, 40),
+)
+def test_every_trajectory_once_in_equally_many_micro_batches_within_the_budget(
+    lengths, num_ranks, num_multiple_of, rule, spare
+):
+    max_tokens = rule.allocated([20]) + spare
+    plan = pack(lengths, max_tokens, num_ranks, rule=rule, num_multiple_of=num_multiple_of)
+    num_micro_batches = len(plan[0])
+    assert [len(rank) for rank in plan] == [num_micro_batches] * num_ranks
+    assert num_micro_batches > 0
+    assert num_micro_batches % num_multiple_of == 0
+    assert sorted(itertools.chain(*itertools.chain(*plan))) == list(range(len(lengths)))
+    assert all(indices == sorted(indices) for indices in itertools.chain(*plan))
+    assert max(allocated(lengths, plan, rule)) <= max_tokens
+    assert plan == pack(lengths, max_tokens, num_ranks, rule=rule, num_multiple_of=num_multiple_of)
+
+    num_empty = sum(not indices for indices in itertools.chain(*plan))
+    assert num_empty == max(0, num_micro_batches * num_ranks - len(lengths))
+    if num_empty and num_micro_batches > num_multiple_of:
+        assert (num_micro_batches - num_multiple_of) * num_ranks < len(lengths)
+
+    for rank in plan:
+        costs = [sum(map(cost, rule.padded_lengths([lengths[i] for i in indices]))) for indices in rank]
+        assert all(this >= following - 1e-9 for this, following in itertools.pairwise(costs))
+
+
+@pytest.mark.parametrize("rule", [PaddingRule(), FP8_CONTEXT], ids=["unpadded", "fp8-tp2-cp2"])
+@pytest.mark.parametrize("seed", range(5))
+def test_on_reasoning_lengths_budgets_are_filled_and_ranks_balanced(seed, rule):
+    lengths = reasoning_lengths(2048, seed)
+    plan = pack(lengths, BUDGET, num_ranks=8, rule=rule)
+    assert sum(lengths) / (8 * len(plan[0]) * BUDGET) >= 0.95
+    assert sum(lengths) / sum(allocated(lengths, plan, rule)) >= 0.95
+    assert imbalance(lengths, plan) <= 1.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_minibatch_too_small_to_fill_all_budgets_takes_the_fewest_micro_batches(seed):
+    lengths = reasoning_lengths(512, seed)
+    plan = pack(lengths, BUDGET, num_ranks=8, rule=FP8_CONTEXT)
+    assert len(plan[0]) == -(-sum(lengths) // (8 * BUDGET))
+    assert sum(lengths) / sum(allocated(lengths, plan, FP8_CONTEXT)) >= 0.95
+    assert imbalance(lengths, plan) <= 1.05
+
+
+def test_reasoning_lengths_have_the_stated_median_tail_and_limit():
+    lengths = sorted(reasoning_lengths(100_000, seed=0))
+    assert lengths[50_000] == pytest.approx(2048, rel=0.02)
+    assert lengths[99_000] == pytest.approx(20480, rel=0.05)
+    assert lengths[0] >= 1
+    assert lengths[-1] == BUDGET
+
+
+def test_a_micro_batch_is_filled_to_the_last_token_where_only_that_needs_no_more_of_them():
+    assert pack([4, 7, 3, 10, 10, 3, 6], max_tokens=12, num_ranks=1) == [[[2, 5, 6], [0, 1], [3], [4]]]
     assert pack([10, 4, 6], max_tokens=10, num_ranks=1) == [[[0], [1, 2]]]
 
 
+def test_a_further_micro_batch_is_opened_where_full_ones_leave_the_ranks_unbalanced():
+    lengths = [4, 5, 11, 2, 6, 8, 7]
+    plan = pack(lengths, max_tokens=11, num_ranks=2, attention_length=11)
+    costs = [sum(cost(lengths[i], 11) for indices in rank for i in indices) for rank in plan]
+    assert len(plan[0]) == 3 > sum(lengths) / (2 * 11)
+    assert max(costs) * 2 / sum(costs) <= 1.05
+
+
+def test_long_trajectories_weigh_more_than_their_tokens():
+    lengths = [16000, 4000, 4000, 4000, 4000, 4000, 4000]
+    assert pack(lengths, max_tokens=40000, num_ranks=2) == [[[0]], [[1, 2, 3, 4, 5, 6]]]
+    assert pack(lengths, max_tokens=40000, num_ranks=2, attention_length=1e9) == [[[0, 6]], [[1, 2, 3, 4, 5]]]
+
+
+def test_equal_lengths_put_like_with_like():
+    lengths = [2, 10, 2, 10, 2, 10, 2, 2]
+    rule = PaddingRule(equal_lengths=True)
+    assert pack(lengths, max_tokens=30, num_ranks=1, rule=rule) == [[[1, 3, 5], [0, 2, 4, 6, 7]]]
+
+
+def test_a_budget_between_two_multiples_is_used_up_to_the_lower():
+    assert pack([8, 8, 8], max_tokens=31, num_ranks=1, rule=PaddingRule(1, 16)) == [[[0, 2], [1]]]
+
+
+def test_places_without_a_trajectory_stay_empty():
+    assert pack([5, 7, 6], max_tokens=10, num_ranks=4) == [[[1]], [[2]], [[0]], [[]]]
+    assert pack([7], max_tokens=10, num_ranks=1, num_multiple_of=2) == [[[0], []]]
+    assert pack([10, 10, 10], max_tokens=10, num_ranks=2) == [[[0], [2]], [[1], []]]
+    assert pack([], max_tokens=10, num_ranks=2) == [[[]], [[]]]
+
+
 def test_a_trajectory_over_the_budget_names_length_key_and_way_out():
-    with pytest.raises(
-        UserError, match=r"has 11 tokens .*trainer\.max_tokens_per_gpu=10; raise max_tokens_per_gpu to at"
-    ):
-        pack([3, 11], max_tokens=10, num_ranks=1)
+    message = r"has 11 tokens .*, 12 with padding, .* the 11 .*trainer\.max_tokens_per_gpu.*; raise trainer\.max_tok"
+    with pytest.raises(UserError, match=message):
+        pack([3, 11], max_tokens=11, num_ranks=1, rule=PaddingRule(4))
 
 
-@pytest.mark.parametrize("lengths", [[], [5, 5, 5]])
-def test_fewer_trajectories_than_ranks_are_refused(lengths):
-    with pytest.raises(UserError, match=f"{len(lengths)} trajectories cannot be spread over 4 data-parallel ranks"):
-        pack(lengths, max_tokens=10, num_ranks=4)
+def test_the_compared_differencing_method_gives_its_textbook_partition():
+    def sums(values: list[float], parts: list[list[int]]) -> list[float]:
+        return sorted(sum(values[i] for i in part) for part in parts)
+
+    values = [8.0, 7.0, 6.0, 5.0, 4.0]
+    assert sums(values, karmarkar_karp(values, 2, equal_number=False)) == [14, 16]
+    parts = karmarkar_karp([*values, 1.0], 3, equal_number=True)
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert sums([*values, 1.0], parts) == [9, 11, 11]
 
 
-def test_a_number_that_cannot_be_split_evenly_is_refused():
-    with pytest.raises(UserError, match="3 trajectories with 30 tokens do not fit into equally many micro-batches"):
-        pack([10, 10, 10], max_tokens=10, num_ranks=2)
+def test_the_compared_first_fit_fills_in_order_of_length_and_tops_up_the_number_of_bins():
+    lengths = [12288, 20480, 8192, 4096, 16384]
+    assert first_fit_decreasing(lengths, BUDGET, 2) == [[[1, 0]], [[4, 2, 3]]]
+    assert first_fit_decreasing(lengths, BUDGET, 3) == [[[1, 0]], [[4, 2]], [[3]]]

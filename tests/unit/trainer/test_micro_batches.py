@@ -1,12 +1,11 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 
-from megatron_bapo.errors import UserError
+from megatron_bapo.data.packing import PaddingRule, padding_rule
+from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import Trajectory, VersionSpan
-from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch, to_micro_batches
+from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
 
 CPU = torch.device("cpu")
 
@@ -31,31 +30,38 @@ EXAMPLES = [
 ]
 
 
-def sequences(batch: MicroBatch) -> list[tuple[list[int], ...]]:
-    """(tokens, labels, positions) of each packed sequence."""
-    bounds = batch.packed.cu_seqlens_q.tolist()
-    columns = (batch.tokens_T, batch.labels_T, batch.positions_T)
-    return [tuple(x[start:end].tolist() for x in columns) for start, end in pairwise(bounds)]
+def lay_out(rule: PaddingRule, examples: list[Example] = EXAMPLES, rank: int = 0, size: int = 1) -> MicroBatch:
+    return to_micro_batch(examples, rule, Axis(None, rank, size), CPU)  # pyright: ignore[reportArgumentType]
+
+
+def triples(batch: MicroBatch) -> set[tuple[int, ...]]:
+    """(token, label, position) of every token."""
+    columns = torch.stack([batch.tokens_T, batch.labels_T, batch.packed.positions_T], dim=1)
+    return {tuple(row) for row in columns.tolist()}
 
 
 def test_every_label_is_the_next_token_of_the_same_sequence():
-    assert sequences(to_micro_batch(EXAMPLES, 1, CPU)) == [
-        ([1, 2, 3, 10], [2, 3, 10, 11], [0, 1, 2, 3]),
-        ([4, 20, 21], [20, 21, 22], [0, 1, 2]),
-        ([5, 6], [6, 30], [0, 1]),
-    ]
+    batch = lay_out(PaddingRule())
+
+    assert batch.tokens_T.tolist() == [1, 2, 3, 10, 4, 20, 21, 5, 6]
+    assert batch.labels_T.tolist() == [2, 3, 10, 11, 20, 21, 22, 6, 30]
+    assert batch.packed.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize("multiple_of", [1, 4, 8])
-def test_response_positions_point_at_the_logits_that_predict_response_tokens(multiple_of):
-    batch = to_micro_batch(EXAMPLES, multiple_of, CPU)
+@pytest.mark.parametrize(
+    "rule", [PaddingRule(), PaddingRule(1, 4), PaddingRule(4, 8), PaddingRule(equal_lengths=True)], ids=str
+)
+def test_response_positions_point_at_the_hidden_states_that_predict_response_tokens(rule: PaddingRule):
+    batch = lay_out(rule)
 
     assert batch.labels_T[batch.response_positions_N].tolist() == [10, 11, 20, 21, 22, 30]
     assert batch.tokens_T[batch.response_positions_N].tolist() == [3, 10, 4, 20, 21, 6]
+    assert batch.response_index_N.tolist() == list(range(6))
+    assert len(batch.tokens_T) == len(batch.labels_T) == len(batch.packed.positions_T) == rule.allocated([4, 3, 2])
 
 
 def test_log_probs_advantages_and_weights_stand_beside_their_tokens():
-    batch = to_micro_batch(EXAMPLES, 4, CPU)
+    batch = lay_out(PaddingRule(1, 4))
 
     labels_N = batch.labels_T[batch.response_positions_N]
     torch.testing.assert_close(batch.behaviour_log_probs_N, -labels_N / 1000)
@@ -63,43 +69,31 @@ def test_log_probs_advantages_and_weights_stand_beside_their_tokens():
     torch.testing.assert_close(batch.weights_N, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.2, 0.3]))
 
 
-def test_padding_is_a_sequence_of_its_own_that_carries_no_label():
-    plain, padded = (to_micro_batch(EXAMPLES, multiple_of, CPU) for multiple_of in (1, 8))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of_the_whole_sequence(size: int):
+    """Labels rolled after the cut, the classic fault, would differ at every chunk's end."""
+    rule = padding_rule(1, size, sequence_parallel=False, fp8=False, packing=True)
+    whole, parts = lay_out(rule), [lay_out(rule, rank=rank, size=size) for rank in range(size)]
 
-    assert len(plain.tokens_T) == 9
-    assert len(padded.tokens_T) == len(padded.labels_T) == len(padded.positions_T) == 16
-    assert sequences(padded)[:3] == sequences(plain)
-    assert torch.equal(padded.response_positions_N, plain.response_positions_N)
-    assert padded.packed.max_seqlen_q == 7
+    assert len({len(part.tokens_T) for part in parts}) == 1
+    assert all(triples(part) <= triples(whole) for part in parts)
+    index = torch.cat([part.response_index_N for part in parts])
+    labels = torch.cat([part.labels_T[part.response_positions_N] for part in parts])
+    weights = torch.cat([part.weights_N for part in parts])
+    assert sorted(index.tolist()) == list(range(6))
+    assert labels[index.argsort()].tolist() == [10, 11, 20, 21, 22, 30]
+    assert torch.equal(weights[index.argsort()], whole.weights_N)
 
 
-def test_a_total_that_fits_gets_no_padding():
-    assert len(sequences(to_micro_batch(EXAMPLES, 3, CPU))) == len(EXAMPLES)
+def test_no_examples_make_a_micro_batch_of_padding_without_a_response():
+    batch = lay_out(PaddingRule(4, 8), examples=[], rank=1, size=2)
+
+    assert len(batch.tokens_T) == 4
+    assert batch.num_responses == len(batch.response_positions_N) == len(batch.weights_N) == 0
 
 
 def test_a_one_token_prompt_with_a_one_token_answer_is_one_input_token():
-    batch = to_micro_batch([example([7], [8])], 1, CPU)
+    batch = lay_out(PaddingRule(), [example([7], [8])])
 
-    assert sequences(batch) == [([7], [8], [0])]
+    assert (batch.tokens_T.tolist(), batch.labels_T.tolist()) == ([7], [8])
     assert batch.response_positions_N.tolist() == [0]
-
-
-@pytest.mark.parametrize("data_size", [1, 2, 3])
-def test_the_ranks_share_every_example_once_in_equally_many_micro_batches(data_size):
-    rng = np.random.default_rng(0)
-    examples = [example([1] * int(rng.integers(1, 9)), [100 + i] * int(rng.integers(1, 9))) for i in range(12)]
-
-    ranks = [
-        to_micro_batches(examples, max_tokens=20, data_rank=rank, data_size=data_size, multiple_of=2, device=CPU)
-        for rank in range(data_size)
-    ]
-
-    assert len({len(batches) for batches in ranks}) == 1
-    assert all(len(batch.tokens_T) <= 20 for batches in ranks for batch in batches)
-    labels = torch.cat([b.labels_T[b.response_positions_N] for batches in ranks for b in batches]).tolist()
-    assert sorted(labels) == sorted(token for e in examples for token in e.trajectory.response_token_ids.tolist())
-
-
-def test_a_trajectory_over_the_token_budget_names_the_setting():
-    with pytest.raises(UserError, match=r"trainer\.max_tokens_per_gpu"):
-        to_micro_batches(EXAMPLES, max_tokens=3, data_rank=0, data_size=1, multiple_of=1, device=CPU)

@@ -1,48 +1,31 @@
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_bapo.config.architecture import FAMILIES, Architecture
-from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.model.architecture import transformer_config
-from megatron_bapo.model.layer_specs import PackedAttention
-from megatron_bapo.parallel.megatron import PackedSeqParams
+from megatron_bapo.model.packed_attention import PackedAttention, PackedRotaryEmbedding, packed_sequences
+from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.tolerances import GRADIENT, LOG_PROB
 
 # Megatron-Core 0.16 warns of its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 HEAD_DIM = 8
+CPU = torch.device("cpu")
 
 
 def attention(num_heads: int, num_groups: int, softmax_scale: float | None = None) -> PackedAttention:
-    architecture = Architecture(
-        family=FAMILIES["llama"],
-        num_hidden_layers=1,
-        hidden_size=16,
-        intermediate_size=16,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_groups,
-        head_dim=HEAD_DIM,
-        vocab_size=16,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        tie_word_embeddings=True,
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=num_heads, num_query_groups=num_groups, kv_channels=HEAD_DIM
     )
-    config = transformer_config(architecture, ParallelConfig(), torch.float32, cpu_initialization=True)
-    return PackedAttention(config, 1, softmax_scale=softmax_scale)
+    return PackedAttention(config, 1, softmax_scale=softmax_scale, pg_collection=SimpleNamespace(cp=None))
 
 
-def packed(lengths: list[int]) -> PackedSeqParams:
-    cu_seqlens_B = torch.tensor([0, *lengths]).cumsum(0).int()
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens_B,
-        cu_seqlens_kv=cu_seqlens_B,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
+def attend(module: PackedAttention, inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """Megatron's shapes carry a batch axis of 1."""
+    batched = [x_TND[:, None] for x_TND in inputs]
+    return module(*batched, None, packed_seq_params=packed_sequences(lengths, 0, 1, CPU)).squeeze(1)
 
 
 def reference(
@@ -63,7 +46,11 @@ def reference(
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 9, 3]], ids=["one sequence", "ragged sequences"])
+@pytest.mark.parametrize(
+    "lengths",
+    [[7], [4, 4, 4], [9, 8, 7, 3, 1], [5, 1, 9, 3]],
+    ids=["one sequence", "equal lengths", "falling lengths", "any order"],
+)
 @pytest.mark.parametrize("num_groups", [4, 2, 1])
 def test_output_and_gradients_are_those_of_plain_attention_over_each_sequence(lengths, num_groups):
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +59,7 @@ def test_output_and_gradients_are_those_of_plain_attention_over_each_sequence(le
     exact = [tensor.detach().double().requires_grad_() for tensor in ours]
     weights = torch.randn(sum(lengths), 4 * HEAD_DIM, generator=generator)
 
-    out = attention(4, num_groups)(*ours, None, packed_seq_params=packed(lengths))
+    out = attend(attention(4, num_groups), ours, lengths)
     expected = reference(*exact, lengths, 1 / math.sqrt(HEAD_DIM))
     (out * weights).sum().backward()
     (expected * weights).sum().backward()
@@ -88,7 +75,7 @@ def test_a_softmax_scale_of_the_model_replaces_the_usual_one():
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(6, 2, HEAD_DIM, generator=generator) for _ in range(3)]
 
-    out = attention(2, 2, softmax_scale=0.9)(*inputs, None, packed_seq_params=packed([6]))
+    out = attend(attention(2, 2, softmax_scale=0.9), inputs, [6])
 
     expected = reference(*(x.double() for x in inputs), [6], 0.9)
     torch.testing.assert_close(out.double(), expected, atol=LOG_PROB, rtol=0.0)
@@ -98,10 +85,36 @@ def test_what_stands_in_one_sequence_does_not_reach_another():
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(8, 2, HEAD_DIM, generator=generator) for _ in range(3))
     core = attention(2, 2)
-    before = core(query, key, value, None, packed_seq_params=packed([5, 3]))
+    before = attend(core, [query, key, value], [5, 3])
 
     key[:5] = value[:5] = 1e3
-    after = core(query, key, value, None, packed_seq_params=packed([5, 3]))
+    after = attend(core, [query, key, value], [5, 3])
 
     assert torch.equal(before[5:], after[5:])
     assert not torch.equal(before[:5], after[:5])
+
+
+def test_context_parallel_ranks_see_the_keys_up_to_each_of_their_tokens():
+    lengths, size = [16, 12, 12, 4], 2
+    parts = [packed_sequences(lengths, rank, size, CPU) for rank in range(size)]
+
+    batches = list(zip(*(part.batches for part in parts), strict=True))
+    assert [batch.num_sequences for batch, _ in batches] == [3, 1]
+    for of_ranks in batches:
+        for part, batch in zip(parts, of_ranks, strict=True):
+            positions = part.positions_T[batch.tokens]
+            slots = torch.arange(positions.numel()) if batch.query_slots is None else batch.query_slots
+            assert batch.visible_B1QL is not None
+            assert torch.equal(batch.visible_B1QL.sum(-1).flatten()[slots], positions + 1)
+        assert batch.key_slots is not None
+        assert batch.key_slots.unique().numel() == batch.key_slots.numel() == 2 * positions.numel()
+
+
+def test_rotary_angles_follow_the_positions():
+    frequencies = torch.tensor([1.0, 0.25])
+    packed = packed_sequences([3, 2], 0, 1, CPU)
+
+    angles = PackedRotaryEmbedding(frequencies)(packed.positions_T)
+
+    expected = np.outer([0, 1, 2, 0, 1], [1.0, 0.25, 1.0, 0.25])
+    torch.testing.assert_close(angles.squeeze().double(), torch.from_numpy(expected))

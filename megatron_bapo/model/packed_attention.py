@@ -1,0 +1,212 @@
+"""Packed sequences in plain torch: where each token stands, its rotary angles, and causal attention.
+
+Under context parallelism a rank holds the zigzag part of every sequence as its queries and gathers the keys and values
+of all parts. Legend: T tokens of this rank, S tokens of all context-parallel ranks, B sequences of a batch, Q longest
+part of a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megatron_bapo.parallel.context_parallel import zigzag
+from megatron_bapo.parallel.megatron import (
+    MegatronModule,
+    PackedSeqParams,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+)
+
+ALIKE = 0.75
+"""A sequence at least this long, relative to the first of its attention batch, is padded rather than run by itself."""
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Consecutive sequences of like length, which attention runs on as one padded batch.
+
+    A slot is a token's index in the batch, counted over its sequences.
+    """
+
+    tokens: slice
+    """Its part of T."""
+    num_sequences: int
+    longest_part: int
+    longest: int
+    query_slots: torch.Tensor | None
+    """In [B, Q], of each of its tokens; None where they fill it in order."""
+    key_slots: torch.Tensor | None
+    """In [B, L], of each of its tokens on all ranks, rank after rank; None where they fill it in order."""
+    visible_B1QL: torch.Tensor | None
+    """Keys that a query may see; None where the batch is plainly causal."""
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """What attention needs to know of a micro-batch's sequences, worked out once for all layers."""
+
+    positions_T: torch.Tensor
+    """Of each token in its sequence."""
+    batches: tuple[AttentionBatch, ...]
+
+
+def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch.device) -> PackedSequences:
+    """The layout of sequences of `lengths` tokens, side by side, on one of `size` context-parallel ranks.
+
+    In falling order of length they make the fewest attention batches.
+    """
+    start, batches = 0, []
+    for alike in _runs(lengths):
+        stop = start + sum(alike) // size
+        batches.append(_attention_batch(alike, slice(start, stop), rank, size, device))
+        start = stop
+    return PackedSequences(
+        qkv_format="sbhd",  # pyright: ignore[reportArgumentType]
+        positions_T=_tensor([zigzag(length, rank, size) for length in lengths], device),
+        batches=tuple(batches),
+    )
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Consecutive lengths that are alike."""
+    run = [lengths[0]]
+    for length in lengths[1:]:
+        if not ALIKE * run[0] <= length <= run[0]:
+            yield run
+            run = []
+        run.append(length)
+    yield run
+
+
+def _attention_batch(
+    lengths: Sequence[int], tokens: slice, rank: int, size: int, device: torch.device
+) -> AttentionBatch:
+    longest, num_sequences = lengths[0], len(lengths)
+    full, longest_part = all(length == longest for length in lengths), longest // size
+    parts = [[zigzag(length, other, size) for length in lengths] for other in range(size)]
+    key_slots = [index * longest + part for of_rank in parts for index, part in enumerate(of_rank)]
+    query_slots = [index * longest_part + np.arange(part.size) for index, part in enumerate(parts[rank])]
+    visible = None
+    if size > 1:
+        last_visible_BQ = np.zeros((num_sequences, longest_part), np.int64)
+        for index, part in enumerate(parts[rank]):
+            last_visible_BQ[index, : part.size] = part
+        visible = torch.from_numpy(np.arange(longest) <= last_visible_BQ[:, None, :, None]).to(device)
+    return AttentionBatch(
+        tokens=tokens,
+        num_sequences=num_sequences,
+        longest_part=longest_part,
+        longest=longest,
+        query_slots=None if full else _tensor(query_slots, device),
+        key_slots=None if full and size == 1 else _tensor(key_slots, device),
+        visible_B1QL=visible,
+    )
+
+
+def _tensor(arrays: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device, non_blocking=True)
+
+
+class PackedRotaryEmbedding(torch.nn.Module):
+    """Rotary angles by position, in the place of Megatron's `RotaryEmbedding`.
+
+    Megatron's own walks over the sequences again in every layer; one row of angles per token needs no walk.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+
+    def get_rotary_seq_len(
+        self, inference_context: None, decoder: Any, decoder_input: Any, config: Any, packed: PackedSequences
+    ) -> torch.Tensor:
+        """What Megatron hands to `forward`: the positions instead of a length."""
+        return packed.positions_T
+
+    def forward(self, positions_T: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Angles in radians, float32 [T, 1, 1, D]."""
+        angles = positions_T[:, None].float() * self.inverse_frequencies
+        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
+
+    Sequences of like length form a padded batch, so that one kernel serves them all: with the padding behind the
+    tokens, no real token attends to it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *_: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any,
+        **__: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query_T1HD: torch.Tensor,
+        key_T1GD: torch.Tensor,
+        value_T1GD: torch.Tensor,
+        attention_mask: None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSequences,
+    ) -> torch.Tensor:
+        """The attention output, [T, 1, H*D]."""
+        query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
+        size = self.config.context_parallel_size
+        if size > 1:
+            key_value_S = gather_from_sequence_parallel_region(
+                torch.cat([key_TGD, value_TGD], dim=-1), group=self.context_group
+            )
+            key_TGD, value_TGD = key_value_S.chunk(2, dim=-1)
+        # [rank, token, head, ...]: a batch's tokens are the same slice of every rank's part.
+        key_RTGD, value_RTGD = (x.unflatten(0, (size, -1)) for x in (key_TGD, value_TGD))
+        outputs = [
+            self._attend(
+                batch,
+                query_THD[batch.tokens],
+                key_RTGD[:, batch.tokens].flatten(0, 1),
+                value_RTGD[:, batch.tokens].flatten(0, 1),
+            )
+            for batch in packed_seq_params.batches
+        ]
+        return torch.cat(outputs)[:, None]
+
+    def _attend(
+        self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        num_heads = query.size(1)
+
+        def padded(x: torch.Tensor, slots: torch.Tensor | None, longest: int) -> torch.Tensor:
+            _, num, size = x.shape
+            if slots is not None:
+                x = x.new_zeros(batch.num_sequences * longest, num, size).index_copy(0, slots, x)
+            x_BNLD = x.view(batch.num_sequences, longest, num, size).transpose(1, 2)
+            return x_BNLD if num == num_heads else x_BNLD.repeat_interleave(num_heads // num, dim=1)
+
+        out_BHQD = F.scaled_dot_product_attention(
+            padded(query, batch.query_slots, batch.longest_part),
+            padded(key, batch.key_slots, batch.longest),
+            padded(value, batch.key_slots, batch.longest),
+            attn_mask=batch.visible_B1QL,
+            is_causal=batch.visible_B1QL is None,
+            scale=self.softmax_scale,
+        )
+        out = out_BHQD.transpose(1, 2).flatten(0, 1).flatten(1)
+        return out if batch.query_slots is None else out.index_select(0, batch.query_slots)

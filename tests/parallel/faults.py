@@ -1,0 +1,52 @@
+"""Faults of the kind that training frameworks have shipped, to plant in a run that must then fail the matrix."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch
+
+from megatron_bapo.parallel.megatron import DistributedDataParallel
+from megatron_bapo.trainer import policy_update, worker
+
+
+@contextmanager
+def labels_rolled_after_the_context_split() -> Iterator[None]:
+    """Every token's label is its neighbour on this rank, not its successor in the sequence."""
+    lay_out = worker.to_micro_batch
+
+    def rolled(*args: object) -> object:
+        micro_batch = lay_out(*args)
+        return replace(micro_batch, labels_T=micro_batch.tokens_T.roll(-1))
+
+    with patch.object(worker, "to_micro_batch", rolled):
+        yield
+
+
+@contextmanager
+def doubled_loss_scale() -> Iterator[None]:
+    token_loss = policy_update.token_loss
+
+    def doubled(**kwargs: object) -> object:
+        loss, *rest = token_loss(**kwargs)
+        return 2 * loss, *rest
+
+    with patch.object(policy_update, "token_loss", doubled):
+        yield
+
+
+@contextmanager
+def dropped_gradient_reduce() -> Iterator[None]:
+    def nothing(self: torch.nn.Module, *_: object, **__: object) -> None: ...
+
+    with patch.object(DistributedDataParallel, "finish_grad_sync", nothing):
+        yield
+
+
+FAULTS = {
+    None: nullcontext,
+    "labels-rolled-after-the-context-split": labels_rolled_after_the_context_split,
+    "doubled-loss-scale": doubled_loss_scale,
+    "dropped-gradient-reduce": dropped_gradient_reduce,
+}

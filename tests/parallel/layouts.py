@@ -1,0 +1,132 @@
+"""The layouts and models of the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+_SHAPE = {
+    "vocab_size": 126,  # not a multiple of 4: the last rank of TP4 holds padding
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
+    "llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True, rope_parameters=_LLAMA3),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_SHAPE,
+        head_dim=16,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, which takes `world_size` ranks, and how it is run."""
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sp: bool = False
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    """Of gradient sums and, with the distributed optimizer, of parameter gathers."""
+    recompute: str | None = None
+    dtype: str = "float32"
+    models: tuple[str, ...] = tuple(MODELS)
+    resume_from: str | None = None
+    """The layout whose checkpoint this one continues from."""
+
+    @property
+    def parallel(self) -> dict:
+        """The configuration's `parallel` section."""
+        return {
+            "world_size": self.world_size,
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            # Megatron trains experts under tensor parallelism with sequence parallelism only.
+            "sequence_parallel": self.sp,
+            "use_distributed_optimizer": self.distributed_optimizer,
+            "overlap_grad_reduce": self.overlap,
+            "overlap_param_gather": self.overlap and self.distributed_optimizer,
+            "recompute_granularity": self.recompute,
+        }
+
+
+_DENSE = ("qwen3", "qwen2", "llama")
+_MOE = ("qwen3_moe",)
+_BF16 = ("qwen3", "qwen3_moe")
+
+LAYOUTS = {
+    "one-process": Layout(1),
+    "one-process-distopt": Layout(1, distributed_optimizer=True),
+    "tp2": Layout(2, tp=2, models=_DENSE),
+    "tp2-sp": Layout(2, tp=2, sp=True, resume_from="cp2"),
+    "pp2": Layout(2, pp=2, resume_from="dp2-distopt"),
+    "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
+    "cp2": Layout(2, cp=2),
+    "dp2": Layout(2, recompute="full"),
+    "dp2-distopt": Layout(2, distributed_optimizer=True),
+    "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="pp2-vpp2"),
+    "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True),
+    "ep2": Layout(2, ep=2, models=_MOE, resume_from="pp2"),
+    "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
+    "tp4-sp": Layout(4, tp=4, sp=True, models=("llama",)),
+    "pp4": Layout(4, pp=4),
+    "cp4": Layout(4, cp=4),
+    "dp4-distopt": Layout(4, distributed_optimizer=True),
+    "tp2-pp2": Layout(4, tp=2, pp=2, models=_DENSE),
+    "tp2-sp-pp2": Layout(4, tp=2, sp=True, pp=2, distributed_optimizer=True),
+    "tp2-sp-cp2": Layout(4, tp=2, sp=True, cp=2, distributed_optimizer=True, overlap=True),
+    "tp2-cp2": Layout(4, tp=2, cp=2, models=_DENSE, recompute="full"),
+    "tp2-sp-dp2": Layout(4, tp=2, sp=True, distributed_optimizer=True, overlap=True),
+    "pp2-cp2": Layout(4, pp=2, cp=2, distributed_optimizer=True),
+    "pp2-dp2": Layout(4, pp=2, resume_from="tp2-sp-pp2"),
+    "pp2-vpp2-cp2": Layout(4, pp=2, vpp=2, cp=2),
+    "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, distributed_optimizer=True, overlap=True, resume_from="pp4"),
+    "cp2-dp2": Layout(4, cp=2, distributed_optimizer=True, overlap=True),
+    "tp2-sp-ep2": Layout(4, tp=2, sp=True, ep=2, models=_MOE, distributed_optimizer=True),
+    "tp2-sp-ep4-etp1": Layout(4, tp=2, sp=True, ep=4, etp=1, models=_MOE),
+    "ep2-pp2": Layout(4, ep=2, pp=2, models=_MOE, distributed_optimizer=True, overlap=True),
+    "ep2-pp2-vpp2": Layout(4, ep=2, pp=2, vpp=2, models=_MOE, resume_from="tp2-sp-ep2"),
+    "ep2-dp4": Layout(4, ep=2, models=_MOE, distributed_optimizer=True),
+    "tp2-sp-pp2-cp2": Layout(8, tp=2, sp=True, pp=2, cp=2, distributed_optimizer=True),
+    "tp2-pp2-dp2": Layout(8, tp=2, pp=2, models=_DENSE, distributed_optimizer=True, overlap=True),
+    "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
+    "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
+    "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_MOE),
+    "one-process-bf16": Layout(1, dtype="bfloat16", models=_BF16),
+    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=_BF16),
+    "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),
+    "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=_BF16),
+}  # fmt: skip
+CASES = [(model, name) for name, layout in LAYOUTS.items() for model in layout.models]
