@@ -39,12 +39,6 @@ def test_a_valid_config_passes_without_warnings() -> None:
             "raise pipeline_model_parallel_size",
         ),
         (
-            {"parallel__overlap_param_gather": True, "parallel__use_distributed_optimizer": False},
-            "parallel.overlap_param_gather=true with parallel.use_distributed_optimizer=false",
-            "nothing to gather",
-            "switch the one on or the other off",
-        ),
-        (
             {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["moe_act"]},
             "parallel.recompute_modules has moe_act",
             "grouped-GEMM experts only",

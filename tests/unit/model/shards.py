@@ -143,6 +143,8 @@ class Shard:
 
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]
+    chunks: tuple[()] = ()
+    """Without optimizer shards there is nothing to gather before an export."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.parameters.items()

@@ -1,7 +1,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.model.build import build_policy
+from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import save_hugging_face, stage_shapes, stream_tensors, write_safetensors
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_hugging_face, load_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes
@@ -160,11 +159,10 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tmp_path, groups, dtype):
+def loaded(checkpoint: Path, dtype: str, groups: ParallelGroups) -> PolicyModel:
     config = Config.model_validate(
         {
-            "run_dir": tmp_path,
+            "run_dir": checkpoint.parent,
             "model": {"path": checkpoint, "dtype": dtype},
             "data": {"train": {"path": "unused.jsonl"}},
             "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8},
@@ -172,16 +170,18 @@ def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tm
     )
     model = build_policy(config, checkpoint, groups)
     load_hugging_face(model, checkpoint, groups)
+    return model
 
-    save_hugging_face(model, groups, checkpoint, tmp_path / "hf")
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tmp_path, groups, dtype):
+    save_hugging_face(loaded(checkpoint, dtype, groups), groups, checkpoint, tmp_path / "hf")
 
     original, written = (AutoModelForCausalLM.from_pretrained(f, dtype="auto") for f in (checkpoint, tmp_path / "hf"))
-    kind = getattr(torch, dtype)
+    kind, before, after = getattr(torch, dtype), original.state_dict(), written.state_dict()
     assert written.dtype == kind
-    assert written.state_dict().keys() == original.state_dict().keys()
-    assert all(
-        torch.equal(tensor, original.state_dict()[name].to(kind)) for name, tensor in written.state_dict().items()
-    )
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name].to(kind)) for name in before)
     fields = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert fields["dtype"] == fields["torch_dtype"] == dtype
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
@@ -190,15 +190,10 @@ def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tm
 
 
 def test_an_incomplete_export_is_never_named_complete(checkpoint, tmp_path, groups):
-    shard, _ = empty_shard(architecture("qwen3"), ParallelConfig(), rank=0)
-    del shard.parameters["decoder.layers.3.self_attention.q_layernorm.weight"]
-    model = SimpleNamespace(
-        architecture=shard.architecture,
-        named_parameters=shard.named_parameters,
-        config=SimpleNamespace(params_dtype=torch.float32),
-    )
+    model = loaded(checkpoint, "float32", groups)
+    model.chunks[0].gpt.decoder.layers[1].self_attention.q_layernorm = torch.nn.Identity()
 
-    with pytest.raises(AssertionError, match=r"1 of \d+ exported tensors are wrong, first .*3\.self_attn\.q_norm"):
+    with pytest.raises(AssertionError, match=r"1 of \d+ exported tensors are wrong, first .*1\.self_attn\.q_norm"):
         save_hugging_face(model, groups, checkpoint, tmp_path / "hf")
 
     assert not (tmp_path / "hf").exists()
