@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -125,11 +125,23 @@ def stream_tensors(
         for entry in entries:
             tensors = merge(entry, architecture, islice(shards, num_ranks), num_ranks)
             for name, tensor in zip(entry.names, tensors, strict=True):
-                yield name, tensor.cpu()
+                yield name, tensor.detach().cpu()
             del tensors, tensor
 
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+
+
+def _table_of_contents(shapes: dict[str, Shape], dtype: torch.dtype) -> bytes:
+    """What a safetensors file begins with: its length, then JSON, padded to whole words."""
+    contents: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        contents[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(contents, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -137,22 +149,20 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
 
     `shapes` says what is to come, in order: the format begins with a table of contents.
     """
-    stream = iter(tensors)
-    first = next(stream)
-    dtype, end = first[1].dtype, 0
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    due, dtype = iter(shapes.items()), None
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for (name, tensor), (due, shape) in zip(chain([first], stream), shapes.items(), strict=True):
-            assert (name, tensor.shape, tensor.dtype) == (due, shape, dtype), (
-                f"{name} {list(tensor.shape)} {tensor.dtype} came where {due} {list(shape)} {dtype} was due"
+        for name, tensor in tensors:
+            if dtype is None:
+                dtype = tensor.dtype
+                file.write(_table_of_contents(shapes, dtype))
+            due_name, due_shape = next(due, (None, ()))
+            assert (name, tensor.shape, tensor.dtype) == (due_name, due_shape, dtype), (
+                f"{name} {list(tensor.shape)} {tensor.dtype} came where {due_name} {list(due_shape)} {dtype} was due"
             )
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one takes its memory
+    absent = [name for name, _ in due]
+    assert not absent, f"{len(absent)} of {len(shapes)} tensors did not come, first {absent[0]}"
 
 
 def write_stage_file(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself) -> None:

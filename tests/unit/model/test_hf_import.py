@@ -1,6 +1,5 @@
 import json
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.profiler import ProfilerActivity, profile
 
+from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.config.architecture import FAMILIES
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import UserError
@@ -140,15 +139,6 @@ def test_a_writer_gets_the_files_own_dtype(tmp_path):
     assert dtypes == {torch.bfloat16}
 
 
-def peak_bytes(task: Callable[[], object]) -> int:
-    """Most memory that the CPU allocator had given out at once during a task."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        task()
-    events = recorded.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
-    return max(accumulate(changes), default=0)
-
-
 @pytest.mark.parametrize("rank", [0, 3, 7])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_a_rank_needs_its_shard_and_one_tensor_of_it_at_most(tmp_path, family, rank):
@@ -159,11 +149,14 @@ def test_a_rank_needs_its_shard_and_one_tensor_of_it_at_most(tmp_path, family, r
     shard, groups = empty_shard(architecture(family, **shape), parallel, rank)
     largest = max(parameter.numel() * 4 for parameter in shard.parameters.values())
 
-    with SafetensorsFolder(tmp_path) as folder:  # mapped into memory here, which the allocator counts
-        assert 0 < peak_bytes(lambda: load_tensors(shard, folder, groups)) <= largest
+    def load() -> None:
+        with SafetensorsFolder(tmp_path) as folder:
+            load_tensors(shard, folder, groups)
+
+    assert 0 < peak_allocated_bytes(load, tmp_path.glob("*.safetensors")) <= largest
     # The measure does see a rank that copies whole tensors.
     whole = load_file(tmp_path / "part-0.safetensors").values()
-    assert peak_bytes(lambda: [tensor.clone() for tensor in whole]) > 2 * largest
+    assert peak_allocated_bytes(lambda: [tensor.clone() for tensor in whole]) > 2 * largest
 
 
 def test_a_missing_a_surplus_and_a_misshapen_tensor_are_each_refused_by_name(tmp_path):
