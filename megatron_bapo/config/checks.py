@@ -105,11 +105,6 @@ def _setting_problems(parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.virtual_pipeline_model_parallel_size={vpp} with parallel.pipeline_model_parallel_size=1: it "
             "interleaves the chunks of several stages; set it to 1 or raise pipeline_model_parallel_size"
         )
-    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
-        yield (
-            "parallel.overlap_param_gather=true with parallel.use_distributed_optimizer=false: without it every rank "
-            "has all parameters, and there is nothing to gather; switch the one on or the other off"
-        )
     if parallel.recompute_granularity == "selective" and "moe_act" in parallel.recompute_modules:
         yield (
             "parallel.recompute_modules has moe_act, which Megatron offers for grouped-GEMM experts only, and the "

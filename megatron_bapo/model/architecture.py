@@ -106,12 +106,10 @@ def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
     base, head_dim = architecture.rope_theta, architecture.head_dim
     if not architecture.rope_scaling:
         return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+    names = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
     config = PreTrainedConfig(
-        head_dim=head_dim,
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        max_position_embeddings=architecture.max_position_embeddings,
+        **{name: getattr(architecture, name) for name in names},
+        rope_parameters={"rope_theta": base, **architecture.rope_scaling},  # pyright: ignore[reportCallIssue]
     )
-    config.rope_parameters = {"rope_theta": base, **architecture.rope_scaling}  # pyright: ignore[reportAttributeAccessIssue]
     frequencies, factor = ROPE_INIT_FUNCTIONS[architecture.rope_scaling["rope_type"]](config)
     return frequencies.float(), float(factor)

@@ -152,7 +152,7 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
             assert (name, tensor.shape, tensor.dtype) == (due, shape, dtype), (
                 f"{name} {list(tensor.shape)} {tensor.dtype} came where {due} {list(shape)} {dtype} was due"
             )
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def write_stage_file(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from megatron_bapo.config.architecture import Architecture
@@ -114,7 +115,7 @@ def local_tensor(
         parts.append(sources[piece.part][span] if row.dim == 0 else sources[piece.part][:, span])
     shape = entry.local_shape(architecture, num_ranks)
     if padding := shape[row.dim] - sum(piece.size for piece in pieces):
-        parts.append(parts[0].new_zeros(padding, *shape[1:]))
+        return F.pad(parts[0], (0, 0, 0, padding))  # the vocabulary, in one piece
     return parts[0] if len(parts) == 1 else torch.cat(parts, row.dim)
 
 
@@ -128,7 +129,7 @@ def load_tensors(
     folder: SafetensorsFolder,
     groups: ParallelGroups,
     *,
-    write: Callable[[torch.nn.Parameter, torch.Tensor], None] = _copy,
+    write: Callable[[torch.nn.Parameter, torch.Tensor], object] = _copy,
 ) -> None:
     """Call `write(parameter, tensor)` for every parameter of this rank with its part of the folder's tensors.
 

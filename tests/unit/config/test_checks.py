@@ -1,58 +1,10 @@
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_bapo.config.checks import check_config, resume_conflicts
-from megatron_bapo.config.schema import Config
-from megatron_bapo.errors import UserError
-
-ARITHMETIC = {"reasoning_gym": {"chain_sum": {}}, "size": 100, "seed": 1}
-HF_CONFIG = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 4,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 4096,
-}
-
-
-def config(**values: Any) -> Config:
-    """A valid config with the given dotted keys (`__` for the dot) replaced."""
-    tree: dict[str, Any] = {
-        "run_dir": "runs/test",
-        "model": {"create": {"max_position_embeddings": 4096}, "dtype": "float32"},
-        "parallel": {},
-        "data": {"train": ARITHMETIC, "max_prompt_length": 100},
-        "reward": {"type": "reasoning_gym"},
-        "algorithm": {"clip_bounds": {}},
-        "rollout": {"n": 8, "max_response_length": 100},
-        "trainer": {"total_steps": 10, "train_batch_size": 64, "ppo_mini_batch_size": 32, "max_tokens_per_gpu": 1000},
-    }
-    for dotted, value in values.items():
-        *sections, key = dotted.split("__")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[key] = value
-    return Config.model_validate(tree)
-
-
-def problems(checked: Config) -> list[str]:
-    with pytest.raises(UserError) as caught:
-        check_config(checked)
-    return str(caught.value).splitlines()[1:]
-
-
-def hf_folder(folder: Path, *, absent: tuple[str, ...] = (), **fields: Any) -> Path:
-    files = {"config.json": json.dumps(HF_CONFIG | fields), "model.safetensors": "", "tokenizer.json": "{}"}
-    folder.mkdir(exist_ok=True)
-    for name in files.keys() - set(absent):
-        (folder / name).write_text(files[name])
-    return folder
+from tests.unit.config.examples import ARITHMETIC, config, problems
 
 
 def test_a_valid_config_passes_without_warnings() -> None:
@@ -65,14 +17,38 @@ def test_a_valid_config_passes_without_warnings() -> None:
         (
             {"parallel__world_size": 7, "parallel__tensor_model_parallel_size": 2},
             "parallel.world_size=7",
-            "must be a multiple of tensor_model_parallel_size=2 x pipeline_model_parallel_size=1 = 2",
+            "tensor_model_parallel_size=2 x pipeline_model_parallel_size=1 x context_parallel_size=1 = 2",
             "set parallel.world_size to 6 or 8",
         ),
         (
             {"parallel__world_size": 1, "parallel__pipeline_model_parallel_size": 2},
             "parallel.world_size=1",
-            "pipeline_model_parallel_size=2 = 2",
+            "pipeline_model_parallel_size=2 x context_parallel_size=1 = 2",
             "set parallel.world_size to 2",
+        ),
+        (
+            {"parallel__world_size": 6, "parallel__context_parallel_size": 4},
+            "parallel.world_size=6",
+            "must be a multiple of tensor_model_parallel_size=1 x",
+            "set parallel.world_size to 4 or 8",
+        ),
+        (
+            {"parallel__virtual_pipeline_model_parallel_size": 2},
+            "parallel.virtual_pipeline_model_parallel_size=2 with parallel.pipeline_model_parallel_size=1",
+            "interleaves the chunks of several stages",
+            "raise pipeline_model_parallel_size",
+        ),
+        (
+            {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["moe_act"]},
+            "parallel.recompute_modules has moe_act",
+            "grouped-GEMM experts only",
+            "use moe",
+        ),
+        (
+            {"parallel__world_size": 2, "parallel__expert_tensor_parallel_size": 4},
+            "the 2 ranks of a pipeline stage (parallel.world_size=2 / pipeline_model_parallel_size=1)",
+            "must be a multiple of expert_tensor_parallel_size=4 x expert_model_parallel_size=1 = 4",
+            "set parallel.world_size to 4",
         ),
         (
             {"parallel__sequence_parallel": True},
@@ -181,83 +157,6 @@ def test_reasoning_gyms_scorers_are_refused_for_prompts_from_a_file(tmp_path: Pa
 def test_all_broken_rules_are_reported_at_once() -> None:
     found = problems(config(rollout__n=7, trainer__max_tokens_per_gpu=1, parallel__sequence_parallel=True))
     assert len(found) == 3
-
-
-@pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"])
-def test_tensor_parallelism_must_divide_what_it_splits(tmp_path: Path, field: str) -> None:
-    sizes = HF_CONFIG | {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 64} | {field: 36 + 6}
-    folder = hf_folder(tmp_path)
-    (folder / "config.json").write_text(json.dumps(sizes))
-    layout = {"parallel__world_size": 4, "parallel__tensor_model_parallel_size": 4}
-    found = problems(config(model={"path": folder, "dtype": "float32"}, **layout))
-    expected = f"{folder / 'config.json'}: {field}=42 must be a multiple of parallel.tensor_model_parallel_size=4"
-    assert expected in found[0]
-    assert "choose a tensor_model_parallel_size that divides 42" in found[0]
-
-
-def test_pipeline_parallelism_must_divide_the_layers(tmp_path: Path) -> None:
-    layout = {"parallel__world_size": 3, "parallel__pipeline_model_parallel_size": 3}
-    (problem,) = problems(config(model={"path": hf_folder(tmp_path), "dtype": "float32"}, **layout))
-    assert "num_hidden_layers=4 must be a multiple of parallel.pipeline_model_parallel_size=3" in problem
-
-
-def test_a_complete_checkpoint_folder_passes(tmp_path: Path) -> None:
-    assert check_config(config(model={"path": hf_folder(tmp_path), "dtype": "float32"})) == []
-
-
-def test_key_value_heads_default_to_the_attention_heads(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path, num_key_value_heads=None)
-    layout = {"parallel__world_size": 4, "parallel__tensor_model_parallel_size": 4}
-    assert check_config(config(model={"path": folder, "dtype": "float32"}, **layout)) == []
-
-
-def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
-    (problem,) = problems(config(model={"path": "models/none", "dtype": "float32"}))
-    assert "model.path=models/none must be an existing folder of a Hugging Face checkpoint" in problem
-    assert "config.json, *.safetensors and the tokenizer's files" in problem
-    assert f"relative paths start at {Path.cwd()}" in problem
-
-
-@pytest.mark.parametrize(
-    ("absent", "expected", "way_out"),
-    [
-        ("config.json", "has no config.json", "the folder must hold config.json, *.safetensors and"),
-        ("model.safetensors", "has no *.safetensors", "convert them"),
-        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)", "copy the tokenizer's"),
-    ],
-)
-def test_an_incomplete_checkpoint_names_what_is_missing(
-    tmp_path: Path, absent: str, expected: str, way_out: str
-) -> None:
-    folder = hf_folder(tmp_path, absent=(absent,))
-    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
-    assert f"model.path={folder} {expected}" in problem
-    assert way_out in problem
-
-
-def test_a_half_downloaded_checkpoint_names_the_first_missing_shard(tmp_path: Path) -> None:
-    shards = {"a.weight": "model.safetensors", "b.weight": "two.safetensors", "c.weight": "two.safetensors"}
-    folder = hf_folder(tmp_path)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
-    assert "lacks 1 of the 2 files" in problem
-    assert "first two.safetensors; complete the download" in problem
-
-
-def test_an_unsupported_model_family_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path, model_type="mistral")
-    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
-    assert "model_type='mistral' must be one of llama, qwen2, qwen3; choose a model" in problem
-
-
-def test_a_config_json_without_a_needed_field_is_refused(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 5}))
-    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
-    assert "lacks num_hidden_layers, intermediate_size, num_attention_heads, max_position_embeddings;" in problem
-    (folder / "config.json").write_text("{")
-    (problem,) = problems(config(model={"path": folder, "dtype": "float32"}))
-    assert f"{folder / 'config.json'} must be JSON" in problem
 
 
 def test_clip_bounds_that_can_never_move_are_warned_about() -> None:

@@ -1,95 +1,160 @@
-import json
-from pathlib import Path
-
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeTopKRouter
 
-from megatron_bapo.errors import UserError
-from megatron_bapo.model.architecture import FAMILIES, Architecture, read_architecture
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.architecture import rotary, transformer_config
+from megatron_bapo.parallel.megatron import TransformerConfig
+from tests.unit.model.shards import architecture
 
-SHAPE = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
+# Megatron-Core 0.16 warns of its own default.
+pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
+
+SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+ROTARY = {
+    "llama": (LlamaConfig, LlamaRotaryEmbedding),
+    "qwen2": (Qwen2Config, Qwen2RotaryEmbedding),
+    "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeRotaryEmbedding),
+}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn with every setting": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 20.0,
+        "beta_slow": 2.0,
+        "attention_factor": 1.5,
+        "truncate": False,
+    },
+    "yarn with two scales": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.0,
+    },
 }
 
 
-def read(folder: Path, config: PretrainedConfig, **changes: object) -> Architecture:
-    """What is read from the config.json that transformers writes, with some fields changed."""
-    config.save_pretrained(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return read_architecture(folder)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("family", ROTARY)
+def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family, scaling):
+    config_class, embedding_class = ROTARY[family]
+    rope = {"rope_theta": 1e6, **SCALINGS[scaling]}
+    config = config_class(**SHAPE, max_position_embeddings=131072, rope_parameters=rope)
+    config.save_pretrained(tmp_path)
+
+    frequencies, factor = rotary(read_architecture(tmp_path))
+
+    reference = embedding_class(config)
+    assert torch.equal(frequencies, reference.inv_freq)
+    assert factor == reference.attention_scaling
+    assert (factor != 1.0) == scaling.startswith("yarn")
+
+
+def config_of(family: str, parallel: ParallelConfig | None = None, **changes: object) -> TransformerConfig:
+    return transformer_config(
+        architecture(family, **changes), parallel or ParallelConfig(), torch.float32, cpu_initialization=True
+    )
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_the_router_weighs_experts_as_transformers_does(norm_topk_prob):
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    config = config_of("qwen3_moe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
+    router = Qwen3MoeTopKRouter(
+        Qwen3MoeConfig(hidden_size=16, num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
+    )
+    torch.nn.init.normal_(router.weight)
+    logits, expected, chosen = router(torch.randn(50, 16))
+
+    weights, is_chosen = topk_routing_with_score_function(
+        logits,
+        config.moe_router_topk,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        score_function=config.moe_router_score_function,
+    )
+
+    torch.testing.assert_close(weights, torch.zeros_like(weights).scatter(1, chosen, expected))
+    assert is_chosen.sum(1).tolist() == [3] * 50
+    assert config.moe_router_load_balancing_type == "none"
+
+
+def test_only_the_layers_with_experts_get_them():
+    config = config_of("qwen3_moe")
+
+    assert config.num_moe_experts == 4
+    assert config.moe_layer_freq == [1, 0, 1, 1]
+    assert (config.moe_ffn_hidden_size, config.ffn_hidden_size) == (8, 24)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_dense_model_has_no_experts(family):
+    assert config_of(family).num_moe_experts is None
+    assert config_of("qwen3_moe", num_experts=0, moe_layers=frozenset()).num_moe_experts is None
+
+
+def test_families_differ_in_biases_and_norms_of_queries():
+    assert [(name, config_of(name).add_qkv_bias, config_of(name).qk_layernorm) for name in ROTARY] == [
+        ("llama", False, False),
+        ("qwen2", True, False),
+        ("qwen3", False, True),
+        ("qwen3_moe", False, True),
+    ]
+
+
+def test_every_axis_of_the_layout_reaches_megatron():
+    axes = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "context_parallel_size": 3,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+    }
+    config = config_of("qwen3_moe", ParallelConfig(world_size=24, sequence_parallel=True, **axes))
+
+    assert {name: getattr(config, name) for name in axes} == axes
+    assert config.sequence_parallel
+    assert config.overlap_p2p_comm
+    assert not config.batch_p2p_comm
+
+
+def test_without_virtual_stages_the_plain_pipeline_schedule_stays():
+    config = config_of("llama", ParallelConfig(world_size=2, pipeline_model_parallel_size=2))
+
+    assert config.virtual_pipeline_model_parallel_size is None
+    assert not config.overlap_p2p_comm
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
-    [("llama", LlamaConfig(**SHAPE)), ("qwen2", Qwen2Config(**SHAPE)), ("qwen3", Qwen3Config(**SHAPE, head_dim=16))],
-)
-def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name, config):
-    architecture = read(tmp_path, config)
-
-    assert architecture.family == FAMILIES[name]
-    assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE
-    assert architecture.head_dim == (16 if name == "qwen3" else 8)
-    assert architecture.rms_norm_eps == config.rms_norm_eps
-
-
-def test_only_qwen2_has_query_biases_and_only_qwen3_normalises_queries():
-    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2"]
-    assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3"]
-
-
-def test_the_rope_base_is_read_where_transformers_writes_it(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 50_000.0}
-
-    assert read(tmp_path, LlamaConfig(**SHAPE, rope_parameters=rope)).rope_theta == 50_000.0
-    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
-
-
-def test_the_rope_base_is_read_where_older_checkpoints_have_it(tmp_path):
-    assert read(tmp_path, LlamaConfig(**SHAPE), rope_parameters=None, rope_theta=1e6).rope_theta == 1e6
-
-
-def test_without_key_value_heads_every_head_has_its_own(tmp_path):
-    assert read(tmp_path, LlamaConfig(**SHAPE), num_key_value_heads=None).num_key_value_heads == 4
-
-
-@pytest.mark.parametrize("tie", [True, False])
-def test_tied_embeddings_are_read(tmp_path, tie):
-    assert read(tmp_path, Qwen3Config(**SHAPE, tie_word_embeddings=tie)).tie_word_embeddings is tie
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
+    ("settings", "expected"),
     [
-        ("model_type", "mixtral"),
-        ("hidden_act", "gelu"),
-        ("mlp_bias", True),
-        ("attention_bias", True),
-        ("use_sliding_window", True),
-        ("attention_dropout", 0.1),
+        ({}, (None, None, None)),
+        ({"recompute_granularity": "full"}, ("full", "uniform", 1)),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")}, ("selective", None, None)),
     ],
 )
-def test_a_value_that_the_trainer_cannot_honour_is_refused_by_field_and_value(tmp_path, field, value):
-    with pytest.raises(UserError, match=rf"{field} is {value!r}"):
-        read(tmp_path, LlamaConfig(**SHAPE), **{field: value})
+def test_recomputation_reaches_megatron(settings, expected):
+    config = config_of("llama", ParallelConfig(**settings))
 
-
-@pytest.mark.parametrize("kind", ["rope_type", "type"])
-@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
-def test_rope_scaling_is_refused_under_every_name_it_has_had(tmp_path, field, kind):
-    config = LlamaConfig(**SHAPE)
-    changes = {"rope_parameters": None, field: {kind: "linear", "factor": 2.0, "rope_theta": 1e4}}
-
-    with pytest.raises(UserError, match=r"RoPE scaling .*'linear'.* is not supported"):
-        read(tmp_path, config, **changes)
-
-
-def test_a_folder_without_config_names_the_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"config\.json does not exist; model\.path must be"):
-        read_architecture(tmp_path)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == expected
+    if "recompute_modules" in settings:
+        assert config.recompute_modules == ["mlp", "layernorm"]

@@ -1,7 +1,9 @@
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import (
@@ -11,93 +13,25 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-from megatron_bapo.errors import UserError
-from megatron_bapo.model.architecture import FAMILIES, Architecture, read_architecture
-from megatron_bapo.model.hf_import import check_names
-from megatron_bapo.model.hf_mapping import TABLE, Piece, expected_names, lookup
+from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.hf_export import merge
+from megatron_bapo.model.hf_import import local_tensor
+from megatron_bapo.model.hf_mapping import TABLE, Piece, entries, expected_shapes, global_name, lookup
+from megatron_bapo.parallel.megatron import get_gpt_layer_local_spec
+from tests.unit.model.shards import architecture, groups_of, parameter_shapes
 
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
 }
-SPLIT_ROWS = [row for row in TABLE if row.layout is not None]
-
-
-def architecture(
-    tp: int, key_value_heads: int, heads_per_group: int, head_dim: int, intermediate: int, vocab: int
-) -> Architecture:
-    """A shape that `tp` ranks can share."""
-    return Architecture(
-        family=FAMILIES["qwen2"],
-        num_hidden_layers=2,
-        hidden_size=8,
-        intermediate_size=intermediate * tp,
-        num_attention_heads=key_value_heads * tp * heads_per_group,
-        num_key_value_heads=key_value_heads * tp,
-        head_dim=head_dim,
-        vocab_size=vocab * tp,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        tie_word_embeddings=False,
-    )
-
-
-def split_sizes(arch: Architecture) -> dict[str, int]:
-    """Length of each Hugging Face tensor along the dimension that tensor parallelism splits."""
-    queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_key_value_heads * arch.head_dim
-    sizes = dict.fromkeys(("embed_tokens", "lm_head"), arch.vocab_size)
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), arch.intermediate_size)
-    return sizes | {"q_proj": queries, "o_proj": queries, "k_proj": keys, "v_proj": keys}
-
-
-@given(
-    tp=st.sampled_from([1, 2, 3, 4, 8]),
-    key_value_heads=st.integers(1, 3),
-    heads_per_group=st.integers(1, 4),
-    head_dim=st.integers(1, 6),
-    intermediate=st.integers(1, 9),
-    vocab=st.integers(1, 9),
-)
-def test_every_row_lies_on_one_rank_and_every_local_row_comes_from_one_place(tp, **shape):
-    arch = architecture(tp, **shape)
-    sizes = split_sizes(arch)
-    for row in SPLIT_ROWS:
-        pieces = [row.layout(arch, rank, tp) for rank in range(tp)]
-        totals = [sizes[name.split(".")[-2]] for name in row.hugging_face]
-
-        for part, total in enumerate(totals):
-            given_out = [i for rank in pieces for p in rank if p.part == part for i in indices(p.hf_start, p)]
-            assert sorted(given_out) == list(range(total)), row.megatron
-        for rank in pieces:
-            filled = [i for p in rank for i in indices(p.local_start, p)]
-            assert sorted(filled) == list(range(sum(totals) // tp)), row.megatron
-
-
-def indices(start: int, piece: Piece) -> range:
-    return range(start, start + piece.size)
-
-
-def test_a_key_value_head_follows_the_query_heads_that_share_it():
-    arch = architecture(tp=2, key_value_heads=1, heads_per_group=2, head_dim=4, intermediate=1, vocab=1)
-    row, _ = lookup("decoder.layers.0.self_attention.linear_qkv.weight", 0)
-
-    # Rank 1 holds the second group: query heads 2 and 3, then the second key, then the second value.
-    assert row.layout(arch, 1, 2) == [Piece(0, 8, 0, 8), Piece(1, 4, 8, 4), Piece(2, 4, 12, 4)]
-
-
-def test_layers_of_a_later_pipeline_stage_are_counted_from_the_models_start():
-    _, names = lookup("decoder.layers.1.mlp.linear_fc1.weight", layer_offset=6)
-
-    assert names == ("model.layers.7.mlp.gate_proj.weight", "model.layers.7.mlp.up_proj.weight")
-
-
-def test_a_parameter_without_a_row_is_named():
-    with pytest.raises(AssertionError, match=r"no row in .* decoder\.layers\.0\.mlp\.router\.weight"):
-        lookup("decoder.layers.0.mlp.router.weight", 0)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
 
 
 @pytest.fixture(scope="module", params=[(name, tie) for name in MODELS for tie in (True, False)], ids=str)
@@ -109,37 +43,162 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     config = config_class(
         vocab_size=16,
         hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
+        intermediate_size=10,
+        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
         tie_word_embeddings=tie,
+        **(EXPERTS if name == "qwen3_moe" else {}),
     )
     model_class(config).save_pretrained(folder)
     return folder
 
 
-def names_in(folder: Path) -> set[str]:
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        return set(file.keys())
+def test_the_expected_names_and_shapes_are_those_that_transformers_writes(checkpoint):
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+    assert expected_shapes(read_architecture(checkpoint)) == written
 
 
-def test_the_expected_tensors_are_those_that_transformers_writes(checkpoint):
-    assert expected_names(read_architecture(checkpoint)) == names_in(checkpoint)
+@st.composite
+def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
+    """Any family with a shape that any layout can split; the vocabulary need not be divisible."""
+    tp, pp, vpp = (draw(st.sampled_from([1, 2, 3])) for _ in range(3))
+    vpp = 1 if pp == 1 else vpp
+    ep, etp = draw(st.sampled_from([(1, tp), (2, 1), (2, 2), (1, 1), (3, 1)]))
+    family = draw(st.sampled_from(list(FAMILIES)))
+    if not FAMILIES[family].experts:
+        ep, etp = 1, tp
+    heads = tp * draw(st.integers(1, 2))
+    shape = {
+        "num_hidden_layers": pp * vpp * draw(st.integers(1, 2)),
+        "hidden_size": draw(st.integers(1, 3)),
+        "intermediate_size": tp * draw(st.integers(1, 3)),
+        "num_key_value_heads": heads,
+        "num_attention_heads": heads * draw(st.integers(1, 3)),
+        "head_dim": 2 * draw(st.integers(1, 2)),
+        "vocab_size": draw(st.integers(1, 9)),
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if FAMILIES[family].experts:
+        layers = st.integers(0, shape["num_hidden_layers"] - 1)
+        shape |= {
+            "num_experts": ep * draw(st.integers(1, 2)),
+            "moe_intermediate_size": etp * draw(st.integers(1, 3)),
+            "moe_layers": draw(st.frozensets(layers)),
+        }
+    parallel = ParallelConfig(
+        # As many ranks in a stage as both grids can share, which gives data parallelism its turn too.
+        world_size=tp * pp * ep * etp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    return architecture(family, **shape), parallel
 
 
-def test_a_missing_and_a_surplus_tensor_are_each_refused_by_name(checkpoint):
-    arch, names = read_architecture(checkpoint), names_in(checkpoint)
+@given(models_and_layouts(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_what_all_ranks_read_merges_into_the_checkpoints_bits(model_and_layout, transformer_engine):
+    arch, parallel = model_and_layout
+    generator = torch.Generator().manual_seed(0)
+    checkpoint = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
 
-    with pytest.raises(UserError, match=r"lacks 1 tensors that config.json calls for, first model\.norm\.weight"):
-        check_names(names - {"model.norm.weight"}, arch, checkpoint)
-    with pytest.raises(UserError, match=r"holds 1 tensors that the architecture has no place for, first score\.weight"):
-        check_names(names | {"score.weight"}, arch, checkpoint)
+    shards = defaultdict(dict)  # Hugging Face names -> rank on the splitting axis -> local tensor
+    for rank in range(parallel.world_size):
+        groups = groups_of(parallel, rank)
+        for name, shape in parameter_shapes(arch, parallel, groups, transformer_engine=transformer_engine):
+            entry = lookup(name)
+            axis = groups.expert_tensor if entry.row.is_expert else groups.tensor
+            if name == "output_layer.weight" and arch.tie_word_embeddings:
+                continue
+            sources = [checkpoint[hf_name] for hf_name in entry.names]
+            local = local_tensor(entry, arch, sources, axis.rank, axis.size)
+            assert local.shape == shape == entry.local_shape(arch, axis.size), name
+            known = shards[entry.names].setdefault(axis.rank, local)
+            assert torch.equal(known, local), f"replicas of {name} differ"
+
+    merged = {}
+    for names, by_rank in shards.items():
+        (entry,) = (candidate for candidate in entries(arch) if candidate.names == names)
+        ranks = [by_rank[rank] for rank in sorted(by_rank)]
+        for name, tensor in zip(names, merge(entry, arch, ranks, len(ranks)), strict=True):
+            assert name not in merged
+            merged[name] = tensor
+    assert merged.keys() == checkpoint.keys()
+    assert all(torch.equal(merged[name], checkpoint[name]) for name in checkpoint)
 
 
-def test_what_old_exports_repeat_is_ignored(checkpoint):
-    arch = read_architecture(checkpoint)
-    repeated = {"model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"}
+def test_rows_behind_the_vocabularys_end_are_zero():
+    arch = architecture("llama", vocab_size=5, hidden_size=2)
+    table = torch.arange(1.0, 11.0).view(5, 2)
+    entry = lookup("embedding.word_embeddings.weight")
 
-    check_names(expected_names(arch) | repeated, arch, checkpoint)
+    parts = [local_tensor(entry, arch, [table], rank, 4) for rank in range(4)]
+
+    assert arch.padded_vocab_size(4) == 8
+    assert torch.equal(torch.cat(parts), torch.cat([table, torch.zeros(3, 2)]))
+
+
+def test_a_key_value_head_follows_the_query_heads_that_share_it():
+    arch = architecture("qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    row = lookup("decoder.layers.0.self_attention.linear_qkv.weight").row
+
+    # Rank 1 holds the second group: query heads 2 and 3, then the second key, then the second value.
+    assert row.layout is not None
+    assert row.layout(arch, 1, 2) == [Piece(0, 8, 0, 8), Piece(1, 4, 8, 4), Piece(2, 4, 12, 4)]
+
+
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [
+        ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.7.mlp.linear_fc1.weight"),
+        ("decoder.layers.0.mlp.router.weight", "decoder.layers.6.mlp.router.weight"),
+        (
+            "decoder.layers.10.mlp.experts.local_experts.3.linear_fc2.weight",
+            "decoder.layers.16.mlp.experts.local_experts.11.linear_fc2.weight",
+        ),
+        ("decoder.layers.2.mlp.experts.linear_fc1.weight13", "decoder.layers.8.mlp.experts.linear_fc1.weight21"),
+        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+        ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+    ],
+)
+def test_layers_and_experts_are_counted_from_the_models_start(local, expected):
+    assert global_name(local, layer_offset=6, expert_offset=8) == expected
+
+
+@pytest.mark.parametrize("name", ["local_experts.11.linear_fc1.weight", "linear_fc1.weight11"])
+def test_an_experts_tensors_carry_its_layer_and_its_number(name):
+    entry = lookup(f"decoder.layers.7.mlp.experts.{name}")
+
+    expert = "model.layers.7.mlp.experts.11"
+    assert entry.names == (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
+    assert entry.row.is_expert
+    assert entry.row.axis == "expert_tensor"
+
+
+def test_only_experts_lie_on_the_expert_tensor_axis():
+    assert {row.is_expert for row in TABLE if row.axis == "expert_tensor"} == {True}
+    assert {row.is_expert for row in TABLE if row.axis == "tensor"} == {False}
+
+
+def test_transformer_engines_fused_norms_are_the_ones_that_megatron_names():
+    """Megatron writes checkpoints of the local specs under Transformer Engine's names; this is its own translation."""
+    local_to_fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+
+    for local, fused in local_to_fused.items():
+        ours, theirs = (lookup(f"decoder.layers.3.{prefix}weight") for prefix in (local, fused))
+        assert ours == theirs
+    assert len(local_to_fused) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.router.expert_bias"]
+)
+def test_a_parameter_without_a_row_is_named(name):
+    with pytest.raises(AssertionError, match=rf"no row in .* {name}"):
+        lookup(name)

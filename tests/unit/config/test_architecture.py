@@ -1,0 +1,266 @@
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
+from megatron_bapo.errors import UserError
+
+SHAPE = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(folder: Path, config: PretrainedConfig, absent: tuple[str, ...] = (), **changes: object) -> Architecture:
+    """What is read from the config.json that transformers writes, with some fields changed."""
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    fields = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in fields.items() if name not in absent}))
+    return read_architecture(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
+    architecture = read(tmp_path, CONFIGS[name])
+
+    assert architecture.family == FAMILIES[name]
+    assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE
+    assert architecture.head_dim == (16 if name.startswith("qwen3") else 8)
+    assert architecture.rms_norm_eps == CONFIGS[name].rms_norm_eps
+    assert architecture.rope_scaling == {}
+
+
+def test_only_qwen2_has_query_biases_only_qwen3_normalises_queries_and_only_qwen3_moe_has_experts():
+    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2"]
+    assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
+    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe"]
+
+
+@pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])
+def test_experts_are_read_under_both_names_that_transformers_has_given_them(tmp_path, spelling):
+    absent = ("num_experts", "num_local_experts")
+    fields = {"absent": tuple(name for name in absent if name != spelling), spelling: 8}
+    architecture = read(tmp_path, CONFIGS["qwen3_moe"], **fields)
+
+    assert {field: getattr(architecture, field) for field in EXPERTS} == EXPERTS
+    assert architecture.moe_layers == frozenset(range(6))
+    assert not architecture.has_dense_layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, {1, 3, 5}),
+        ({"mlp_only_layers": [0, 4]}, {1, 2, 3, 5}),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, {5}),
+        ({"decoder_sparse_step": 7}, set()),
+        ({"num_experts": 0}, set()),
+    ],
+)
+def test_the_layers_with_experts_are_those_of_transformers(tmp_path, changes, layers):
+    architecture = read(tmp_path, CONFIGS["qwen3_moe"], **changes)
+
+    assert architecture.moe_layers == layers
+    assert architecture.has_dense_layers
+    assert architecture.num_experts == (8 if layers else 0)
+
+
+def test_the_rope_base_is_read_where_transformers_writes_it(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+
+    assert read(tmp_path, LlamaConfig(**SHAPE, rope_parameters=rope)).rope_theta == 50_000.0
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+
+
+def test_the_rope_base_is_read_where_older_checkpoints_have_it(tmp_path):
+    assert read(tmp_path, CONFIGS["llama"], rope_parameters=None, rope_theta=1e6).rope_theta == 1e6
+
+
+@pytest.mark.parametrize(
+    "scaling", [YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0}], ids=lambda s: s["rope_type"]
+)
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_rope_scaling_is_read_under_every_name_it_has_had(tmp_path, field, kind, scaling):
+    spelt = {kind if name == "rope_type" else name: value for name, value in scaling.items()}
+    changes = {"rope_parameters": None, "rope_theta": 1e6, field: spelt}
+
+    architecture = read(tmp_path, CONFIGS["qwen2"], **changes)
+
+    assert architecture.rope_scaling == scaling
+    assert architecture.rope_theta == 1e6
+
+
+def test_yarn_stretches_the_context_that_it_was_trained_with(tmp_path):
+    """Qwen's recipe leaves max_position_embeddings as it was; other types of RoPE state the whole length there."""
+    recipe = {"rope_parameters": None, "rope_theta": 1e6, "max_position_embeddings": 40960}
+
+    assert read(tmp_path, CONFIGS["qwen3"], **recipe, rope_scaling=YARN).context_length == 131072
+    assert read(tmp_path, CONFIGS["qwen3"], **recipe, rope_scaling=LLAMA3).context_length == 40960
+    assert read(tmp_path, CONFIGS["qwen3"], **recipe).context_length == 40960
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            r"rope_scaling has the type 'dynamic', .*default, linear, llama3, yarn",
+        ),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "rope_scaling has the type 'longrope'"),
+        ({"rope_type": "yarn", "factor": 4.0}, r"rope_scaling\.original_max_position_embeddings is missing"),
+        ({**LLAMA3, "low_freq_factor": None}, r"rope_scaling\.low_freq_factor is missing"),
+        ({**YARN, "mrope_section": [1, 2]}, r"rope_scaling\.mrope_section is not supported with the RoPE type 'yarn'"),
+        ({**LLAMA3, "attention_factor": 2.0}, r"rope_scaling\.attention_factor is not supported with .*'llama3'"),
+        ({"type": "default", "mrope_section": [1]}, r"rope_scaling\.mrope_section is not supported"),
+        ({**YARN, "partial_rotary_factor": 0.5}, r"rope_scaling\.partial_rotary_factor is 0\.5"),
+    ],
+)
+def test_rope_that_the_trainer_cannot_honour_is_refused_by_its_field(tmp_path, scaling, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["llama"], rope_parameters=None, rope_scaling=scaling)
+
+
+def test_two_statements_about_rope_are_refused(tmp_path):
+    with pytest.raises(UserError, match="rope_scaling and rope_parameters are both given"):
+        read(tmp_path, CONFIGS["llama"], rope_scaling=YARN)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_without_key_value_heads_every_head_has_its_own(tmp_path, family):
+    assert read(tmp_path, CONFIGS[family], num_key_value_heads=None).num_key_value_heads == 4
+
+
+def test_only_llama_configs_may_say_nothing_of_key_value_heads(tmp_path):
+    absent = ("num_key_value_heads",)
+
+    assert read(tmp_path, CONFIGS["llama"], absent).num_key_value_heads == 4
+    with pytest.raises(UserError, match="num_key_value_heads is missing"):
+        read(tmp_path, CONFIGS["qwen2"], absent)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", 8), ("qwen2", 8), ("qwen3", 128), ("qwen3_moe", 8)])
+def test_a_missing_head_size_is_the_familys_default(tmp_path, family, head_dim):
+    config_class = type(CONFIGS[family])
+
+    assert read(tmp_path, CONFIGS[family], ("head_dim",)).head_dim == head_dim
+    default = config_class(**SHAPE)
+    assert (getattr(default, "head_dim", None) or default.hidden_size // default.num_attention_heads) == head_dim
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_tied_embeddings_are_read(tmp_path, tie):
+    assert read(tmp_path, Qwen3Config(**SHAPE, tie_word_embeddings=tie)).tie_word_embeddings is tie
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "mixtral"),
+        ("hidden_act", "gelu"),
+        ("mlp_bias", True),
+        ("attention_bias", True),
+        ("use_sliding_window", True),
+        ("attention_dropout", 0.1),
+        ("partial_rotary_factor", 0.5),
+        ("use_mrope", True),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("shared_expert_intermediate_size", 64),
+        ("n_shared_experts", 1),
+        ("num_nextn_predict_layers", 1),
+    ],
+)
+def test_a_value_that_the_trainer_cannot_honour_is_refused_by_field_and_value(tmp_path, field, value):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, CONFIGS["llama"], **{field: value})
+
+    assert f"{tmp_path / 'config.json'}: {field} is {value!r}" in str(caught.value)
+
+
+def test_layers_with_a_window_are_refused_even_where_the_switch_is_off(tmp_path):
+    kinds = ["full_attention", "sliding_attention"] * 3
+
+    with pytest.raises(UserError, match=r"layer_types has 'sliding_attention', which the trainer does not support"):
+        read(tmp_path, CONFIGS["qwen3"], layer_types=kinds, use_sliding_window=False)
+
+
+@pytest.mark.parametrize("field", [*SHAPE, "rms_norm_eps"])
+def test_a_missing_field_is_named_with_its_file(tmp_path, field):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, CONFIGS["qwen2"], absent=(field,))
+
+    assert f"{tmp_path / 'config.json'}: {field} is missing; take the checkpoint's original" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", [name for name in EXPERTS if name != "norm_topk_prob"])
+def test_a_missing_field_of_the_experts_is_named(tmp_path, field):
+    with pytest.raises(UserError, match=f"{field} is missing"):
+        read(tmp_path, CONFIGS["qwen3_moe"], **{"num_experts": 8, "num_local_experts": None, field: None})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("hidden_size", "64"), ("vocab_size", 0), ("num_hidden_layers", 2.0), ("rms_norm_eps", 0)]
+)
+def test_a_size_that_is_none_is_refused(tmp_path, field, value):
+    with pytest.raises(UserError, match=rf"{field} is {value!r}; it must be a positive"):
+        read(tmp_path, CONFIGS["llama"], **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than num_experts=8"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob is True with num_experts_per_tok=1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["qwen3_moe"], num_experts=8, **changes)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, CONFIGS["llama"], absent=("vocab_size",), hidden_act="gelu", use_sliding_window=True)
+
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_folder_without_config_names_the_missing_file(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json does not exist; model\.path must be"):
+        read_architecture(tmp_path)
+
+
+def test_a_config_that_is_not_json_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+
+    with pytest.raises(UserError, match=r"config\.json must be JSON"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks", "padded"), [(8, 1, 8), (8, 4, 8), (9, 4, 12), (151936, 7, 151942)])
+def test_the_vocabulary_is_padded_to_the_next_multiple_of_the_ranks(tmp_path, vocabulary, ranks, padded):
+    assert read(tmp_path, CONFIGS["llama"], vocab_size=vocabulary).padded_vocab_size(ranks) == padded

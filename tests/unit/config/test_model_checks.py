@@ -1,0 +1,208 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.schema import Config
+from tests.unit.config.examples import config, problems
+
+HF_CONFIG = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 511,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "mlp_only_layers": [0],
+}
+
+
+def hf_folder(folder: Path, *, absent: tuple[str, ...] = (), **fields: Any) -> Path:
+    files = {"config.json": json.dumps(HF_CONFIG | fields), "model.safetensors": "", "tokenizer.json": "{}"}
+    folder.mkdir(exist_ok=True)
+    for name in files.keys() - set(absent):
+        (folder / name).write_text(files[name])
+    return folder
+
+
+def of(folder: Path, **values: Any) -> Config:
+    return config(model={"path": folder, "dtype": "float32"}, **values)
+
+
+def layout(world_size: int, **sizes: Any) -> dict[str, Any]:
+    return {"parallel": {"world_size": world_size, **sizes}}
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_key_value_heads", "intermediate_size"])
+def test_tensor_parallelism_must_divide_what_it_splits(tmp_path: Path, field: str) -> None:
+    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 64} | {field: 42}
+    found = problems(of(hf_folder(tmp_path, **sizes), **layout(4, tensor_model_parallel_size=4)))
+    expected = f"{tmp_path / 'config.json'}: {field}=42 must be a multiple of parallel.tensor_model_parallel_size=4"
+    assert expected in found[0]
+    assert "choose a tensor_model_parallel_size that divides 42" in found[0]
+
+
+def test_tensor_parallelism_need_not_divide_the_vocabulary_which_is_padded(tmp_path: Path) -> None:
+    assert check_config(of(hf_folder(tmp_path), **layout(2, tensor_model_parallel_size=2))) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule"),
+    [
+        ({"pipeline_model_parallel_size": 3}, "parallel.pipeline_model_parallel_size=3, which splits them"),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+            "parallel.pipeline_model_parallel_size=2 x virtual_pipeline_model_parallel_size=4, which splits them",
+        ),
+    ],
+)
+def test_pipeline_stages_and_their_chunks_must_divide_the_layers(
+    tmp_path: Path, sizes: dict[str, int], rule: str
+) -> None:
+    (problem,) = problems(of(hf_folder(tmp_path), **layout(sizes["pipeline_model_parallel_size"], **sizes)))
+    assert f"num_hidden_layers=4 must be a multiple of {rule}" in problem
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "value", "way_out"),
+    [
+        (
+            16,
+            {"expert_model_parallel_size": 16},
+            "num_experts=8 must be a multiple of parallel.expert_model_parallel_size=16",
+            "choose one that divides it",
+        ),
+        (
+            8,
+            {"expert_tensor_parallel_size": 8},
+            "moe_intermediate_size=12 must be a multiple of parallel.expert_tensor_parallel_size=8",
+            "choose one that divides it",
+        ),
+        (
+            2,
+            {"tensor_model_parallel_size": 2},
+            "parallel.tensor_model_parallel_size=2 with experts",
+            "needs parallel.sequence_parallel=true",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_split_the_experts_is_refused(
+    tmp_path: Path, world_size: int, sizes: dict[str, Any], value: str, way_out: str
+) -> None:
+    (problem,) = problems(of(hf_folder(tmp_path, **EXPERTS), **layout(world_size, **sizes)))
+    assert value in problem
+    assert way_out in problem
+
+
+def test_expert_tensor_parallelism_is_tensor_parallelism_unless_it_is_given(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, **EXPERTS | {"moe_intermediate_size": 9})
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    (problem,) = problems(of(folder, **layout(2, **sizes)))
+    assert "moe_intermediate_size=9 must be a multiple of parallel.expert_tensor_parallel_size=2" in problem
+    assert check_config(of(folder, **layout(2, **sizes, expert_tensor_parallel_size=1))) == []
+
+
+def test_a_layout_of_every_axis_at_once_passes(tmp_path: Path) -> None:
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+    }
+    assert check_config(of(hf_folder(tmp_path, **EXPERTS), **layout(16, **sizes))) == []
+
+
+def test_only_layers_without_experts_need_a_divisible_mlp(tmp_path: Path) -> None:
+    fields = EXPERTS | {"intermediate_size": 63}
+    sizes = layout(2, tensor_model_parallel_size=2, sequence_parallel=True)
+    (problem,) = problems(of(hf_folder(tmp_path, **fields), **sizes))
+    assert "intermediate_size=63 must be a multiple of parallel.tensor_model_parallel_size=2" in problem
+    assert check_config(of(hf_folder(tmp_path, **fields | {"mlp_only_layers": []}), **sizes)) == []
+
+
+def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Path) -> None:
+    (problem,) = problems(of(hf_folder(tmp_path), **layout(2, expert_model_parallel_size=2)))
+    assert "parallel.expert_model_parallel_size=2 splits a layer's experts, and the model has none" in problem
+    assert "set it to 1" in problem
+
+
+def test_a_complete_checkpoint_folder_passes(tmp_path: Path) -> None:
+    assert check_config(of(hf_folder(tmp_path))) == []
+    assert check_config(of(hf_folder(tmp_path, **EXPERTS))) == []
+
+
+def test_key_value_heads_default_to_the_attention_heads(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, num_key_value_heads=None)
+    assert check_config(of(folder, **layout(4, tensor_model_parallel_size=4))) == []
+
+
+def test_yarn_lengthens_what_fits_and_says_so_where_it_does_not(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 45}
+    fields = {"max_position_embeddings": 45, "rope_scaling": yarn}
+    length = {"data__max_prompt_length": 80, "rollout__max_response_length": 100}
+    assert check_config(of(hf_folder(tmp_path, **fields), **length)) == []
+    (problem,) = problems(of(hf_folder(tmp_path, **fields), **length | {"data__max_prompt_length": 81}))
+    assert "= 181 tokens must not exceed the model's original_max_position_embeddings x factor = 180" in problem
+
+
+def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
+    (problem,) = problems(of(Path("models/none")))
+    assert "model.path=models/none must be an existing folder of a Hugging Face checkpoint" in problem
+    assert "config.json, *.safetensors and the tokenizer's files" in problem
+    assert f"relative paths start at {Path.cwd()}" in problem
+
+
+@pytest.mark.parametrize(
+    ("absent", "expected", "way_out"),
+    [
+        ("config.json", "has no config.json", "the folder must hold config.json, *.safetensors and"),
+        ("model.safetensors", "has no *.safetensors", "convert them"),
+        ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)", "copy the tokenizer's"),
+    ],
+)
+def test_an_incomplete_checkpoint_names_what_is_missing(
+    tmp_path: Path, absent: str, expected: str, way_out: str
+) -> None:
+    (problem,) = problems(of(hf_folder(tmp_path, absent=(absent,))))
+    assert f"model.path={tmp_path} {expected}" in problem
+    assert way_out in problem
+
+
+def test_a_half_downloaded_checkpoint_names_the_first_missing_shard(tmp_path: Path) -> None:
+    shards = {"a.weight": "model.safetensors", "b.weight": "two.safetensors", "c.weight": "two.safetensors"}
+    folder = hf_folder(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    (problem,) = problems(of(folder))
+    assert "lacks 1 of the 2 files" in problem
+    assert "first two.safetensors; complete the download" in problem
+
+
+def test_what_the_trainer_cannot_honour_is_refused_with_the_files_name(tmp_path: Path) -> None:
+    (problem,) = problems(of(hf_folder(tmp_path, model_type="mistral")))
+    assert (
+        f"{tmp_path / 'config.json'}: model_type is 'mistral'; supported families are llama, qwen2, qwen3," in problem
+    )
+    found = problems(of(hf_folder(tmp_path, hidden_act="gelu", rms_norm_eps=None)))
+    assert f"{tmp_path / 'config.json'}: rms_norm_eps is missing" in found[0]
+    assert f"{tmp_path / 'config.json'}: hidden_act is 'gelu'" in found[1]
+
+
+def test_a_config_json_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path)
+    (folder / "config.json").write_text("{")
+    (problem,) = problems(of(folder))
+    assert f"{folder / 'config.json'} must be JSON" in problem

@@ -1,0 +1,159 @@
+"""What each rank of a layout holds, by Megatron's rules, without starting processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_bapo.config.architecture import FAMILIES, Architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.hf_mapping import global_name
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
+from megatron_bapo.parallel.megatron import parallel_state
+
+
+def architecture(family: str, **changes: Any) -> Architecture:
+    """A small model; Qwen3-MoE has a dense layer among its four."""
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 6,
+        "vocab_size": 22,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    if FAMILIES[family].experts:
+        shape |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": True,
+            "moe_layers": frozenset({0, 2, 3}),
+        }
+    return Architecture(family=FAMILIES[family], **shape | changes)
+
+
+def groups_of(parallel: ParallelConfig, rank: int) -> ParallelGroups:
+    """One rank's place in the mesh; the groups themselves are absent."""
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
+    order = "tp-cp-ep-dp-pp"
+    dense = parallel_state.RankGenerator(
+        tp=tp, ep=1, dp=parallel.data_parallel_size, pp=pp, cp=parallel.context_parallel_size, order=order
+    )
+    expert = parallel_state.RankGenerator(
+        tp=etp, ep=ep, dp=parallel.world_size // (etp * ep * pp), pp=pp, cp=1, order=order
+    )
+
+    def axis(generator: Any, token: str) -> Axis:
+        ranks = next(group for group in generator.get_ranks(token) if rank in group)
+        absent: Any = None
+        return Axis(absent, ranks.index(rank), len(ranks))
+
+    return ParallelGroups(
+        tensor=axis(dense, "tp"),
+        pipeline=axis(dense, "pp"),
+        context=axis(dense, "cp"),
+        data=axis(dense, "dp"),
+        data_context=axis(dense, "dp-cp"),
+        expert=axis(expert, "ep"),
+        expert_tensor=axis(expert, "tp"),
+        expert_shards=axis(expert, "tp-ep"),
+        expert_data=axis(expert, "dp"),
+        num_virtual_stages=parallel.virtual_pipeline_model_parallel_size,
+    )
+
+
+def parameter_shapes(
+    arch: Architecture, parallel: ParallelConfig, groups: ParallelGroups, *, transformer_engine: bool = False
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(global name, shape) of every parameter of one rank, in Megatron's order of chunks, layers and modules."""
+    num_chunks, stage = groups.num_virtual_stages, groups.pipeline
+    layers_per_chunk = arch.num_hidden_layers // (num_chunks * stage.size)
+    tp, hidden = groups.tensor.size, arch.hidden_size
+    vocab = (arch.padded_vocab_size(tp) // tp, hidden)
+    for chunk in range(num_chunks):
+        offset = (chunk * stage.size + stage.rank) * layers_per_chunk
+        if groups.is_first_stage and chunk == 0:
+            yield "embedding.word_embeddings.weight", vocab
+        for layer in range(layers_per_chunk):
+            has_experts = offset + layer in arch.moe_layers
+            for name, shape in _layer(arch, groups, has_experts, transformer_engine):
+                experts_per_rank = arch.num_experts // groups.expert.size
+                yield (
+                    global_name(f"decoder.layers.{layer}.{name}", offset, groups.expert.rank * experts_per_rank),
+                    shape,
+                )
+        if groups.is_last_stage and chunk == num_chunks - 1:
+            yield "decoder.final_layernorm.weight", (hidden,)
+            if not arch.tie_word_embeddings or parallel.pipeline_model_parallel_size > 1:
+                yield "output_layer.weight", vocab
+
+
+def _layer(
+    arch: Architecture, groups: ParallelGroups, has_experts: bool, transformer_engine: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    tp, etp, hidden, d = groups.tensor.size, groups.expert_tensor.size, arch.hidden_size, arch.head_dim
+    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * d // tp
+    fused = transformer_engine
+    if not fused:
+        yield "input_layernorm.weight", (hidden,)
+    yield "self_attention.linear_proj.weight", (hidden, arch.num_attention_heads * d // tp)
+    if fused:
+        yield "self_attention.linear_qkv.layer_norm_weight", (hidden,)
+    yield "self_attention.linear_qkv.weight", (qkv, hidden)
+    if arch.family.qkv_bias:
+        yield "self_attention.linear_qkv.bias", (qkv,)
+    if arch.family.qk_norm:
+        yield "self_attention.q_layernorm.weight", (d,)
+        yield "self_attention.k_layernorm.weight", (d,)
+    if has_experts or not fused:
+        yield "pre_mlp_layernorm.weight", (hidden,)
+    if not has_experts:
+        if fused:
+            yield "mlp.linear_fc1.layer_norm_weight", (hidden,)
+        yield "mlp.linear_fc1.weight", (2 * arch.intermediate_size // tp, hidden)
+        yield "mlp.linear_fc2.weight", (hidden, arch.intermediate_size // tp)
+        return
+    yield "mlp.router.weight", (arch.num_experts, hidden)
+    shapes = {
+        "linear_fc1": (2 * arch.moe_intermediate_size // etp, hidden),
+        "linear_fc2": (hidden, arch.moe_intermediate_size // etp),
+    }
+    experts = range(arch.num_experts // groups.expert.size)
+    if fused:
+        yield from ((f"mlp.experts.{name}.weight{e}", shape) for name, shape in shapes.items() for e in experts)
+    else:
+        yield from (
+            (f"mlp.experts.local_experts.{e}.{name}.weight", shape) for e in experts for name, shape in shapes.items()
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model, as import and export see it."""
+
+    architecture: Architecture
+    parameters: dict[str, torch.nn.Parameter]
+    chunks: tuple[()] = ()
+    """Without optimizer shards there is nothing to gather before an export."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self.parameters.items()
+
+
+def empty_shard(
+    arch: Architecture, parallel: ParallelConfig, rank: int, *, transformer_engine: bool = False
+) -> tuple[Shard, ParallelGroups]:
+    """A rank's parameters, all NaN."""
+    groups = groups_of(parallel, rank)
+    shapes = parameter_shapes(arch, parallel, groups, transformer_engine=transformer_engine)
+    return Shard(arch, {name: torch.nn.Parameter(torch.full(shape, torch.nan)) for name, shape in shapes}), groups
