@@ -341,7 +341,7 @@ def _other_warnings(config: Config) -> Iterator[str]:
             f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
         )
     num_decay, num_wsd = config.optimizer.lr_decay_steps or num_updates, config.optimizer.lr_wsd_decay_steps or 0
-    if warmup + num_wsd > num_decay:
+    if num_wsd and warmup + num_wsd > num_decay:
         yield (
             f"optimizer.lr_warmup_steps={warmup} + lr_wsd_decay_steps={num_wsd} exceed the {num_decay} updates of the "
             "schedule; the learning rate drops as soon as the warm-up ends. Lower one of the two"
