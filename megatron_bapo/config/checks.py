@@ -258,6 +258,12 @@ def _other_warnings(config: Config) -> Iterator[str]:
             f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates; the learning rate "
             f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
         )
+    num_decay, num_wsd = config.optimizer.lr_decay_steps or num_updates, config.optimizer.lr_wsd_decay_steps or 0
+    if num_wsd and warmup + num_wsd > num_decay:
+        yield (
+            f"optimizer.lr_warmup_steps={warmup} + lr_wsd_decay_steps={num_wsd} exceed the {num_decay} updates of the "
+            "schedule; the learning rate drops as soon as the warm-up ends. Lower one of the two"
+        )
     tolerance = config.weight_sync.probe_tolerance
     if config.model.dtype == "bfloat16" and tolerance < BFLOAT16_LOG_PROB_NOISE:
         yield (

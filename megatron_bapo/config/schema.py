@@ -244,6 +244,10 @@ class OptimizerConfig(Section):
             raise ValueError("lr_wsd_decay_steps goes with lr_decay_style=WSD, and only with it")
         if self.lr_decay_steps is not None and self.lr_decay_style == "constant":
             raise ValueError("lr_decay_steps goes with a decay: set lr_decay_style, or leave lr_decay_steps out")
+        if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"need lr_warmup_steps < lr_decay_steps, got {self.lr_warmup_steps}, {self.lr_decay_steps}"
+            )
         return self
 
 
