@@ -76,6 +76,17 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
+def ddp_config(parallel: ParallelConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed in fp32 whatever the model's dtype."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+    )
+
+
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
     """The model of `model_path` with fresh weights, on this rank's device; load weights next."""
     architecture = read_architecture(model_path)
@@ -114,13 +125,7 @@ def _build_chunk(
     gpt = gpt.to(local_device())
     ddp = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
-            bucket_size=parallel.ddp_bucket_size,
-        ),
+        ddp_config(parallel),
         Float16Module(config, gpt) if config.bf16 else gpt,
         disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work
     )
