@@ -117,11 +117,11 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])
+    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])  # pyright: ignore[reportAttributeAccessIssue]
     if gpt.post_process:
         # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
         # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.
-        gpt.output_layer.forward = lambda hidden, **_: (hidden, None)
+        gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
     gpt = gpt.to(local_device())
     ddp = DistributedDataParallel(
         config,
@@ -132,10 +132,14 @@ def _build_chunk(
     return Chunk(gpt, ddp, get_transformer_layer_offset(config, vp_stage=vp_stage))
 
 
+def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    return hidden, None
+
+
 def _connect_to_schedule(model: PolicyModel, parallel: ParallelConfig) -> None:
     """Tell Megatron's pipeline schedule how gradients are summed."""
     # Losses carry their own global denominators, so there is no token count to divide by.
     model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
     if parallel.overlap_grad_reduce:
-        no_sync = [chunk.ddp.no_sync for chunk in model.chunks]
+        no_sync: Any = [chunk.ddp.no_sync for chunk in model.chunks]
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

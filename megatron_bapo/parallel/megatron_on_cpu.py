@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PREFIX = "megatron."
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
@@ -98,7 +99,6 @@ def _fix_moe(module: types.ModuleType) -> None:
 
 def _fix_uneven_splits(module: types.ModuleType) -> None:
     """Tensor-parallel experts gather unequal numbers of tokens, which gloo refuses; one by one it takes them."""
-    dist = torch.distributed
 
     def all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
         outputs[group.rank()].copy_(own)

@@ -44,8 +44,7 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
         )  # fmt: skip
 
         def loss_of(log_probs_C: torch.Tensor, _: torch.Tensor, chunk: slice) -> torch.Tensor:
-            loss, _ = policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)
-            return loss
+            return policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)[0]
 
         loss, log_probs_N, entropy_N = token_loss(*outputs, loss_of, temperature=config.rollout.temperature)
         _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
