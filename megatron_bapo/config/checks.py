@@ -170,11 +170,14 @@ def _batch_problems(config: Config) -> Iterator[str]:
             f"trainer.ppo_mini_batch_size={mini_batch}; set train_batch_size to {_multiples(batch, mini_batch)}"
         )
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    if trainer.max_tokens_per_gpu < prompt + response:
+    longest, cp = config.padding_rule.allocated([prompt + response]), config.parallel.context_parallel_size
+    if config.max_micro_batch_tokens < longest:
+        padded = f", {longest} with the layout's padding" if longest > prompt + response else ""
+        shared = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
         yield (
-            f"trainer.max_tokens_per_gpu={trainer.max_tokens_per_gpu} must hold the longest trajectory: "
-            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response}; "
-            "raise it to at least that, or shorten the two"
+            f"trainer.max_tokens_per_gpu={trainer.max_tokens_per_gpu}{shared} must hold the longest trajectory: "
+            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response}{padded}; "
+            f"raise max_tokens_per_gpu to at least {-(-longest // cp)}, or shorten the two"
         )
 
 

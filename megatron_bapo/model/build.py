@@ -59,9 +59,10 @@ class PolicyModel:
     def output_weight(self) -> torch.Tensor:
         """The output layer's rows on this rank, [padded vocabulary / tensor size, hidden]; last stage only."""
         gpt = self.chunks[-1].gpt
-        if gpt.share_embeddings_and_output_weights:
-            return gpt.shared_embedding_or_output_weight()
-        return gpt.output_layer.weight
+        tied = gpt.share_embeddings_and_output_weights
+        weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+        assert weight is not None, "only the last pipeline stage has an output layer"
+        return weight
 
 
 def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.data.packing import PaddingRule, pack, padding_rule
+from megatron_bapo.data.packing import pack
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
@@ -37,16 +37,6 @@ class Worker:
     optimizer: Optimizer
 
     @property
-    def padding_rule(self) -> PaddingRule:
-        return padding_rule(
-            self.groups.tensor.size,
-            self.groups.context.size,
-            sequence_parallel=self.config.parallel.sequence_parallel,
-            fp8=False,
-            packing=self.config.trainer.packing,
-        )
-
-    @property
     def num_micro_batches_multiple(self) -> int:
         """An interleaved pipeline takes micro-batches in rounds of its number of stages."""
         return self.groups.pipeline.size if self.groups.num_virtual_stages > 1 else 1
@@ -55,9 +45,9 @@ class Worker:
         """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
         plan = pack(
             [example.num_input_tokens for example in examples],
-            self.config.trainer.max_tokens_per_gpu * self.groups.context.size,
+            self.config.max_micro_batch_tokens,
             self.groups.data.size,
-            rule=self.padding_rule,
+            rule=self.config.padding_rule,
             num_multiple_of=self.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
         )[self.groups.data.rank]
@@ -72,7 +62,7 @@ class Worker:
         return [
             to_micro_batch(
                 sorted(examples, key=lambda example: -example.num_input_tokens),
-                self.padding_rule,
+                self.config.padding_rule,
                 self.groups.context,
                 local_device(),
             )

@@ -91,7 +91,13 @@ def test_a_valid_config_passes_without_warnings() -> None:
             {"trainer__max_tokens_per_gpu": 199},
             "trainer.max_tokens_per_gpu=199",
             "data.max_prompt_length=100 + rollout.max_response_length=100 = 200",
-            "raise it to at least that, or shorten the two",
+            "raise max_tokens_per_gpu to at least 200, or shorten the two",
+        ),
+        (
+            {"trainer__max_tokens_per_gpu": 67, "parallel__context_parallel_size": 3, "parallel__world_size": 3},
+            "trainer.max_tokens_per_gpu=67 x parallel.context_parallel_size=3",
+            "response_length=100 = 200, 204 with the layout's padding",
+            "raise max_tokens_per_gpu to at least 68",
         ),
         (
             {"evaluation__every_steps": 5},
