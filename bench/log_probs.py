@@ -5,8 +5,8 @@ version would take 16 GB. Time is measured at fewer tokens, all else equal; its 
 size and vocabulary are Qwen2.5-0.5B's, in float32. At TP 1 one process has both threads; at TP 2 each of two gloo ranks
 has one and half of the vocabulary.
 
-The straightforward version is plain PyTorch at TP 1, and at TP 2 one softmax that serves log-prob, entropy and gradient.
-Both differentiate the log-probs only. Inputs and the weight do not count as bytes, gradients do.
+The straightforward version is plain PyTorch at TP 1, and at TP 2 one softmax for log-prob, entropy and gradient. Both
+differentiate the log-probs only. Inputs and the weight do not count as bytes, gradients do.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.live_bytes import count_live_bytes
@@ -80,7 +80,7 @@ def plain_log_probs(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, axis
     return all_log_probs_TV.gather(1, labels_T[:, None]).squeeze(1)
 
 
-def make_tasks(num_tokens: int, axis: Axis) -> dict[str, Callable[[], None]]:
+def make_tasks(num_tokens: int, axis: Axis) -> dict[str, Callable[[], object]]:
     """Loss and both gradients of one micro-batch, each version."""
     torch.manual_seed(0)
     hidden_TH = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)
@@ -132,7 +132,7 @@ def _time_rank(rank: int, size: int, folder: str) -> None:
 def times_s(tensor_parallel_size: int) -> dict[str, float]:
     """Each version's median on rank 0, in ranks of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(partial(_time_rank, size=tensor_parallel_size, folder=folder), nprocs=tensor_parallel_size)
+        spawn(partial(_time_rank, size=tensor_parallel_size, folder=folder), nprocs=tensor_parallel_size)
         return torch.load(Path(folder) / "times.pt")
 
 

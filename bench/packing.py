@@ -20,7 +20,8 @@ from time import perf_counter
 import numpy as np
 
 from bench.report import report
-from megatron_bapo.data.packing import PaddingRule, Plan, cost, pack, padding_rule
+from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.data.packing import Plan, cost, pack
 
 BUDGET = 32768
 RULE = padding_rule(2, 2, sequence_parallel=True, fp8=True, packing=True)

@@ -9,9 +9,9 @@ GRADIENT = 5e-6
 PARAMETER = 2e-6
 """fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size, which magnifies
 rounding in small gradients."""
-BF16_LOG_PROB = 6e-2
+BF16_LOG_PROB = 0.1
 """bfloat16 against fp32: each of four layers rounds activations to 8 bits of mantissa (4e-3 relative)."""
-BF16_GRADIENT = 6e-2
+BF16_GRADIENT = 0.1
 """bfloat16 against fp32, relative to the largest gradient; the same rounding, forward and backward."""
 BF16_PARAMETER = 8e-3
 """bfloat16 against fp32 after Adam steps of 1e-3: exported weights are rounded to 4e-3 of their size (1), and small

@@ -39,21 +39,32 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
 
 def _trainer_layout(config: Config) -> str:
     parallel = config.parallel
+    cp, ep, vpp = (
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
+    context = f"{cp} context x " if cp > 1 else ""
     text = (
         f"{_count(parallel.world_size, 'process', 'processes')} = {parallel.tensor_model_parallel_size} tensor x "
-        f"{parallel.pipeline_model_parallel_size} pipeline x {parallel.data_parallel_size} data parallel"
+        f"{context}{parallel.pipeline_model_parallel_size} pipeline x {parallel.data_parallel_size} data parallel"
     )
-    return f"{text}, sequence parallel" if parallel.sequence_parallel else text
+    also = {
+        "sequence parallel": parallel.sequence_parallel,
+        f"{vpp} virtual stages a rank": vpp > 1,
+        f"{ep} expert parallel": ep > 1,
+    }
+    return ", ".join([text, *(name for name, holds in also.items() if holds)])
 
 
 def _tokens(config: Config, per_rank: int) -> str:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    budget = config.trainer.max_tokens_per_gpu
-    fitting = budget // (prompt + response)
+    budget, cp = config.max_micro_batch_tokens, config.parallel.context_parallel_size
+    fitting = budget // config.padding_rule.allocated([prompt + response])
     num_micro_batches = -(-per_rank // fitting)
     return (
         f"{prompt:,} prompt + {response:,} response = {prompt + response:,} at most per trajectory; a micro-batch of "
-        f"{budget:,} holds {fitting:,} such, so an update takes at most "
+        f"{budget:,}{f' on {cp} ranks' if cp > 1 else ''} holds {fitting:,} such, so an update takes at most "
         f"{_count(num_micro_batches, 'micro-batch', 'micro-batches')} per rank"
     )
 

@@ -170,11 +170,14 @@ def _batch_problems(config: Config) -> Iterator[str]:
             f"trainer.ppo_mini_batch_size={mini_batch}; set train_batch_size to {_multiples(batch, mini_batch)}"
         )
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    if trainer.max_tokens_per_gpu < prompt + response:
+    longest, cp = config.padding_rule.allocated([prompt + response]), config.parallel.context_parallel_size
+    if config.max_micro_batch_tokens < longest:
+        padded = f", {longest} with the layout's padding" if longest > prompt + response else ""
+        shared = f" x parallel.context_parallel_size={cp}" if cp > 1 else ""
         yield (
-            f"trainer.max_tokens_per_gpu={trainer.max_tokens_per_gpu} must hold the longest trajectory: "
-            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response}; "
-            "raise it to at least that, or shorten the two"
+            f"trainer.max_tokens_per_gpu={trainer.max_tokens_per_gpu}{shared} must hold the longest trajectory: "
+            f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response}{padded}; "
+            f"raise max_tokens_per_gpu to at least {-(-longest // cp)}, or shorten the two"
         )
 
 
@@ -257,6 +260,12 @@ def _other_warnings(config: Config) -> Iterator[str]:
         yield (
             f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates; the learning rate "
             f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
+        )
+    num_decay, num_wsd = config.optimizer.lr_decay_steps or num_updates, config.optimizer.lr_wsd_decay_steps or 0
+    if num_wsd and warmup + num_wsd > num_decay:
+        yield (
+            f"optimizer.lr_warmup_steps={warmup} + lr_wsd_decay_steps={num_wsd} exceed the {num_decay} updates of the "
+            "schedule; the learning rate drops as soon as the warm-up ends. Lower one of the two"
         )
     tolerance = config.weight_sync.probe_tolerance
     if config.model.dtype == "bfloat16" and tolerance < BFLOAT16_LOG_PROB_NOISE:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_bapo.config.padding import PaddingRule, padding_rule
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
@@ -244,6 +246,10 @@ class OptimizerConfig(Section):
             raise ValueError("lr_wsd_decay_steps goes with lr_decay_style=WSD, and only with it")
         if self.lr_decay_steps is not None and self.lr_decay_style == "constant":
             raise ValueError("lr_decay_steps goes with a decay: set lr_decay_style, or leave lr_decay_steps out")
+        if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
+            raise ValueError(
+                f"need lr_warmup_steps < lr_decay_steps, got {self.lr_warmup_steps}, {self.lr_decay_steps}"
+            )
         return self
 
 
@@ -331,6 +337,22 @@ class Config(Section):
     @property
     def prompts_per_step(self) -> int:
         return self.trainer.train_batch_size // self.rollout.n
+
+    @property
+    def padding_rule(self) -> PaddingRule:
+        parallel = self.parallel
+        return padding_rule(
+            parallel.tensor_model_parallel_size,
+            parallel.context_parallel_size,
+            sequence_parallel=parallel.sequence_parallel,
+            fp8=False,
+            packing=self.trainer.packing,
+        )
+
+    @property
+    def max_micro_batch_tokens(self) -> int:
+        """On all context-parallel ranks together, padding included."""
+        return self.trainer.max_tokens_per_gpu * self.parallel.context_parallel_size
 
     @property
     def max_model_len(self) -> int:

@@ -6,12 +6,12 @@ of trajectories.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_bapo.config.padding import PaddingRule, round_up
 from megatron_bapo.errors import UserError
 
 # The length at which attention costs as much as the matrix products: 6 x the hidden size, here 4096, in verl's estimate
@@ -20,51 +20,9 @@ ATTENTION_LENGTH = 24576
 # Busiest rank over mean: below the first the search is content, above the second more micro-batches are tried.
 BALANCED, UNBALANCED = 1.01, 1.05
 
+NO_PADDING = PaddingRule()
+
 Plan = list[list[list[int]]]
-
-
-@dataclass(frozen=True)
-class PaddingRule:
-    """Which lengths sequences and micro-batches are padded to."""
-
-    sequence_multiple: int = 1
-    """Of the padded length of each sequence."""
-    total_multiple: int = 1
-    """Of all tokens of a micro-batch; what the sequences lack to it is a sequence of padding alone."""
-    equal_lengths: bool = False
-    """Pad every sequence of a micro-batch to its longest."""
-
-    @property
-    def granularity(self) -> int:
-        """Divides the number of tokens of every micro-batch."""
-        return math.lcm(self.sequence_multiple, self.total_multiple)
-
-    def padded_lengths(self, lengths: Sequence[int]) -> list[int]:
-        """Of the sequences of one micro-batch."""
-        padded = [_round_up(length, self.sequence_multiple) for length in lengths]
-        return [max(padded)] * len(padded) if self.equal_lengths and padded else padded
-
-    def allocated(self, lengths: Sequence[int]) -> int:
-        """Tokens of a micro-batch of these sequences, all padding included; without any, the least that can be run."""
-        return _round_up(max(1, sum(self.padded_lengths(lengths))), self.granularity)
-
-
-def padding_rule(
-    tensor_size: int, context_size: int, *, sequence_parallel: bool, fp8: bool, packing: bool
-) -> PaddingRule:
-    """What a layout and a precision ask of the lengths.
-
-    Context parallelism cuts every sequence into two chunks per rank (zigzag), sequence parallelism cuts what a context
-    rank holds by the tensor size. FP8 kernels want each sequence in multiples of 16 and the total in 128 blocks of as
-    many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs). Rows of equal length leave no
-    room for padding behind them, so each of them follows the rule of the total.
-    """
-    sequence = 2 * context_size if context_size > 1 else 1
-    total = math.lcm(sequence, tensor_size * context_size) if sequence_parallel else sequence
-    if fp8:
-        num_cuts = tensor_size * sequence
-        sequence, total = math.lcm(16, num_cuts), 128 * num_cuts
-    return PaddingRule(sequence if packing else total, total, equal_lengths=not packing)
 
 
 def cost(length: int, attention_length: float = ATTENTION_LENGTH) -> float:
@@ -77,7 +35,7 @@ def pack(
     max_tokens: int,
     num_ranks: int,
     *,
-    rule: PaddingRule = PaddingRule(),
+    rule: PaddingRule = NO_PADDING,
     num_multiple_of: int = 1,
     attention_length: float = ATTENTION_LENGTH,
 ) -> Plan:
@@ -97,13 +55,13 @@ def pack(
             f"than the {max_tokens} of a micro-batch (trainer.max_tokens_per_gpu x parallel.context_parallel_size); "
             "raise trainer.max_tokens_per_gpu, or lower rollout.max_response_length"
         )
-    sizes = np.array([_round_up(length, rule.sequence_multiple) for length in lengths], np.int64)
+    sizes = np.array([round_up(length, rule.sequence_multiple) for length in lengths], np.int64)
     budget = max_tokens // rule.granularity * rule.granularity
 
     def search(num_micro_batches: int) -> _Found | None:
         return _search(sizes, budget, (num_ranks, num_micro_batches), rule.equal_lengths, attention_length)
 
-    num_micro_batches = _round_up(max(1, -(-int(sizes.sum()) // (budget * num_ranks))), num_multiple_of)
+    num_micro_batches = round_up(max(1, -(-int(sizes.sum()) // (budget * num_ranks))), num_multiple_of)
     while (found := search(num_micro_batches)) is None:
         num_micro_batches += num_multiple_of
     while found.busiest > UNBALANCED * found.mean and (num_micro_batches + num_multiple_of) * num_ranks <= len(lengths):
@@ -181,7 +139,3 @@ def _fill(
         longest[place] = added[place]
         plan[place[0]][place[1]].append(index)
     return _Found(plan, tokens + squares / attention_length)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

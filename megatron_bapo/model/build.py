@@ -59,9 +59,10 @@ class PolicyModel:
     def output_weight(self) -> torch.Tensor:
         """The output layer's rows on this rank, [padded vocabulary / tensor size, hidden]; last stage only."""
         gpt = self.chunks[-1].gpt
-        if gpt.share_embeddings_and_output_weights:
-            return gpt.shared_embedding_or_output_weight()
-        return gpt.output_layer.weight
+        tied = gpt.share_embeddings_and_output_weights
+        weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
+        assert weight is not None, "only the last pipeline stage has an output layer"
+        return weight
 
 
 def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -74,6 +75,17 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
         if chunk.use_forward_hook:
             for bucket_group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def ddp_config(parallel: ParallelConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed in fp32 whatever the model's dtype."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        bucket_size=parallel.ddp_bucket_size,
+    )
 
 
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
@@ -106,25 +118,23 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])
+    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])  # pyright: ignore[reportAttributeAccessIssue]
     if gpt.post_process:
         # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
         # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.
-        gpt.output_layer.forward = lambda hidden, **_: (hidden, None)
+        gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
     gpt = gpt.to(local_device())
     ddp = DistributedDataParallel(
         config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.use_distributed_optimizer,
-            overlap_grad_reduce=parallel.overlap_grad_reduce,
-            overlap_param_gather=parallel.overlap_param_gather,
-            bucket_size=parallel.ddp_bucket_size,
-        ),
+        ddp_config(parallel),
         Float16Module(config, gpt) if config.bf16 else gpt,
         disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work
     )
     return Chunk(gpt, ddp, get_transformer_layer_offset(config, vp_stage=vp_stage))
+
+
+def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    return hidden, None
 
 
 def _connect_to_schedule(model: PolicyModel, parallel: ParallelConfig) -> None:
@@ -132,5 +142,5 @@ def _connect_to_schedule(model: PolicyModel, parallel: ParallelConfig) -> None:
     # Losses carry their own global denominators, so there is no token count to divide by.
     model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
     if parallel.overlap_grad_reduce:
-        no_sync = [chunk.ddp.no_sync for chunk in model.chunks]
+        no_sync: Any = [chunk.ddp.no_sync for chunk in model.chunks]
         model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -122,6 +122,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__()
+        self.inverse_frequencies: torch.Tensor
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
 
     def get_rotary_seq_len(

@@ -154,13 +154,16 @@ def _run(
     `gradients_of` takes what a `TokenLoss` does and returns the loss's gradients [C] by the log-probs and, unless it
     leaves it out, by the entropy.
     """
-    weight_VH = layer.weight_VH
-    log_probs_T, entropy_T = torch.empty(2, len(hidden_TH), device=hidden_TH.device)
+    weight_VH, num_tokens = layer.weight_VH, len(hidden_TH)
+    log_probs_T, entropy_T = torch.empty(2, num_tokens, device=hidden_TH.device)
+    # Made once: on a CPU, fresh memory costs as much as what is computed in it.
+    memory_2CV = torch.empty(2, min(layer.chunk_size, num_tokens), len(weight_VH), device=hidden_TH.device)
     grad_hidden_TH = torch.empty_like(hidden_TH) if needs_grad[0] else None
     grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_grad[1] else None
-    for start in range(0, len(hidden_TH), layer.chunk_size):
-        tokens = slice(start, start + layer.chunk_size)
-        softmax = _softmax(hidden_TH[tokens], layer, labels_T[tokens], temperature)
+    for start in range(0, num_tokens, layer.chunk_size):
+        tokens = slice(start, min(start + layer.chunk_size, num_tokens))
+        memory = memory_2CV[:, : tokens.stop - start].unbind()
+        softmax = _softmax(hidden_TH[tokens], layer, labels_T[tokens], temperature, memory)
         log_probs_T[tokens], entropy_T[tokens] = softmax.log_prob_C, softmax.entropy_C
         if gradients_of is not None:
             by_results = gradients_of(softmax.log_prob_C, softmax.entropy_C, tokens)
@@ -168,20 +171,20 @@ def _run(
             if grad_hidden_TH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[tokens])
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH, grad_CV.T, hidden_TH[tokens])
-            del grad_CV
-        del softmax  # before the next chunk's is made
+                _multiply(grad_CV.T, hidden_TH[tokens], grad_weight_VH, add=True)
     if grad_weight_VH is not None:
         grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
     return log_probs_T, entropy_T, grad_hidden_TH, grad_weight_VH
 
 
-def _add_product(sum_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
-    """The sum is float32, the factors may be of lower precision, which `addmm_` does not take together."""
-    if left_VC.dtype == sum_VH.dtype:
-        sum_VH.addmm_(left_VC, right_CH)
+def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """The float32 result of factors of any precision, which `addmm_` takes of its own precision only."""
+    if left.dtype == out.dtype:
+        out.addmm_(left, right, beta=float(add))
+    elif add:
+        out.add_(left @ right)
     else:
-        sum_VH += left_VC @ right_CH
+        out.copy_(left @ right)
 
 
 @dataclass(frozen=True)
@@ -202,14 +205,19 @@ class _Softmax:
     entropy_C: Tensor
 
 
-def _softmax(hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float) -> _Softmax:
-    """One collective gathers each shard's maximum, log-sum, entropy and label logit.
+def _softmax(
+    hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float, memory: tuple[Tensor, ...]
+) -> _Softmax:
+    """One collective gathers each shard's maximum, log-sum, entropy and label logit; the result fills the memory.
 
     The whole entropy is that of the shards' probabilities plus, weighted with these, the entropies within the shards.
     """
     num_rows, axis = len(layer.weight_VH), layer.tensor_axis
     first_row = axis.rank * num_rows
-    logits_CV = (hidden_CH @ layer.weight_VH.T).float().div_(temperature)
+    logits_CV, exp_CV = memory
+    _multiply(hidden_CH, layer.weight_VH.T, logits_CV)
+    if temperature != 1.0:
+        logits_CV.div_(temperature)
     logits_CV[:, max(layer.vocab_size - first_row, 0) :] = PADDING_LOGIT
     label_C = labels_C - first_row
     has_label_C = (label_C >= 0) & (label_C < num_rows)
@@ -218,7 +226,7 @@ def _softmax(hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperatur
 
     own_max_C = logits_CV.amax(-1)
     x_CV = logits_CV.sub_(own_max_C[:, None])
-    exp_CV = x_CV.exp()
+    torch.exp(x_CV, out=exp_CV)
     x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses digits
     sum_C = exp_CV.sum(-1)
     own_entropy_C = sum_C.log() - x_exp_CV.sum(-1) / sum_C

@@ -87,6 +87,7 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,  # for Megatron's own checkpoints
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )

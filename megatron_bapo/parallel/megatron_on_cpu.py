@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _PREFIX = "megatron."
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like")
@@ -96,6 +97,25 @@ def _fix_moe(module: types.ModuleType) -> None:
     module.__dict__["maybe_move_tensor_to_cpu"] = move_or_convert
 
 
+def _fix_uneven_splits(module: types.ModuleType) -> None:
+    """Tensor-parallel experts gather unequal numbers of tokens, which gloo refuses; one by one it takes them."""
+
+    def all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+        outputs[group.rank()].copy_(own)
+        for output, source in zip(outputs, dist.get_process_group_ranks(group), strict=True):
+            dist.broadcast(output, source, group=group)
+
+    def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        for part, target in zip(inputs, dist.get_process_group_ranks(group), strict=True):
+            summed = part.clone()
+            dist.reduce(summed, target, group=group)
+            if target == dist.get_rank():
+                output.copy_(summed)
+
+    distributed = _namespace(dist, all_gather=all_gather, reduce_scatter=reduce_scatter)
+    module.__dict__["torch"] = _namespace(module.__dict__["torch"], distributed=distributed)
+
+
 def _fix_offload(module: types.ModuleType) -> None:
     """The offloading optimizer copies what is on a GPU to the host, here every parameter to a second fp32 tensor."""
 
@@ -117,6 +137,7 @@ def _fix_optimizer_config(module: types.ModuleType) -> None:
 _FIXES = {
     "megatron.core.tensor_parallel.random": _fix_rng,
     "megatron.core.jit": _fix_jit,
+    "megatron.core.tensor_parallel.mappings": _fix_uneven_splits,
     "megatron.core.transformer.moe.moe_utils": _fix_moe,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_offload,
     "megatron.core.optimizer.optimizer_config": _fix_optimizer_config,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_bapo.data.packing import PaddingRule
+from megatron_bapo.config.padding import PaddingRule
 from megatron_bapo.model.packed_attention import PackedSequences, packed_sequences
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.groups import Axis

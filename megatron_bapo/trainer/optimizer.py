@@ -86,7 +86,7 @@ class Optimizer:
         self._spans = self._gather_spans()
         for group in self._chain.param_groups:
             # Megatron leaves this to its scheduler: norms and biases are not decayed.
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
         self.num_skipped = 0
         """Updates that non-finite gradients have cost so far."""
         self.reset_moments()
@@ -100,7 +100,7 @@ class Optimizer:
     def step(self, lr: float) -> StepResult:
         """Clip and apply the gradients, unless one is not finite on some rank: then all ranks skip alike."""
         for group in self._chain.param_groups:
-            group["lr"] = lr * group["lr_mult"]
+            group["lr"] = lr * group.get("lr_mult", 1.0)
         self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
         if not self._finite_on_all_ranks(norm):

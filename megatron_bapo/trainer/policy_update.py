@@ -21,7 +21,7 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.optimizer import StepResult
 from megatron_bapo.trainer.schedule import run_micro_batches
-from megatron_bapo.trainer.worker import Worker, head_arguments, score
+from megatron_bapo.trainer.worker import Worker, response_outputs, score
 
 OUTCOMES = ("start", "interior", "end", "no_signal")
 
@@ -38,16 +38,15 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
     low, high = _limits(worker, bounds)
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-        arguments = head_arguments(worker, micro_batch, hidden_TH, config.rollout.temperature)
+        outputs = response_outputs(worker, micro_batch, hidden_TH)
         behaviour_N, advantages_N, weights_N = (
             micro_batch.behaviour_log_probs_N, micro_batch.advantages_N, micro_batch.weights_N,
         )  # fmt: skip
 
         def loss_of(log_probs_C: torch.Tensor, _: torch.Tensor, chunk: slice) -> torch.Tensor:
-            loss, _ = policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)
-            return loss
+            return policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)[0]
 
-        loss, log_probs_N, entropy_N = token_loss(loss_of=loss_of, **arguments)
+        loss, log_probs_N, entropy_N = token_loss(*outputs, loss_of, temperature=config.rollout.temperature)
         _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
         metrics = _loss_metrics(loss, weights_N, sums, entropy_N)
         if on_policy:
@@ -63,8 +62,9 @@ def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) ->
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
         weights_N = micro_batch.weights_N
         loss, _, _ = token_loss(
-            loss_of=lambda log_probs_C, _, chunk: supervised_loss(log_probs_C, weights_N[chunk]),
-            **head_arguments(worker, micro_batch, hidden_TH, temperature=1.0),
+            *response_outputs(worker, micro_batch, hidden_TH),
+            lambda log_probs_C, _, chunk: supervised_loss(log_probs_C, weights_N[chunk]),
+            temperature=1.0,
         )
         return loss, {"actor/loss": Mean(loss.item(), weights_N.sum().item())}
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.data.packing import PaddingRule, pack, padding_rule
+from megatron_bapo.data.packing import pack
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
-from megatron_bapo.model.vocab_parallel import log_probs_and_entropy
+from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy
 from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
@@ -38,16 +37,6 @@ class Worker:
     optimizer: Optimizer
 
     @property
-    def padding_rule(self) -> PaddingRule:
-        return padding_rule(
-            self.groups.tensor.size,
-            self.groups.context.size,
-            sequence_parallel=self.config.parallel.sequence_parallel,
-            fp8=False,
-            packing=self.config.trainer.packing,
-        )
-
-    @property
     def num_micro_batches_multiple(self) -> int:
         """An interleaved pipeline takes micro-batches in rounds of its number of stages."""
         return self.groups.pipeline.size if self.groups.num_virtual_stages > 1 else 1
@@ -56,9 +45,9 @@ class Worker:
         """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
         plan = pack(
             [example.num_input_tokens for example in examples],
-            self.config.trainer.max_tokens_per_gpu * self.groups.context.size,
+            self.config.max_micro_batch_tokens,
             self.groups.data.size,
-            rule=self.padding_rule,
+            rule=self.config.padding_rule,
             num_multiple_of=self.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
         )[self.groups.data.rank]
@@ -73,7 +62,7 @@ class Worker:
         return [
             to_micro_batch(
                 sorted(examples, key=lambda example: -example.num_input_tokens),
-                self.padding_rule,
+                self.config.padding_rule,
                 self.groups.context,
                 local_device(),
             )
@@ -97,25 +86,22 @@ class Scores:
     entropy_N: torch.Tensor
 
 
-def head_arguments(
-    worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor, temperature: float
-) -> dict[str, Any]:
-    """What the log-probs of a micro-batch's response tokens come from, as `model/vocab_parallel.py` takes it."""
+def response_outputs(
+    worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor
+) -> tuple[torch.Tensor, OutputLayer, torch.Tensor]:
+    """Hidden states [N, H], output layer and labels [N] that the log-probs of the response tokens come from."""
     weight_VH, tensor = worker.model.output_weight(), worker.groups.tensor
     # Each rank's rows of the output weight contribute to a token's gradient; both regions add them up.
     if worker.config.parallel.sequence_parallel:
         hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor.group)
     else:
         hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=tensor.group)
-    return {
-        "hidden_TH": hidden_TH.index_select(0, micro_batch.response_positions_N).to(weight_VH.dtype),
-        "weight_VH": weight_VH,
-        "labels_T": micro_batch.labels_T.index_select(0, micro_batch.response_positions_N),
-        "temperature": temperature,
-        "tensor_axis": tensor,
-        "chunk_size": worker.config.trainer.logprob_chunk_size,
-        "vocab_size": worker.model.architecture.vocab_size,
-    }
+    positions_N = micro_batch.response_positions_N
+    layer = OutputLayer(
+        weight_VH, worker.model.architecture.vocab_size, tensor, worker.config.trainer.logprob_chunk_size
+    )
+    hidden_NH = hidden_TH.index_select(0, positions_N).to(weight_VH.dtype)
+    return hidden_NH, layer, micro_batch.labels_T.index_select(0, positions_N)
 
 
 @torch.no_grad()
@@ -123,7 +109,8 @@ def score(worker: Worker, micro_batches: Sequence[MicroBatch], temperature: floa
     """A forward-only pass; one entry per micro-batch on the last pipeline stage, none on the others."""
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
-        scores = Scores(*log_probs_and_entropy(**head_arguments(worker, micro_batch, hidden_TH, temperature)))
+        outputs = response_outputs(worker, micro_batch, hidden_TH)
+        scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
         return scores.log_probs_N.sum(), scores
 
     return run_micro_batches(worker.model, micro_batches, head, forward_only=True)

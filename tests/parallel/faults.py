@@ -28,8 +28,8 @@ def labels_rolled_after_the_context_split() -> Iterator[None]:
 def doubled_loss_scale() -> Iterator[None]:
     token_loss = policy_update.token_loss
 
-    def doubled(**kwargs: object) -> object:
-        loss, *rest = token_loss(**kwargs)
+    def doubled(*args: object, **kwargs: object) -> object:
+        loss, *rest = token_loss(*args, **kwargs)
         return 2 * loss, *rest
 
     with patch.object(policy_update, "token_loss", doubled):

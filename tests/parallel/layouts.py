@@ -60,7 +60,7 @@ class Layout:
     dtype: str = "float32"
     models: tuple[str, ...] = tuple(MODELS)
     resume_from: str | None = None
-    """The layout whose checkpoint this one continues from."""
+    """The layout whose checkpoint this one continues from; stands above it in the table."""
 
     @property
     def parallel(self) -> dict:
@@ -90,14 +90,14 @@ LAYOUTS = {
     "one-process": Layout(1),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
     "tp2": Layout(2, tp=2, models=_DENSE),
-    "tp2-sp": Layout(2, tp=2, sp=True, resume_from="cp2"),
-    "pp2": Layout(2, pp=2, resume_from="dp2-distopt"),
+    "tp2-sp": Layout(2, tp=2, sp=True),
+    "pp2": Layout(2, pp=2, resume_from="tp2-sp"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
-    "cp2": Layout(2, cp=2),
+    "cp2": Layout(2, cp=2, resume_from="pp2-vpp2"),
     "dp2": Layout(2, recompute="full"),
     "dp2-distopt": Layout(2, distributed_optimizer=True),
-    "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="pp2-vpp2"),
-    "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True),
+    "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="cp2"),
+    "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
     "ep2": Layout(2, ep=2, models=_MOE, resume_from="pp2"),
     "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
     "tp4-sp": Layout(4, tp=4, sp=True, models=("llama",)),
@@ -119,7 +119,7 @@ LAYOUTS = {
     "ep2-pp2": Layout(4, ep=2, pp=2, models=_MOE, distributed_optimizer=True, overlap=True),
     "ep2-pp2-vpp2": Layout(4, ep=2, pp=2, vpp=2, models=_MOE, resume_from="tp2-sp-ep2"),
     "ep2-dp4": Layout(4, ep=2, models=_MOE, distributed_optimizer=True),
-    "tp2-sp-pp2-cp2": Layout(8, tp=2, sp=True, pp=2, cp=2, distributed_optimizer=True),
+    "tp2-sp-pp2-cp2": Layout(8, tp=2, sp=True, pp=2, cp=2, distributed_optimizer=True, resume_from="tp2-sp-dp2"),
     "tp2-pp2-dp2": Layout(8, tp=2, pp=2, models=_DENSE, distributed_optimizer=True, overlap=True),
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),

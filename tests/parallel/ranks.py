@@ -76,19 +76,19 @@ def run_case(case: dict, out: Path) -> None:
     save_hugging_face(worker.model, groups, packed.model_path, out / "continued")
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(metrics))
-    parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    start_distributed(timeout_s=120)
     for case in cases:
         started = time.perf_counter()
+        start_distributed(timeout_s=120, store_file=out / f"rendezvous-{case['name']}")
         with FAULTS[case.get("fault")]():
             run_case(case, out / case["name"])
         if torch.distributed.get_rank() == 0:
             print(f"{case['name']}: {time.perf_counter() - started:.1f} s", flush=True)
-    torch.distributed.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()  # with its groups' threads, which would pile up over the cases
 
 
 if __name__ == "__main__":

@@ -91,7 +91,13 @@ def test_a_valid_config_passes_without_warnings() -> None:
             {"trainer__max_tokens_per_gpu": 199},
             "trainer.max_tokens_per_gpu=199",
             "data.max_prompt_length=100 + rollout.max_response_length=100 = 200",
-            "raise it to at least that, or shorten the two",
+            "raise max_tokens_per_gpu to at least 200, or shorten the two",
+        ),
+        (
+            {"trainer__max_tokens_per_gpu": 67, "parallel__context_parallel_size": 3, "parallel__world_size": 3},
+            "trainer.max_tokens_per_gpu=67 x parallel.context_parallel_size=3",
+            "response_length=100 = 200, 204 with the layout's padding",
+            "raise max_tokens_per_gpu to at least 68",
         ),
         (
             {"evaluation__every_steps": 5},
@@ -181,8 +187,8 @@ def test_clip_bounds_that_move_or_are_unused_are_not_warned_about(algorithm: dic
 
 def test_a_warm_up_longer_than_the_run_is_warned_about() -> None:
     assert check_config(config(optimizer__lr_warmup_steps=19)) == []
-    (warning,) = check_config(config(optimizer__lr_warmup_steps=20))
-    assert "optimizer.lr_warmup_steps=20 is not less than the run's 20 updates" in warning
+    (warning,) = check_config(config(optimizer__lr_warmup_steps=21))
+    assert "optimizer.lr_warmup_steps=21 is not less than the run's 20 updates" in warning
     assert "Lower lr_warmup_steps or train longer" in warning
 
 
@@ -209,11 +215,22 @@ def test_an_overlapped_gather_needs_what_it_builds_on(absent: str) -> None:
         ({"lr_decay_style": "WSD"}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
         ({"lr_wsd_decay_steps": 5}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
         ({"lr_decay_steps": 5}, "lr_decay_steps goes with a decay"),
+        (
+            {"lr_decay_style": "linear", "lr_decay_steps": 5, "lr_warmup_steps": 5},
+            "need lr_warmup_steps < lr_decay_steps, got 5, 5",
+        ),
     ],
 )
 def test_a_learning_rate_schedule_that_contradicts_itself_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(optimizer=settings)
+
+
+def test_a_decay_that_begins_within_the_warm_up_is_warned_about() -> None:
+    settings = {"lr_decay_style": "WSD", "lr_wsd_decay_steps": 15, "lr_warmup_steps": 5}
+    assert check_config(config(optimizer=settings)) == []
+    (warning,) = check_config(config(optimizer=settings | {"lr_warmup_steps": 6}))
+    assert "optimizer.lr_warmup_steps=6 + lr_wsd_decay_steps=15 exceed the 20 updates" in warning
 
 
 @pytest.mark.parametrize(

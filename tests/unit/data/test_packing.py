@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.packing import first_fit_decreasing, karmarkar_karp, reasoning_lengths
-from megatron_bapo.data.packing import PaddingRule, Plan, cost, pack, padding_rule
+from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.data.packing import Plan, cost, pack
 from megatron_bapo.errors import UserError
 
 BUDGET = 32768

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_bapo.data.packing import PaddingRule, padding_rule
+from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
