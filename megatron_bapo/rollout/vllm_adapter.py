@@ -22,6 +22,7 @@ from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.messages import Completion, GenerationRequest
@@ -109,6 +110,8 @@ def _engine_args(
         # After the temperature: the log-probs of the distribution that was sampled from.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
+        # vLLM refuses lengths above this field, which Qwen's recipe for YaRN leaves at the unscaled length.
+        hf_overrides={"max_position_embeddings": read_architecture(model_path).context_length},
         trust_remote_code=False,
         disable_log_stats=True,
         **options,
