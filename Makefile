@@ -8,11 +8,14 @@ LOCK := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 PYTHON ?= $(if $(HAS_GPU),python3.12,python3.11)
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256sum | cut -c1-16)
+# What the benches compare with lives apart from the locked environment.
+BENCH_SITE := build/bench-site
+BENCHES := packing log_probs hf_io train_step
 SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test check format doctor clean
+.PHONY: setup quickstart smollm2 test check format bench doctor clean
 
 setup: $(STAMP)
 
@@ -54,6 +57,15 @@ format: setup
 
 test: check
 	$(BIN)/python -m pytest
+
+$(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
+	@rm -rf $(BENCH_SITE)
+	@$(PIP) --no-deps --target $(BENCH_SITE) -r $<
+	@touch $@
+
+bench: $(BENCH_SITE)/.complete
+	@for name in $(BENCHES); do \
+		PYTHONPATH=$(CURDIR):$(CURDIR)/$(BENCH_SITE) $(BIN)/python -m bench.$$name || exit 1; done
 
 doctor: setup
 	$(BIN)/python -m megatron_bapo doctor

@@ -26,12 +26,12 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import supervised_update
 from megatron_bapo.trainer.worker import create_worker
 
-NUM_SEQUENCES = 24
+NUM_SEQUENCES = 16
 MAX_TOKENS = 1024
 LEARNING_RATE = 1e-5
 SHAPES = {
-    "5M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 8192},
-    "30M": {"hidden_size": 384, "intermediate_size": 1152, "num_hidden_layers": 8, "vocab_size": 32768},
+    "4M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 8192},
+    "16M": {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "vocab_size": 16384},
 }
 LENGTHS = {
     "equal lengths": np.full(NUM_SEQUENCES, 256),
@@ -136,7 +136,7 @@ def compare(shape: dict[str, int], lengths: np.ndarray, folder: Path, groups: ob
     def their_step() -> None:
         losses["theirs"] = transformers_step(theirs, optimizer, batches)
 
-    seconds = medians_s({"ours": our_step, "transformers": their_step}, num_repeats=5)
+    seconds = medians_s({"ours": our_step, "transformers": their_step}, num_repeats=4)
     assert abs(losses["ours"] - losses["theirs"]) < 1e-3, f"the two train on different losses: {losses}"
     return seconds, int(sum(lengths))
 
