@@ -99,11 +99,12 @@ def run_case(case: dict, out: Path) -> None:
         save_checkpoint(worker, out / "reloaded", 2, {}, keep=1)
         update(worker)
         save_hugging_face(worker.model, groups, config.model_path, out / "resumed")
+    ddps: list[Any] = [chunk.ddp for chunk in worker.model.chunks]
     facts |= {
         "grad_norms": grad_norms,
         "num_steps": worker.optimizer.num_steps,
         "num_optimizers": len(worker.optimizer._members),
-        "num_buckets": sum(len(buffer.buckets) for chunk in worker.model.chunks for buffer in chunk.ddp.buffers),
+        "num_buckets": sum(len(buffer.buckets) for ddp in ddps for buffer in ddp.buffers),
     }
     if groups.is_main:
         (out / "facts.json").write_text(json.dumps(facts))

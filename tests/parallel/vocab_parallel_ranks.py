@@ -39,7 +39,9 @@ def run_path(path: str, case: dict, axis: Axis) -> dict[str, torch.Tensor | None
 
 
 def run_case(case: dict, out: Path) -> None:
-    axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    world = dist.group.WORLD
+    assert world is not None
+    axis = Axis(world, dist.get_rank(), dist.get_world_size())
     results = {path: run_path(path, case, axis) for path in ("token_loss", "log_probs_and_entropy")}
     torch.save(results, out / f"{axis.rank}.pt")
 
