@@ -122,6 +122,12 @@ def _expert_problems(config: Config, architecture: Architecture, where: str) -> 
             )
         return
     etp = parallel.expert_tensor_parallel_size or tp
+    if ep == 1 and etp != tp:
+        yield (
+            f"parallel.expert_tensor_parallel_size={etp} with parallel.tensor_model_parallel_size={tp} and "
+            "expert_model_parallel_size=1: Megatron sums experts' gradients over their own ranks only when "
+            "expert_model_parallel_size exceeds 1; raise that, or leave expert_tensor_parallel_size out"
+        )
     if architecture.num_experts % ep:
         yield (
             f"{where}: num_experts={architecture.num_experts} must be a multiple of "

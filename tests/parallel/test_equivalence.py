@@ -1,8 +1,6 @@
 """Every layout gives what one process gives, and one process gives what Hugging Face gives."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from megatron_bapo.algorithm.policy_loss import policy_loss
 from tests.parallel.examples import make_examples
 from tests.parallel.faults import FAULTS
+from tests.parallel.launching import launch
 from tests.parallel.layouts import CASES, LAYOUTS, MODELS, Layout
+from tests.parallel.tensors import largest_difference, load_folder, save_random_model
 from tests.tolerances import (
     BF16_GRADIENT,
     BF16_LOG_PROB,
@@ -26,7 +26,6 @@ from tests.tolerances import (
     PARAMETER,
 )
 
-HERE = Path(__file__).parent
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]
 FAULTY_CASES = {
     "labels-rolled-after-the-context-split": "cp2",
@@ -44,16 +43,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [(f"{model}-{name}", model, LAYOUTS[name], None) for model, name in CASES]
     cases += [(fault, "qwen3", LAYOUTS[name], fault) for fault, name in FAULTY_CASES.items()]
     for world_size in (1, 2, 4, 8):
-        launch([case_of(root, *case) for case in cases if case[2].world_size == world_size], root, world_size)
+        of_this_size = [case_of(root, *case) for case in cases if case[2].world_size == world_size]
+        launch("ranks.py", of_this_size, root, world_size)
     return root
-
-
-def save_random_model(model: torch.nn.Module, folder: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))
-    model.save_pretrained(folder)
 
 
 def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None) -> dict:
@@ -66,27 +58,6 @@ def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None
         "fault": fault,
         **resumed,
     }
-
-
-def launch(cases: list[dict], root: Path, world_size: int) -> None:
-    """Run the cases on `world_size` ranks; a failure shows the ranks' own output."""
-    case_file = root / f"cases-{world_size}.json"
-    case_file.write_text(json.dumps(cases))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--standalone"),
-        *(str(HERE / "ranks.py"), str(case_file), str(root)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
 def differences(ours: Path, reference: Path) -> dict[str, float]:

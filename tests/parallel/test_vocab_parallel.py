@@ -1,18 +1,16 @@
 """Two tensor-parallel ranks give what float64 autograd gives on the gathered logits."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.parallel.launching import launch
 from tests.parallel.vocab_parallel_examples import exact_results, make_token_example
 from tests.tolerances import GRADIENT, LOG_PROB
 
-HERE = Path(__file__).parent
 DEFAULTS = {
+    "world_size": 2,
     "num_tokens": 37, "vocab_size": 96, "num_rows": 48, "chunk_size": 7, "temperature": 1.0,
     "entropy_requires_grad": False,
 }  # fmt: skip
@@ -27,27 +25,21 @@ PATHS = ("token_loss", "log_probs_and_entropy")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Each rank's results, from one launch for all cases."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `NAME/RANK.pt` for every case."""
     root = tmp_path_factory.mktemp("vocab_parallel")
-    case_file = root / "cases.json"
-    case_file.write_text(json.dumps([{**DEFAULTS, **case, "name": name} for name, case in CASES.items()]))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"),
-        *(str(HERE / "vocab_parallel_ranks.py"), str(case_file), str(root)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(root / f"{rank}.pt") for rank in range(2)]
+    cases = [{**DEFAULTS, **case, "name": name} for name, case in CASES.items()]
+    launch("vocab_parallel_ranks.py", cases, root, world_size=2)
+    return root
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_match_float64_on_the_gathered_logits(ranks: list[dict], name: str, path: str) -> None:
+def test_two_ranks_match_float64_on_the_gathered_logits(results: Path, name: str, path: str) -> None:
     case = {**DEFAULTS, **CASES[name]}
     example = make_token_example(case["num_tokens"], case["vocab_size"])
     exact = exact_results(example, case["temperature"], entropy_requires_grad=case["entropy_requires_grad"])
-    first, second = (rank[name][path] for rank in ranks)
+    first, second = (torch.load(results / name / f"{rank}.pt")[path] for rank in range(2))
 
     for key in ("loss", "log_probs", "entropy"):
         assert torch.equal(first[key], second[key])

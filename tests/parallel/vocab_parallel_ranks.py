@@ -1,23 +1,22 @@
-"""Run by torchrun: every case of a JSON file; `out/RANK.pt` gets {case: {path: results}}.
+"""Run by torchrun: for each case `out/NAME/RANK.pt` gets {path: results}.
 
-A case is {"name", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature", "entropy_requires_grad"}, with
-`num_rows` rows of the output layer on each rank. The two paths are `token_loss` and `log_probs_and_entropy`.
+A case is {"name", "world_size", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
+"entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The two paths are `token_loss` and
+`log_probs_and_entropy`.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launching import run_cases
 from vocab_parallel_examples import HIDDEN_SIZE, make_token_example
 
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.groups import Axis
-from megatron_bapo.parallel.platform import start_distributed
 
 
-def run_case(case: dict, axis: Axis, path: str) -> dict[str, torch.Tensor]:
+def run_path(path: str, case: dict, axis: Axis) -> dict[str, torch.Tensor | None]:
     example = make_token_example(case["num_tokens"], case["vocab_size"])
     padding = torch.full((axis.size * case["num_rows"] - case["vocab_size"], HIDDEN_SIZE), 7.0)
     rows = torch.cat([example.weight_VH, padding]).split(case["num_rows"])
@@ -39,17 +38,13 @@ def run_case(case: dict, axis: Axis, path: str) -> dict[str, torch.Tensor]:
     }
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    start_distributed(timeout_s=60)
-    axis = Axis(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    results = {
-        case["name"]: {path: run_case(case, axis, path) for path in ("token_loss", "log_probs_and_entropy")}
-        for case in cases
-    }
+def run_case(case: dict, out: Path) -> None:
+    world = dist.group.WORLD
+    assert world is not None
+    axis = Axis(world, dist.get_rank(), dist.get_world_size())
+    results = {path: run_path(path, case, axis) for path in ("token_loss", "log_probs_and_entropy")}
     torch.save(results, out / f"{axis.rank}.pt")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(run_case)

@@ -84,10 +84,22 @@ def test_pipeline_stages_and_their_chunks_must_divide_the_layers(
             "choose one that divides it",
         ),
         (
-            8,
-            {"expert_tensor_parallel_size": 8},
+            16,
+            {"expert_tensor_parallel_size": 8, "expert_model_parallel_size": 2},
             "moe_intermediate_size=12 must be a multiple of parallel.expert_tensor_parallel_size=8",
             "choose one that divides it",
+        ),
+        (
+            2,
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
+            "expert_tensor_parallel_size=1 with parallel.tensor_model_parallel_size=2 and expert_model_parallel_size=1",
+            "raise that, or leave expert_tensor_parallel_size out",
+        ),
+        (
+            4,
+            {"expert_tensor_parallel_size": 4},
+            "expert_tensor_parallel_size=4 with parallel.tensor_model_parallel_size=1 and expert_model_parallel_size=1",
+            "raise that, or leave expert_tensor_parallel_size out",
         ),
         (
             2,
@@ -110,7 +122,8 @@ def test_expert_tensor_parallelism_is_tensor_parallelism_unless_it_is_given(tmp_
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     (problem,) = problems(of(folder, **layout(2, **sizes)))
     assert "moe_intermediate_size=9 must be a multiple of parallel.expert_tensor_parallel_size=2" in problem
-    assert check_config(of(folder, **layout(2, **sizes, expert_tensor_parallel_size=1))) == []
+    sizes |= {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    assert check_config(of(folder, **layout(2, **sizes))) == []
 
 
 def test_a_layout_of_every_axis_at_once_passes(tmp_path: Path) -> None:

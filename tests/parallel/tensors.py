@@ -1,0 +1,36 @@
+"""Folders of safetensors files, and how far two of them are apart."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+
+def save_random_model(model: PreTrainedModel, folder: Path) -> None:
+    """With weights that are large enough for every part to matter; norms and biases around 1."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))
+    model.save_pretrained(folder)
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder, fp32."""
+    return {name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def largest(tensors: dict[str, torch.Tensor]) -> float:
+    return max(tensor.abs().max().item() for tensor in tensors.values())
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return largest({name: ours[name] - theirs[name] for name in ours})
+
+
+def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    assert ours.keys() == theirs.keys()
+    assert ours
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
