@@ -1,14 +1,12 @@
-"""Run by torchrun: every case of a JSON file, one after another in the same processes.
+"""Run by torchrun: the cases of the layout matrix.
 
-A case is {"name", "model", "parallel", "dtype"}, with "resume_from" and "fault" where it has them. For each,
-`out/NAME/` gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
+A case is {"name", "world_size", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
+its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
 the parameters after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and
 the metrics.
 """
 
 import json
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import numpy as np
 import torch
 from examples import LEARNING_RATE, make_config, make_examples
 from faults import FAULTS
+from launching import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
@@ -23,7 +22,6 @@ from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
-from megatron_bapo.parallel.platform import start_distributed
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker, score_sequence
@@ -42,6 +40,12 @@ def write_gradients(worker: Worker, folder: Path) -> None:
 
 
 def run_case(case: dict, out: Path) -> None:
+    with FAULTS[case["fault"]]():
+        _run_case(case, out)
+    parallel_state.destroy_model_parallel()
+
+
+def _run_case(case: dict, out: Path) -> None:
     packed, padded = (
         make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=packing)
         for packing in (True, False)
@@ -78,18 +82,5 @@ def run_case(case: dict, out: Path) -> None:
         (out / "metrics.json").write_text(json.dumps(metrics))
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    for case in cases:
-        started = time.perf_counter()
-        start_distributed(timeout_s=120, store_file=out / f"rendezvous-{case['name']}")
-        with FAULTS[case.get("fault")]():
-            run_case(case, out / case["name"])
-        if torch.distributed.get_rank() == 0:
-            print(f"{case['name']}: {time.perf_counter() - started:.1f} s", flush=True)
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()  # with its groups' threads, which would pile up over the cases
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(run_case)

@@ -36,15 +36,15 @@ FAULTY_CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `MODEL-LAYOUT/` for every case and `FAULT/` for every planted fault; one launch a world size."""
+    """A folder with `MODEL-LAYOUT/` for every case and `FAULT/` for every planted fault; two launches."""
     root = tmp_path_factory.mktemp("equivalence")
     for name, config in MODELS.items():
         save_random_model(AutoModelForCausalLM.from_config(config), root / name)
     cases = [(f"{model}-{name}", model, LAYOUTS[name], None) for model, name in CASES]
     cases += [(fault, "qwen3", LAYOUTS[name], fault) for fault, name in FAULTY_CASES.items()]
-    for world_size in (1, 2, 4, 8):
-        of_this_size = [case_of(root, *case) for case in cases if case[2].world_size == world_size]
-        launch("ranks.py", of_this_size, root, world_size)
+    cases.sort(key=lambda case: case[2].world_size)
+    for sizes in ((1, 2, 4), (8,)):
+        launch("ranks.py", [case_of(root, *case) for case in cases if case[2].world_size in sizes], root, max(sizes))
     return root
 
 
@@ -52,6 +52,7 @@ def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None
     resumed = {} if layout.resume_from is None else {"resume_from": f"{model}-{layout.resume_from}"}
     return {
         "name": name,
+        "world_size": layout.world_size,
         "model": str(root / model),
         "parallel": layout.parallel,
         "dtype": layout.dtype,
