@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from bench.report import medians_s, report
 from megatron_bapo.config.schema import Config
@@ -142,6 +143,7 @@ def compare(shape: dict[str, int], lengths: np.ndarray, folder: Path, groups: ob
 
 
 def main() -> None:
+    disable_progress_bar()
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     rows, ratios, figures = [], {}, {}
     with tempfile.TemporaryDirectory() as temporary:

@@ -16,7 +16,6 @@ if not platform.has_gpu():
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # absent apex and Transformer Engine; the preflight reports them
-    from megatron.core import optimizer as _optimizer
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -26,7 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, l2_norm_impl
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -42,15 +41,11 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-Adam: type = _optimizer.Adam  # pyright: ignore[reportAttributeAccessIssue]
-"""Transformer Engine's, apex's or torch's: the first that is installed."""
-
 # Megatron-Core 0.16.1 calls collectives by names that torch 2.13 has replaced.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
 logging.getLogger("megatron").setLevel(logging.WARNING)
 
 __all__ = [
-    "Adam",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -73,7 +68,6 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
-    "l2_norm_impl",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
 ]

@@ -21,7 +21,6 @@ from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.parallel.collectives import max_over
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import (
-    Adam,
     DistributedDataParallel,
     DistributedOptimizer,
     HybridDeviceOptimizer,
@@ -29,7 +28,6 @@ from megatron_bapo.parallel.megatron import (
     OptimizerConfig,
     clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
-    l2_norm_impl,
 )
 from megatron_bapo.parallel.platform import local_device
 
@@ -271,22 +269,6 @@ def _pieces(member: Any, chunks: list[DistributedDataParallel]) -> Iterator[tupl
         main = getattr(parameter, "main_param", parameter)
         if id(main) in updated:
             yield parameter, _Piece(member.optimizer, main, 0, main.numel())
-
-
-def fused_paths() -> dict[str, str]:
-    """Whose kernels Megatron found: "Transformer Engine", "apex" or, where both are absent, "torch"."""
-    return {"adam": provider_of(Adam), "gradient_norm": provider_of(l2_norm_impl)}
-
-
-def provider_of(implementation: Any) -> str:
-    """The package that a class or function comes from; Megatron's own fall-backs are plain torch."""
-    package = str(implementation.__module__).split(".")[0]
-    return {
-        "transformer_engine": "Transformer Engine",
-        "transformer_engine_torch": "Transformer Engine",
-        "apex": "apex",
-        "amp_C": "apex",
-    }.get(package, "torch")
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:

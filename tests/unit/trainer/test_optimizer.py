@@ -1,4 +1,3 @@
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from megatron_bapo.model.build import ddp_config
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import DistributedDataParallel, TransformerConfig, parallel_state
 from megatron_bapo.parallel.platform import local_device, start_distributed
-from megatron_bapo.trainer.optimizer import STATES, Optimizer, fused_paths, provider_of
+from megatron_bapo.trainer.optimizer import STATES, Optimizer
 
 # Megatron-Core calls collectives by names that torch 2.13 has replaced.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning")
@@ -166,25 +165,3 @@ def test_a_tensor_of_another_shape_is_refused(groups: ParallelGroups) -> None:
 
     with pytest.raises(AssertionError, match=r"exp_avg has shape .*35.*parameter .*7, 5"):
         case.optimizer.write(case.parameters[0], "exp_avg", torch.zeros(35))
-
-
-@pytest.mark.parametrize(
-    ("module", "provider"),
-    [
-        ("transformer_engine.pytorch.optimizers.fused_adam", "Transformer Engine"),
-        ("transformer_engine_torch", "Transformer Engine"),
-        ("apex.optimizers.fused_adam", "apex"),
-        ("amp_C", "apex"),
-        ("torch.optim.adamw", "torch"),
-        ("megatron.core.utils", "torch"),
-    ],
-)
-def test_an_implementation_is_named_by_its_package(module: str, provider: str) -> None:
-    assert provider_of(type("Adam", (), {"__module__": module})) == provider
-
-
-def test_the_fused_paths_are_those_of_the_installed_packages() -> None:
-    present = {name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name) is not None}
-
-    assert set(fused_paths()) == {"adam", "gradient_norm"}
-    assert all((provider == "torch") == (not present) for provider in fused_paths().values())
