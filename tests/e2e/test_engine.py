@@ -1,17 +1,26 @@
-"""A real vLLM engine against Hugging Face, on one tiny Qwen3 checkpoint with tied embeddings."""
+"""A real vLLM engine against Hugging Face, on tiny Qwen3 checkpoints: tied embeddings, and experts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_bapo.config.schema import RolloutConfig
 from megatron_bapo.errors import RunError
@@ -25,24 +34,32 @@ LONG_PROMPT = np.arange(1, 81, dtype=np.int32)
 """Fills two blocks of the engine's prefix cache."""
 
 
-def create_checkpoint(folder: Path) -> None:
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    # Qwen's recipe for long context: 256 tokens, though the model was made for 64.
+    "max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
+    },
+    "eos_token_id": END,
+    "initializer_range": 0.1,
+}  # fmt: skip
+DENSE = Qwen3Config(**SHAPE, tie_word_embeddings=True)
+EXPERTS = Qwen3MoeConfig(
+    **SHAPE, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    norm_topk_prob=True,
+)  # fmt: skip
+
+
+def create_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        # Qwen's recipe for long context: 256 tokens, though the model was made for 64.
-        max_position_embeddings=64,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
-        tie_word_embeddings=True,
-        eos_token_id=END,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -54,7 +71,7 @@ class Running:
     """An engine, the Hugging Face model whose weights it should have, and the loop that the engine lives on."""
 
     engine: Engine
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
     store: WeightStore
     wait_for: Callable[[Awaitable[Any]], Any]
 
@@ -97,13 +114,16 @@ def request(prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: i
     return GenerationRequest("request", prompt, n, temperature, max_tokens=24, seed=seed)
 
 
-def exported(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors by the names of a checkpoint, which are not those of the model's own parameters."""
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 @contextmanager
-def running_engine(folder: Path) -> Iterator[Running]:
-    create_checkpoint(folder)
+def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
+    create_checkpoint(folder, config)
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=60)
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
@@ -114,7 +134,8 @@ def running_engine(folder: Path) -> Iterator[Running]:
             return await work
 
         engine = Engine()
-        run = Running(engine, Qwen3ForCausalLM.from_pretrained(folder), store, lambda work: runner.run(waited(work)))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        run = Running(engine, model, store, lambda work: runner.run(waited(work)))
         run.wait_for(engine.start(folder, settings, "float32", max_model_len=200, seed=0, store_folder=store.folder))
         try:
             yield run
@@ -125,7 +146,7 @@ def running_engine(folder: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running_engine(tmp_path_factory.mktemp("checkpoint")) as run:
+    with running_engine(tmp_path_factory.mktemp("checkpoint"), DENSE) as run:
         yield run
 
 
@@ -245,3 +266,13 @@ def test_after_a_damaged_store_the_engine_serves_nothing(run: Running):
     run.publish(61)
     with pytest.raises(RunError, match="no known weights"):
         run.wait_for(run.engine.load_weights(61))
+
+
+def test_a_mixture_of_experts_takes_over_new_weights(tmp_path: Path):
+    with running_engine(tmp_path, EXPERTS) as run:
+        run.assert_engine_has_the_models_weights()
+        for version in (1, 2):
+            run.perturb(seed=version)
+            run.publish(version)
+            run.wait_for(run.engine.load_weights(version))
+            run.assert_engine_has_the_models_weights()
