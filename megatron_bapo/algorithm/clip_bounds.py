@@ -11,7 +11,7 @@ the ranks, and Algorithm 1 then runs literally, on scalars.
 The bounds depend on neither the tokens' order nor the split into micro-batches and ranks, because what is added is
 integers. Each term is rounded once, by a rule that looks at nothing but the term, to a multiple of a power of two that
 follows from its float64 exponent (relative error at most 2^-38); the multiples are added in int64, apart for each such
-power. No sum overflows below 2^31 chunks of up to 2^16 tokens.
+power. No sum overflows below 2^31 chunks of up to 2^17 tokens.
 
 The bounds are invariant to a common scale of the advantages, but the largest advantage is known only after a
 collective, so the powers are fixed: w|A|r or w|A| below 2^-191 (3e-58) counts as nothing, and a token whose w|A|
@@ -68,7 +68,7 @@ ADVANTAGE_LIMIT: Final = 2.0**160
 """Keeps w|A|r in range, since r <= e^20."""
 DIGIT_BITS: Final = 32
 """A chunk's sums are cut here before chunks and ranks are added."""
-CHUNK_TOKENS: Final = 1 << 16
+CHUNK_TOKENS: Final = 1 << 17
 """Keeps a chunk's sums below 2^62, and its temporaries in a CPU's cache."""
 
 
@@ -244,7 +244,7 @@ def _add(sums_K: Tensor, first_key_t: Tensor, terms_t: Tensor) -> None:
     key_t >>= FRACTION_BITS + CLASS_BITS
     key_t &= NUM_KEYS - 1
     key_t |= first_key_t
-    sums_K.scatter_add_(0, key_t, bits_t)
+    sums_K.index_add_(0, key_t, bits_t)
 
 
 def _contributions(digits: Tensor, lower: _Grid, upper: _Grid) -> tuple[list[float], list[float]]:
