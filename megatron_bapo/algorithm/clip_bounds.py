@@ -8,33 +8,37 @@ P depends on the upper bound alone and N on the lower bound alone, and both need
 the tokens whose ratio lies between two neighbouring grid points. One pass collects these, one all-reduce adds them over
 the ranks, and Algorithm 1 then runs literally, on scalars.
 
-The sums are exact, so the bounds depend on neither the tokens' order nor the split into micro-batches and ranks. Every
-term is a float64; its significand is cut into two 30-bit digits at one of a few fixed positions (a sparse Kulisch
-accumulator), and digits are added in int64: integer addition is associative, and no sum overflows below 2^33 tokens.
+The bounds depend on neither the tokens' order nor the split into micro-batches and ranks, because what is added is
+integers. Each term is rounded once, by a rule that looks at nothing but the term, to a multiple of a power of two that
+follows from its float64 exponent (relative error at most 2^-38); the multiples are added in int64, apart for each such
+power. No sum overflows below 2^31 chunks of up to 2^17 tokens.
 
 The bounds are invariant to a common scale of the advantages, but the largest advantage is known only after a
-collective, so the positions are fixed: w|A|r or w|A| below 2^-191 (3e-58) counts as nothing, and a token whose w|A|r
+collective, so the powers are fixed: w|A|r or w|A| below 2^-191 (3e-58) counts as nothing, and a token whose w|A|
 reaches 2^160 (1e48) is dropped.
 
 `contribution=gradient` counts a token only strictly inside its bound (A > 0: r < c_high, A < 0: r > c_low). A ratio
 within 8 eps (relative; eps of the log-ratios' dtype, at most float32's) of a grid point is taken to lie on it, because
-exp(log(3.0)) may be 2.9999999999999996.
+exp(log(3.0)) may be 2.9999999999999996. `contribution=value` is continuous there.
 
 `search_order=lower_first` with `target_measure=ratio` is the search of the authors' released code: it moves the lower
 bound first, shortens each last step to end at the maximum, goes on until both bounds are there, and is satisfied if
 N = 0 or P / (N + 1e-8) >= t / (1 - t), where t is `positive_contribution_target`. That code knows no weights, and a NaN
 in a masked token stops it at the start; the latter is not reproduced.
 
-Shapes: T tokens (t those of one chunk); V summed quantities (w|A|r, and w|A| for `contribution=value`); E edges of the
-ratio intervals; W digit positions.
+Shapes: T tokens (t those of one chunk); V = 2 summed quantities, w|A|r and w|A|; I intervals of the ratio; S = 2 signs
+of the advantage (plus, minus); W classes of eight float64 exponents.
 """
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Final, Literal
+from math import isclose
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,18 +55,21 @@ SHARE_TOLERANCE: Final = 1e-9
 RATIO_EPSILON: Final = 1e-8
 
 FRACTION_BITS: Final = 52
-DIGIT_BITS: Final = 30
-POSITION_BITS: Final = 3
-"""2^3 binary exponents share a position, so that 53 significand bits shifted by up to 7 fill two digits."""
-IGNORED_POSITION: Final = 103
-"""Takes every float64 below 2^-191, zero included; the positions above it reach up to 2^193."""
-NUM_POSITIONS: Final = 49
-TERM_LIMIT: Final = 2.0**160
-"""Keeps w|A| = w|A|r / r below 2^189, since r >= e^-20."""
-UNIT: Final = 2.0 ** ((IGNORED_POSITION << POSITION_BITS) - 1023 - FRACTION_BITS)
-"""Value of the lowest bit at position IGNORED_POSITION; 1023 is float64's exponent bias."""
+EXPONENT_BIAS: Final = 1023
+CLASS_BITS: Final = 3
+"""2^3 neighbouring exponents share a unit."""
+UNIT_BITS: Final = 37
+"""The unit is 2^-37 of the smallest number in the class, so that a term is at most 2^45 units."""
+NUM_KEYS: Final = 512
+"""Values of a float64's topmost bits: sign and class."""
+CLASSES: Final = slice(104, 152)
+"""From 2^-191 to 2^193. What lies outside is not summed: zero, infinity and NaN, too."""
+ADVANTAGE_LIMIT: Final = 2.0**160
+"""Keeps w|A|r in range, since r <= e^20."""
+DIGIT_BITS: Final = 32
+"""A chunk's sums are cut here before chunks and ranks are added."""
 CHUNK_TOKENS: Final = 1 << 17
-"""Bounds the memory of the temporaries and keeps most of them in a CPU core's cache."""
+"""Keeps a chunk's sums below 2^62, and its temporaries in a CPU's cache."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,24 @@ class ClipBounds:
     """Tokens of all ranks without a usable contribution, left out."""
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """The places that one bound visits."""
+
+    points: list[float]
+    """The bound."""
+    edges: list[float]
+    """The ratio from which a token lies beyond it: the same, but for the snap to grid points."""
+
+
+class _Run(NamedTuple):
+    """Evenly spaced edges."""
+
+    first: float
+    step: float
+    count: int
+
+
 @torch.no_grad()
 def find_clip_bounds(
     log_ratio: Tensor,
@@ -100,22 +125,19 @@ def find_clip_bounds(
     `log_ratio` (current minus behaviour log-probs, nats), `advantages` and `weights` (>= 0; default 1) are [T] of any
     float dtype, T may be 0; a token whose `mask` [T] is zero does not exist. `reduce` adds one int64 tensor in place
     over the ranks that share the minibatch; it is called exactly once, and the host synchronises once. Log-ratios are
-    clamped to +-20. A token is dropped and counted if its log-ratio is NaN or its w|A|r is not finite. An undefined
+    clamped to +-20. A token is dropped and counted if its log-ratio is NaN or its w|A| is not finite. An undefined
     share (no token contributes) is satisfied.
     """
-    lower, upper = _grids(settings)
-    num_quantities, snap = 2, 0.0
-    if settings.contribution == "gradient":
-        num_quantities, snap = 1, 8 * min(torch.finfo(log_ratio.dtype).eps, torch.finfo(torch.float32).eps)
-    # With the ratio carrying the advantage's sign, one sorted list of edges serves both signs.
-    edges = [-point * (1 + snap) for point in reversed(lower)] + [0.0] + [point * (1 - snap) for point in upper]
-    edges_E = torch.tensor(edges, dtype=torch.float64, device=log_ratio.device)
+    gradient = settings.contribution == "gradient"
+    snap = 8 * min(torch.finfo(log_ratio.dtype).eps, torch.finfo(torch.float32).eps) if gradient else 0.0
+    lower, upper = _grids(settings, snap)
+    runs = [*_runs(lower.edges), *_runs(upper.edges)]
 
-    totals = _digit_sums(log_ratio, advantages, mask, weights, edges_E, num_quantities)
+    totals = _integer_sums(log_ratio, advantages, mask, weights, runs, clipped_count=not gradient)
     if reduce is not None:
         reduce(totals)
     totals = totals.cpu()
-    positive, negative = _contributions(totals[:-1], num_quantities, lower, upper)
+    positive, negative = _contributions(totals[:-1], lower, upper)
     i, j = _walk(positive, negative, settings)
 
     if positive[0] + negative[0] == 0:
@@ -123,24 +145,28 @@ def find_clip_bounds(
     elif i == j == 0:
         outcome = "start"
     else:
-        outcome = "end" if (i, j) == (len(upper) - 1, len(lower) - 1) else "interior"
+        outcome = "end" if (i, j) == (len(positive) - 1, len(negative) - 1) else "interior"
     shares = _share(positive[i], negative[j]), _share(positive[0], negative[0])
-    values = torch.tensor(
-        [lower[j], upper[i], *shares, positive[i], negative[j]], dtype=torch.float64, device=log_ratio.device
-    )
-    return ClipBounds(*values.unbind(), outcome=outcome, num_dropped=int(totals[-1]))
+    # A fill takes its number along; a copy of host memory would synchronise.
+    values = [
+        torch.full((), value, dtype=torch.float64, device=log_ratio.device)
+        for value in (lower.points[j], upper.points[i], *shares, positive[i], negative[j])
+    ]
+    return ClipBounds(*values, outcome=outcome, num_dropped=int(totals[-1]))
 
 
-def _grids(settings: ClipBoundsSettings) -> tuple[list[float], list[float]]:
-    """Grid points of the lower and of the upper bound, in the order in which the search visits them."""
+def _grids(settings: ClipBoundsSettings, snap: float) -> tuple[_Grid, _Grid]:
+    """Grids of the lower and of the upper bound, in the order in which the search visits them."""
     s, to_maximum = settings, settings.search_order == "lower_first"
+    lower = _points(s.ratio_lower_start, s.ratio_lower_max, s.ratio_lower_step, to_maximum=to_maximum)
+    upper = _points(s.ratio_upper_start, s.ratio_upper_max, s.ratio_upper_step, to_maximum=to_maximum)
     return (
-        _grid(s.ratio_lower_start, s.ratio_lower_max, s.ratio_lower_step, to_maximum=to_maximum),
-        _grid(s.ratio_upper_start, s.ratio_upper_max, s.ratio_upper_step, to_maximum=to_maximum),
+        _Grid(lower, [point * (1 + snap) for point in lower]),
+        _Grid(upper, [point * (1 - snap) for point in upper]),
     )
 
 
-def _grid(start: float, maximum: float, step: float, *, to_maximum: bool) -> list[float]:
+def _points(start: float, maximum: float, step: float, *, to_maximum: bool) -> list[float]:
     # In decimal, as the settings are written: repeated addition of 0.02 to 0.6 in float64 misses 0.9.
     first, last, stride = (Decimal(str(value)) for value in (start, maximum, step))
     points = [first + k * stride for k in range(int((last - first) // stride) + 1)]
@@ -149,76 +175,93 @@ def _grid(start: float, maximum: float, step: float, *, to_maximum: bool) -> lis
     return [float(point) for point in points]
 
 
-def _digit_sums(
+def _runs(edges: list[float]) -> list[_Run]:
+    """The edges of one grid: evenly spaced, except that the last step may be shorter."""
+    num_even = len(edges)
+    if num_even > 2 and not isclose(edges[-1] - edges[-2], edges[1] - edges[0], rel_tol=1e-9):
+        num_even -= 1
+    step = (edges[num_even - 1] - edges[0]) / (num_even - 1) if num_even > 1 else 1.0
+    return [_Run(edges[0], step, num_even), *(_Run(edge, step, 1) for edge in edges[num_even:])]
+
+
+def _integer_sums(
     log_ratio_T: Tensor,
     advantages_T: Tensor,
     mask_T: Tensor | None,
     weights_T: Tensor | None,
-    edges_E: Tensor,
-    num_quantities: int,
+    runs: list[_Run],
+    *,
+    clipped_count: bool,
 ) -> Tensor:
-    """int64 vector: sums of (low, high) digits as [2, V, (E + 1) * W], flattened, then the number of dropped tokens."""
-    num_cells = (len(edges_E) + 1) * NUM_POSITIONS
-    totals = torch.zeros(2 * num_quantities * num_cells + 1, dtype=torch.int64, device=log_ratio_T.device)
-    digits = totals[:-1].view(2, num_quantities, num_cells)
+    """int64 vector: (low, high) digits of the sums as [2, V, I, S, W], flattened, then the number of dropped tokens.
+
+    Without `clipped_count` the sums of w|A| stay zero: a token beyond its bound does not count.
+    """
+    num_intervals = 1 + sum(run.count for run in runs)
+    zeros = functools.partial(torch.zeros, dtype=torch.int64, device=log_ratio_T.device)
+    sums_VK, num_dropped = zeros(2, num_intervals * NUM_KEYS), zeros(1)
+    in_range = sums_VK.view(2, num_intervals, 2, -1)[..., CLASSES]
+    digits = zeros(2, *in_range.shape)
     for first in range(0, len(log_ratio_T), CHUNK_TOKENS):
         chunk = slice(first, first + CHUNK_TOKENS)
-        log_ratio_t, signed_t = log_ratio_T[chunk], advantages_T[chunk].double()
+        log_ratio_t, signed_t = clamped_log_ratio(log_ratio_T[chunk].double()), advantages_T[chunk].double()
         if weights_T is not None:
             signed_t = signed_t * weights_T[chunk]
-        if mask_T is not None:
+        # Zero times NaN is NaN, which compares false.
+        signed_t = signed_t.add(log_ratio_t, alpha=0.0)
+        excluded_t = ~(signed_t.abs() < ADVANTAGE_LIMIT)
+        if mask_T is None:
+            num_dropped += excluded_t.count_nonzero()
+        else:
             absent_t = ~mask_T[chunk].bool()
-            log_ratio_t, signed_t = log_ratio_t.masked_fill(absent_t, 0.0), signed_t.masked_fill(absent_t, 0.0)
-        ratio_t = clamped_log_ratio(log_ratio_t.double()).exp_()
-        interval_t = torch.bucketize(torch.copysign(ratio_t, signed_t), edges_E)
-        terms_Vt = signed_t.abs().repeat(num_quantities, 1)
-        terms_Vt[0] *= ratio_t
-        # NaN compares false.
-        dropped_t = ~(terms_Vt[0] < TERM_LIMIT)
-        _add_digits(digits, interval_t, terms_Vt.masked_fill_(dropped_t, 0.0))
-        totals[-1] += torch.count_nonzero(dropped_t)
-    return totals
+            num_dropped += (excluded_t & ~absent_t).count_nonzero()
+            excluded_t |= absent_t
+        signed_t.masked_fill_(excluded_t, 0.0)
+        ratio_t = log_ratio_t.nan_to_num_(0.0).exp_()
+        key_t = _interval(ratio_t, runs).mul_(NUM_KEYS).long()
+        _add(sums_VK[0], key_t, ratio_t.mul_(signed_t))
+        if clipped_count:
+            _add(sums_VK[1], key_t, signed_t)
+        digits[0] += in_range & ((1 << DIGIT_BITS) - 1)
+        digits[1] += in_range >> DIGIT_BITS
+        sums_VK.zero_()
+    return torch.cat([digits.flatten(), num_dropped])
 
 
-def _add_digits(digits: Tensor, interval_t: Tensor, terms_Vt: Tensor) -> None:
-    """Cut float64 terms >= 0 into two integer digits and add them at (interval, position); overwrites both inputs."""
-    bits_Vt = terms_Vt.view(torch.int64)
-    exponent_Vt = bits_Vt >> FRACTION_BITS
-    cell_Vt = (exponent_Vt >> POSITION_BITS).clamp_(min=IGNORED_POSITION)
-    cell_Vt += interval_t.mul_(NUM_POSITIONS).sub_(IGNORED_POSITION)
-    # The significand with its implicit leading one, shifted to the position's lowest exponent.
-    bits_Vt.bitwise_and_((1 << FRACTION_BITS) - 1).bitwise_or_(1 << FRACTION_BITS)
-    bits_Vt <<= exponent_Vt.bitwise_and_((1 << POSITION_BITS) - 1)
-    digits[0].scatter_add_(1, cell_Vt, bits_Vt & ((1 << DIGIT_BITS) - 1))
-    bits_Vt >>= DIGIT_BITS
-    digits[1].scatter_add_(1, cell_Vt, bits_Vt)
+def _interval(ratio_t: Tensor, runs: list[_Run]) -> Tensor:
+    """How many edges lie below each ratio, float64."""
+    counts = (ratio_t.sub(run.first).mul_(1 / run.step).ceil_().clamp_(0, run.count) for run in runs)
+    return functools.reduce(Tensor.add_, counts)
 
 
-def _contributions(
-    digit_sums: Tensor, num_quantities: int, lower: list[float], upper: list[float]
-) -> tuple[list[float], list[float]]:
-    """P at every grid point of the upper bound and N at every one of the lower, each rounded once from exact sums."""
-    low, high = digit_sums.view(2, num_quantities, -1, NUM_POSITIONS).tolist()
-    exact = [[_exact_sum(*cells) for cells in zip(low[v], high[v], strict=True)] for v in range(num_quantities)]
-    with_ratio, without = exact[0], exact[1] if num_quantities == 2 else [0] * len(exact[0])
-    # Intervals: first A < 0, from r above the last lower point downwards; then A > 0, from r below the first upwards.
-    n = len(lower)
-    positive = [
-        UNIT * (sum(with_ratio[n + 1 : n + 2 + i]) + point * sum(without[n + 2 + i :])) for i, point in enumerate(upper)
-    ]
-    negative = [
-        UNIT * (sum(with_ratio[: n - j]) + point * sum(without[n - j : n + 1])) for j, point in enumerate(lower)
-    ]
-    return positive, negative
+def _add(sums_K: Tensor, first_key_t: Tensor, terms_t: Tensor) -> None:
+    """Round float64 terms to their units and add the integers at (interval, sign, class); overwrites the terms."""
+    bits_t = terms_t.view(torch.int64)
+    key_t = bits_t & -(1 << (FRACTION_BITS + CLASS_BITS))
+    # A sum with 2^15 times the class's smallest number has the unit as its last place.
+    terms_t.add_(key_t.view(torch.float64), alpha=2.0 ** (FRACTION_BITS - UNIT_BITS))
+    bits_t &= (1 << FRACTION_BITS) - 1
+    key_t >>= FRACTION_BITS + CLASS_BITS
+    key_t &= NUM_KEYS - 1
+    key_t |= first_key_t
+    sums_K.index_add_(0, key_t, bits_t)
 
 
-def _exact_sum(low_W: list[int], high_W: list[int]) -> int:
-    """The sum of one interval's terms in units of UNIT."""
-    return sum(
-        (low_W[w] + (high_W[w] << DIGIT_BITS)) << (w << POSITION_BITS)
-        for w in range(1, NUM_POSITIONS)
-        if low_W[w] or high_W[w]
-    )
+def _contributions(digits: Tensor, lower: _Grid, upper: _Grid) -> tuple[list[float], list[float]]:
+    """P at every grid point of the upper bound and N at every one of the lower, from the digits of the sums."""
+    # The snap may have made the last lower edge and the first upper one change places.
+    edges = sorted(lower.edges + upper.edges)
+    low, high = digits.view(2, 2, len(edges) + 1, 2, -1).double()
+    exponents_W = torch.arange(CLASSES.start, CLASSES.stop, dtype=torch.float64) * 2**CLASS_BITS - EXPONENT_BIAS
+    sums_VIS = ((low + high * 2.0**DIGIT_BITS) * (exponents_W - UNIT_BITS).exp2()).sum(-1)
+    up_to_VIS, from_VIS = sums_VIS.cumsum(1), sums_VIS.flip(1).cumsum(1).flip(1)
+
+    upper_points, lower_points = (torch.tensor(grid.points, dtype=torch.float64) for grid in (upper, lower))
+    # Up to and including this interval, a ratio lies below the point.
+    i, j = (torch.tensor([bisect_left(edges, edge) for edge in grid.edges]) for grid in (upper, lower))
+    positive = up_to_VIS[0, i, 0] + upper_points * from_VIS[1, i + 1, 0]
+    negative = from_VIS[0, j + 1, 1] + lower_points * up_to_VIS[1, j, 1]
+    return positive.tolist(), negative.tolist()
 
 
 def _walk(positive: list[float], negative: list[float], settings: ClipBoundsSettings) -> tuple[int, int]:

@@ -7,7 +7,7 @@ properties. Rules that span sections live in `checks.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -154,9 +154,35 @@ class RewardConfig(Section):
         return self
 
 
+ClipBoundsPreset = Literal["paper", "released_code", "octothinker"]
+
+CLIP_BOUNDS_PRESETS: Final[dict[ClipBoundsPreset, dict[str, Any]]] = {
+    # Every default below.
+    "paper": {},
+    # bapo_trainer.yaml of the authors' repository; its adv_ratio_target 1 is a share of 0.5. The example script there
+    # narrows the lower range to [0.8, 0.95], doubles the upper step, and aims at a ratio of 0.5, a share of 1/3.
+    "released_code": {
+        "positive_contribution_target": 0.5,
+        "ratio_lower_max": 0.8,
+        "ratio_lower_step": 0.05,
+        "ratio_upper_max": 2.0,
+        "search_order": "lower_first",
+        "target_measure": "ratio",
+    },
+    # The paper's settings for Llama.
+    "octothinker": {
+        "positive_contribution_target": 0.45,
+        "ratio_lower_start": 0.8,
+        "ratio_upper_max": 2.0,
+    },
+}
+
+
 class ClipBoundsSettings(Section):
     """BAPO's search ranges (arXiv 2510.18927, Algorithm 1). The defaults are the paper's."""
 
+    preset: ClipBoundsPreset = "paper"
+    """Values of the keys below that are not given."""
     positive_contribution_target: Fraction = 0.4
     ratio_lower_start: PositiveFloat = 0.6
     ratio_lower_max: PositiveFloat = 0.9
@@ -168,7 +194,14 @@ class ClipBoundsSettings(Section):
     """`value`: clipped surrogate of every token (Eq. 8); `gradient`: only tokens whose gradient is not clipped away."""
     search_order: Literal["upper_first", "lower_first"] = "upper_first"
     target_measure: Literal["share", "ratio"] = "share"
-    """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does."""
+    """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does. The target is a share
+    with both: P/N is compared with the ratio at which P/(P+N) is the target."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: Any) -> Any:
+        preset: Any = values.get("preset") if isinstance(values, dict) else None
+        return CLIP_BOUNDS_PRESETS[preset] | values if preset in get_args(ClipBoundsPreset) else values
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

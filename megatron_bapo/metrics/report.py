@@ -253,13 +253,9 @@ def _number(value: float) -> str:
 
 
 def _positive_share_target(config_yaml: str) -> float | None:
-    """The target as a share P/(P+N), whichever measure the run compares; None without BAPO's section."""
+    """BAPO's target, a share P/(P+N) whichever measure the run compares; None without BAPO's section."""
     config = yaml.safe_load(config_yaml) or {}
-    bounds = config.get("algorithm", {}).get("clip_bounds", {})
-    target = bounds.get("positive_contribution_target")
-    if target is not None and bounds.get("target_measure") == "ratio":
-        return target / (1 + target)
-    return target
+    return config.get("algorithm", {}).get("clip_bounds", {}).get("positive_contribution_target")
 
 
 def _first_and_last_step(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, list[Mapping[str, Any]]]]:

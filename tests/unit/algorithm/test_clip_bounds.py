@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from megatron_bapo.algorithm.clip_bounds import (
-    ClipBounds,
-    ClipBoundsSettings,
-    find_clip_bounds,
-)
+from megatron_bapo.algorithm.clip_bounds import ClipBounds, ClipBoundsSettings, find_clip_bounds
+from megatron_bapo.algorithm.policy_loss import policy_loss
 
 ORACLE = json.loads((Path(__file__).parent / "clip_bounds_cases.json").read_text())["cases"]
 PAPER = ClipBoundsSettings()
@@ -57,14 +56,17 @@ def search(tokens: list[Token], settings: ClipBoundsSettings, **kwargs: Any) -> 
     )
 
 
-def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) -> list[ClipBounds]:
-    """Every rank's result, with a reduction that adds the ranks' vectors."""
+def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) -> ClipBounds:
+    """The last rank's result, with a reduction that adds the ranks' vectors."""
     vectors: list[torch.Tensor] = []
-    for shard in shards:
-        search(shard, settings, reduce=lambda vector: vectors.append(vector.clone()))
+
+    def reduce(vector: torch.Tensor) -> None:
+        vectors.append(vector.clone())
+        vector.copy_(torch.stack(vectors).sum(dim=0))
+
+    *_, found = [search(shard, settings, reduce=reduce) for shard in shards]
     assert len(vectors) == len(shards), "reduce is called exactly once per search"
-    total = torch.stack(vectors).sum(dim=0)
-    return [search(shard, settings, reduce=lambda vector: vector.copy_(total)) for shard in shards]
+    return found
 
 
 def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[float, float, float, int]:
@@ -146,10 +148,15 @@ def random_tokens(rng: random.Random) -> list[Token]:
     return tokens
 
 
+def values(bounds: ClipBounds) -> list[Any]:
+    """Every field, bit for bit, NaN equal to itself."""
+    return [repr(v.item()) if isinstance(v, torch.Tensor) else v for v in vars(bounds).values()]
+
+
 def assert_matches_literal(found: ClipBounds, expected: tuple[float, float, float, int]) -> None:
     low, high, share, num_dropped = expected
     assert (found.low.item(), found.high.item(), found.num_dropped) == (low, high, num_dropped)
-    assert found.positive_share.item() == pytest.approx(share, rel=1e-12, nan_ok=True)
+    assert found.positive_share.item() == pytest.approx(share, rel=1e-11, nan_ok=True)
 
 
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
@@ -189,23 +196,21 @@ def test_lower_first_with_the_ratio_measure_is_the_released_search(case: dict[st
         )
 
 
-def test_random_cases_match_the_literal_loop_in_any_order_and_split() -> None:
-    rng = random.Random(20251018)
-    outcomes = set()
+# Ties with the target and with grid points, NaN, infinities, masks, weights, no tokens; orders, splits, empty shards.
+@pytest.mark.parametrize("seed", range(8))
+def test_2500_random_cases_match_the_literal_loop_in_any_order_and_split(seed: int) -> None:
+    rng = random.Random(seed)
+    outcomes = Counter[str]()
     for _ in range(2500):
         tokens, settings = random_tokens(rng), random_settings(rng)
         found, expected = search(tokens, settings), literal_search(tokens, settings)
         assert_matches_literal(found, expected)
-        outcomes.add(found.outcome)
+        outcomes[found.outcome] += 1
         rng.shuffle(tokens)
-        cuts = sorted(rng.randrange(len(tokens) + 1) for _ in range(rng.randrange(1, 4)))
+        cuts = sorted(rng.randrange(len(tokens) + 1) for _ in range(rng.randrange(3)))
         shards = [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
-        for sharded in search_in_shards(shards, settings):
-            assert_matches_literal(sharded, expected)
-            assert sharded.outcome == found.outcome
-            assert sharded.positive_sum.equal(found.positive_sum)
-            assert sharded.negative_sum.equal(found.negative_sum)
-    assert outcomes == {"start", "interior", "end", "no_signal"}
+        assert values(search_in_shards(shards, settings)) == values(found)
+    assert min(outcomes[name] for name in ("start", "interior", "end", "no_signal")) > 50, outcomes
 
 
 def test_sums_over_many_chunks_are_bitwise_independent_of_the_order() -> None:
@@ -217,10 +222,9 @@ def test_sums_over_many_chunks_are_bitwise_independent_of_the_order() -> None:
         find_clip_bounds(log_ratio, advantages, PAPER),
         find_clip_bounds(log_ratio[order], advantages[order], PAPER),
     )
-    for name in ("low", "high", "positive_share", "initial_positive_share", "positive_sum", "negative_sum"):
-        assert getattr(first, name).equal(getattr(second, name))
+    assert values(first) == values(second)
     terms = advantages.double() * torch.minimum(log_ratio.double().exp(), first.high)
-    assert first.positive_sum.item() == pytest.approx(math.fsum(terms[advantages > 0].tolist()), rel=1e-14)
+    assert first.positive_sum.item() == pytest.approx(math.fsum(terms[advantages > 0].tolist()), rel=1e-12)
 
 
 @pytest.mark.parametrize(("excess", "outcome"), [(2e-9, "start"), (1e-8, "end")])
@@ -290,17 +294,83 @@ def test_inputs_that_require_gradients_give_detached_bounds() -> None:
 
 def test_no_token_on_this_rank_still_takes_part_in_the_reduction() -> None:
     filled = [Token(2.0, 1.0, 1.0, True), Token(1.0, -2.0, 1.0, True)]
-    empty, full = search_in_shards([[], filled], PAPER)
-    assert (empty.low, empty.high, empty.outcome) == (full.low, full.high, "interior")
-    assert full.high.item() == 1.35
+    found = search_in_shards([filled, []], PAPER)
+    assert (found.low.item(), found.high.item(), found.outcome) == (0.6, 1.35, "interior")
 
 
 def test_dropped_tokens_are_counted_over_all_ranks() -> None:
     bad = [Token(math.nan, 1.0, 1.0, True), Token(1.0, math.inf, 1.0, True), Token(math.nan, 1.0, 1.0, False)]
-    assert [found.num_dropped for found in search_in_shards([bad, bad[:1], []], PAPER)] == [3, 3, 3]
+    assert search_in_shards([bad, bad[:1], []], PAPER).num_dropped == 3
 
 
 def test_dropped_tokens_are_counted_over_all_chunks() -> None:
     log_ratio = torch.zeros(300_000)
     log_ratio[[0, 150_000, 299_999]] = math.nan
     assert find_clip_bounds(log_ratio, torch.ones(300_000), PAPER).num_dropped == 3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 131_071, 131_072, 131_073, 262_144])
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+def test_sums_at_the_chunks_ends_are_the_plain_ones(num_tokens: int, contribution: Any) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    log_ratio = torch.randn(num_tokens, generator=generator, dtype=torch.float64) * 0.4
+    advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    weights, mask = torch.rand(num_tokens, generator=generator), torch.rand(num_tokens, generator=generator) < 0.9
+    settings = ClipBoundsSettings(positive_contribution_target=0.9, contribution=contribution)
+    found = find_clip_bounds(log_ratio, advantages, settings, mask=mask, weights=weights)
+    ratio, terms = log_ratio.exp(), advantages * weights * mask
+    if contribution == "value":
+        positive = terms.clamp(min=0) * ratio.clamp(max=found.high)
+        negative = -terms.clamp(max=0) * ratio.clamp(min=found.low)
+    else:
+        positive = terms.clamp(min=0) * ratio * (ratio < found.high)
+        negative = -terms.clamp(max=0) * ratio * (ratio > found.low)
+    assert found.positive_sum.item() == pytest.approx(positive.sum().item(), rel=1e-11)
+    assert found.negative_sum.item() == pytest.approx(negative.sum().item(), rel=1e-11)
+
+
+class HostReads(TorchFunctionMode):
+    """Counts what would make the host wait for a GPU, up to and including the copy of the result to the host."""
+
+    WAITING = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in self.WAITING and "cpu" not in self.names:
+            self.names.append(name)
+        # Indexing with a mask has to know how many elements are chosen.
+        if name == "__getitem__" and isinstance(args[1], torch.Tensor) and "cpu" not in self.names:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+def test_the_host_waits_for_one_result(contribution: Any) -> None:
+    inputs = torch.randn(200_000), torch.randn(200_000)
+    settings = ClipBoundsSettings(contribution=contribution)
+    with HostReads() as reads:
+        find_clip_bounds(*inputs, settings, mask=torch.ones(200_000), weights=torch.ones(200_000))
+    assert reads.names == ["cpu"]
+
+
+def test_new_bounds_do_not_recompile_the_loss() -> None:
+    num_compiled = 0
+
+    def count(module: Any, _inputs: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return module.forward
+
+    compiled = torch.compile(policy_loss, backend=count, fullgraph=True)
+    weights, seen = torch.ones(2), set()
+    for ratio in (1.3, 1.6, 2.0, 2.5):
+        log_probs, advantages = tensor([ratio, 1], torch.float32).log(), torch.tensor([1.0, -2.0])
+        found = find_clip_bounds(log_probs, advantages, PAPER)
+        seen.add((found.low.item(), found.high.item()))
+        compiled(log_probs, torch.zeros(2), advantages, weights, found.low.float(), found.high.float())
+    assert len(seen) > 1
+    assert num_compiled == 1

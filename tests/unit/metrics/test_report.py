@@ -137,15 +137,15 @@ def test_an_answer_that_is_no_valid_text_does_not_stop_the_report(tmp_path: Path
     assert "4 ?" in page(tmp_path, samples=[sample(1, answer="4 \ud800")]).texts
 
 
-@pytest.mark.parametrize(("measure", "label"), [("share", "target 0.4"), ("ratio", "target 0.286")])
-def test_the_target_line_is_a_share_whatever_the_run_compares(tmp_path: Path, measure: str, label: str):
+@pytest.mark.parametrize("measure", ["share", "ratio"])
+def test_the_target_line_is_a_share_whatever_the_run_compares(tmp_path: Path, measure: str):
     bounds = f"{{positive_contribution_target: 0.4, target_measure: {measure}}}"
     report = page(
         tmp_path,
         rows=[row(1, {"actor/bapo_positive_share": 0.3})],
         config_yaml=f"algorithm:\n  clip_bounds: {bounds}\n",
     )
-    assert label in report.texts
+    assert "target 0.4" in report.texts
 
 
 def test_the_total_of_a_step_is_not_stacked_on_its_parts(tmp_path: Path):
