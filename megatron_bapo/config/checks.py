@@ -223,9 +223,23 @@ def _origin(source: PromptSourceConfig) -> str:
 
 
 def _clip_bounds_warnings(config: Config) -> Iterator[str]:
-    """Ranges narrower than one step (arXiv 2510.18927, Algorithm 1), in decimal, as the settings are written."""
-    bounds = config.algorithm.clip_bounds
-    if config.algorithm.objective != "bapo" or bounds.search_order != "upper_first":
+    """Bounds that can never move (arXiv 2510.18927, Algorithm 1), in decimal, as the settings are written."""
+    bounds, section = config.algorithm.clip_bounds, "algorithm.clip_bounds"
+    if config.algorithm.objective != "bapo":
+        return
+    if bounds.positive_contribution_target == 0.0:
+        yield (
+            f"{section}.positive_contribution_target=0 is met by every minibatch, so no bound ever moves. Raise it, or "
+            "set algorithm.objective=ppo for fixed bounds"
+        )
+        return
+    if bounds.search_order == "lower_first":
+        if (bounds.ratio_lower_start, bounds.ratio_upper_start) == (bounds.ratio_lower_max, bounds.ratio_upper_max):
+            yield (
+                f"{section}: ratio_lower_start=ratio_lower_max={bounds.ratio_lower_max} and ratio_upper_start="
+                f"ratio_upper_max={bounds.ratio_upper_max}, so no bound ever moves. Widen one range, or set "
+                "algorithm.objective=ppo for fixed bounds"
+            )
         return
     low, low_step, low_max, high, high_step, high_max = (
         Decimal(str(value))
@@ -238,7 +252,6 @@ def _clip_bounds_warnings(config: Config) -> Iterator[str]:
             bounds.ratio_upper_max,
         )
     )
-    section = "algorithm.clip_bounds"
     if low + low_step > low_max:
         yield (
             f"{section}: ratio_lower_start={low} + ratio_lower_step={low_step} exceeds ratio_lower_max={low_max}; "

@@ -169,6 +169,11 @@ def test_clip_bounds_that_can_never_move_are_warned_about() -> None:
     (warning,) = check_config(config(algorithm__clip_bounds={"ratio_lower_start": 0.89}))
     assert "ratio_lower_start=0.89 + ratio_lower_step=0.02 exceeds ratio_lower_max=0.9" in warning
     assert "no bound ever moves. Raise ratio_lower_max" in warning
+    (warning,) = check_config(config(algorithm__clip_bounds={"positive_contribution_target": 0}))
+    assert "positive_contribution_target=0 is met by every minibatch" in warning
+    still = {"search_order": "lower_first", "ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
+    (warning,) = check_config(config(algorithm__clip_bounds=still))
+    assert "Widen one range" in warning
     (warning,) = check_config(config(algorithm__clip_bounds={"ratio_upper_max": 1.2}))
     assert "ratio_upper_start=1.2 + ratio_upper_step=0.05 exceeds ratio_upper_max=1.2" in warning
 
