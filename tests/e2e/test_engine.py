@@ -88,6 +88,12 @@ class Running:
             for parameter in self.model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
+    def change_weights(self, version: int) -> None:
+        self.perturb(seed=version)
+        self.publish(version)
+        self.wait_for(self.engine.load_weights(version))
+        self.assert_engine_has_the_models_weights()
+
     def log_probs(self, token_ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
         """[S - 1] by Hugging Face."""
         tokens = torch.from_numpy(token_ids).long()
@@ -207,10 +213,7 @@ def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(run: Running):
 def test_after_each_load_the_engine_has_the_new_weights_and_no_stale_prefix(run: Running):
     run.assert_engine_has_the_models_weights()
     for version in (1, 2):
-        run.perturb(seed=version)
-        run.publish(version)
-        run.wait_for(run.engine.load_weights(version))
-        run.assert_engine_has_the_models_weights()
+        run.change_weights(version)
         assert run.generate(LONG_PROMPT).policy_version == version
         assert run.wait_for(run.engine.score(LONG_PROMPT)).policy_version == version
 
@@ -272,7 +275,4 @@ def test_a_mixture_of_experts_takes_over_new_weights(tmp_path: Path):
     with running_engine(tmp_path, EXPERTS) as run:
         run.assert_engine_has_the_models_weights()
         for version in (1, 2):
-            run.perturb(seed=version)
-            run.publish(version)
-            run.wait_for(run.engine.load_weights(version))
-            run.assert_engine_has_the_models_weights()
+            run.change_weights(version)
