@@ -118,7 +118,9 @@ def _build_chunk(
         position_embedding_type="rope",
         vp_stage=vp_stage,
     )
-    gpt.rotary_pos_emb = PackedRotaryEmbedding(rotary(architecture)[0])  # pyright: ignore[reportAttributeAccessIssue]
+    frequencies, _ = rotary(architecture)
+    rotary_embedding: Any = PackedRotaryEmbedding(frequencies.to(local_device()))
+    gpt.rotary_pos_emb = rotary_embedding
     if gpt.post_process:
         # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
         # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.

@@ -117,13 +117,14 @@ def _tensor(arrays: list[np.ndarray], device: torch.device) -> torch.Tensor:
 class PackedRotaryEmbedding(torch.nn.Module):
     """Rotary angles by position, in the place of Megatron's `RotaryEmbedding`.
 
-    Megatron's own walks over the sequences again in every layer; one row of angles per token needs no walk.
+    Megatron's own walks over the sequences again in every layer; one row of angles per token needs no walk. The
+    frequencies stay in float32 on the device that they are given on.
     """
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__()
-        self.inverse_frequencies: torch.Tensor
-        self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)
+        # No buffer: a model in bfloat16 converts its buffers, and angles of long sequences need all of float32.
+        self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(
         self, inference_context: None, decoder: Any, decoder_input: Any, config: Any, packed: PackedSequences

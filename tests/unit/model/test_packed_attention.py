@@ -110,11 +110,12 @@ def test_context_parallel_ranks_see_the_keys_up_to_each_of_their_tokens():
         assert batch.key_slots.unique().numel() == batch.key_slots.numel() == 2 * positions.numel()
 
 
-def test_rotary_angles_follow_the_positions():
-    frequencies = torch.tensor([1.0, 0.25])
+def test_rotary_angles_follow_the_positions_in_float32_also_in_a_bfloat16_model():
+    frequencies = torch.tensor([1.0, 0.3])
     packed = packed_sequences([3, 2], 0, 1, CPU)
 
-    angles = PackedRotaryEmbedding(frequencies)(packed.positions_T)
+    angles = PackedRotaryEmbedding(frequencies).bfloat16()(packed.positions_T)
 
-    expected = np.outer([0, 1, 2, 0, 1], [1.0, 0.25, 1.0, 0.25])
+    assert angles.dtype == torch.float32
+    expected = np.outer([0, 1, 2, 0, 1], frequencies.double().repeat(2))
     torch.testing.assert_close(angles.squeeze().double(), torch.from_numpy(expected))
