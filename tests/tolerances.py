@@ -6,9 +6,9 @@ HUGGING_FACE_LOG_PROB = 5e-6
 """The same against transformers, whose attention and expert kernels add in another order, too."""
 GRADIENT = 5e-6
 """fp32 gradients, relative to the largest: layouts add the same terms in another order."""
-PARAMETER = 2e-6
-"""fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size, which magnifies
-rounding in small gradients."""
+PARAMETER = 5e-6
+"""fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size plus 1e-5, so an error
+of 5e-7 of the largest gradient (0.1) moves the parameters of small gradients by up to 5e-3 of a step."""
 BF16_LOG_PROB = 0.1
 """bfloat16 against fp32: each of four layers rounds activations to 8 bits of mantissa (4e-3 relative)."""
 BF16_GRADIENT = 0.1

@@ -69,7 +69,7 @@ def _shape_problems(config: Config, architecture: Architecture, where: str) -> I
     """`where` says where the reader finds the model's numbers."""
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    split = ("num_attention_heads", "num_key_value_heads", *(("intermediate_size",) * architecture.has_dense_layers))
+    split = ("num_attention_heads", *(("intermediate_size",) * architecture.has_dense_layers))
     for name in split:
         value = getattr(architecture, name)
         if value % tp:
@@ -77,6 +77,13 @@ def _shape_problems(config: Config, architecture: Architecture, where: str) -> I
                 f"{where}: {name}={value} must be a multiple of parallel.tensor_model_parallel_size={tp}, which splits "
                 f"it; choose a tensor_model_parallel_size that divides {value}"
             )
+    key_value_heads = architecture.num_key_value_heads
+    if key_value_heads % tp and (tp % key_value_heads or 2 * key_value_heads * architecture.head_dim % tp):
+        yield (
+            f"{where}: num_key_value_heads={key_value_heads} must be a multiple or a divisor of "
+            f"parallel.tensor_model_parallel_size={tp}, whose ranks share the heads; choose another "
+            "tensor_model_parallel_size"
+        )
     vpp = parallel.virtual_pipeline_model_parallel_size
     if architecture.num_hidden_layers % (pp * vpp):
         virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""

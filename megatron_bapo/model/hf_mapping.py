@@ -47,18 +47,20 @@ def _vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
 
 
 def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Megatron interleaves by key/value head: its query heads, then its key, then its value."""
+    """Megatron interleaves by key/value head, its query heads, then its key, then its value, and cuts that evenly.
+
+    With fewer key/value heads than ranks a cut goes through a head's group.
+    """
     d = arch.head_dim
     query_rows = arch.num_attention_heads // arch.num_key_value_heads * d
-    groups = arch.num_key_value_heads // size
-    pieces = []
-    for local in range(groups):
-        head, start = rank * groups + local, local * (query_rows + 2 * d)
-        pieces += [
-            Piece(0, head * query_rows, start, query_rows),
-            Piece(1, head * d, start + query_rows, d),
-            Piece(2, head * d, start + query_rows + d, d),
-        ]
+    num_rows = arch.num_key_value_heads * (query_rows + 2 * d) // size
+    first, end, pieces = rank * num_rows, 0, []
+    for head in range(arch.num_key_value_heads):
+        for part, rows in ((0, query_rows), (1, d), (2, d)):
+            start, end = end, end + rows
+            low, high = max(start, first), min(end, first + num_rows)
+            if low < high:
+                pieces.append(Piece(part, head * rows + low - start, low - first, high - low))
     return pieces
 
 

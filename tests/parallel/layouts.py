@@ -100,7 +100,7 @@ LAYOUTS = {
     "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
     "ep2": Layout(2, ep=2, models=_MOE, resume_from="pp2"),
     "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
-    "tp4-sp": Layout(4, tp=4, sp=True, models=("llama",)),
+    "tp4-sp": Layout(4, tp=4, sp=True),  # more ranks than key/value heads, but for llama
     "pp4": Layout(4, pp=4),
     "cp4": Layout(4, cp=4),
     "dp4-distopt": Layout(4, distributed_optimizer=True),

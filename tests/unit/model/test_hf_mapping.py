@@ -1,3 +1,4 @@
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -71,14 +72,14 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
     family = draw(st.sampled_from(list(FAMILIES)))
     if not FAMILIES[family].experts:
         ep, etp = 1, tp
-    heads = tp * draw(st.integers(1, 2))
+    key_value_heads = draw(st.sampled_from([tp, 2 * tp, *(n for n in (1, 2) if tp % n == 0)]))
     shape = {
         "num_hidden_layers": pp * vpp * draw(st.integers(1, 2)),
         "hidden_size": draw(st.integers(1, 3)),
         "intermediate_size": tp * draw(st.integers(1, 3)),
-        "num_key_value_heads": heads,
-        "num_attention_heads": heads * draw(st.integers(1, 3)),
-        "head_dim": 2 * draw(st.integers(1, 2)),
+        "num_key_value_heads": key_value_heads,
+        "num_attention_heads": math.lcm(tp, key_value_heads) * draw(st.integers(1, 3)),
+        "head_dim": 2 * tp,
         "vocab_size": draw(st.integers(1, 9)),
         "tie_word_embeddings": draw(st.booleans()),
     }
