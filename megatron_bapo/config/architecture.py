@@ -1,7 +1,7 @@
 """What a Hugging Face `config.json` says of a model, as one checked value.
 
-A field that changes the model and that this table does not know how to honour is refused by name, never ignored. No
-torch: a configuration is checked with it before anything starts.
+A field that is known to change the model in a way that the trainer does not support is refused by name. No torch: a
+configuration is checked with it before anything starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.errors import UserError
 
 
@@ -107,7 +108,7 @@ class Architecture:
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """The vocabulary with as many unused rows as it takes to split evenly over the tensor axis."""
-        return -(-self.vocab_size // tensor_parallel_size) * tensor_parallel_size
+        return round_up(self.vocab_size, tensor_parallel_size)
 
 
 def read_architecture(model_path: Path) -> Architecture:

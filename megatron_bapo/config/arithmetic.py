@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 
 
@@ -61,7 +62,7 @@ def _tokens(config: Config, per_rank: int) -> str:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     budget, cp = config.max_micro_batch_tokens, config.parallel.context_parallel_size
     fitting = budget // config.padding_rule.allocated([prompt + response])
-    num_micro_batches = -(-per_rank // fitting)
+    num_micro_batches = round_up(-(-per_rank // fitting), config.parallel.num_micro_batches_multiple)
     return (
         f"{prompt:,} prompt + {response:,} response = {prompt + response:,} at most per trajectory; a micro-batch of "
         f"{budget:,}{f' on {cp} ranks' if cp > 1 else ''} holds {fitting:,} such, so an update takes at most "

@@ -20,7 +20,8 @@ BFLOAT16_LOG_PROB_NOISE = 0.1
 """Nats by which two implementations of one bfloat16 model differ on a sampled token; up to 0.09 was measured."""
 
 FREE_ON_RESUME = (
-    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.collective_timeout_s"),
+    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.logprob_chunk_size"),
+    *("trainer.packing", "trainer.collective_timeout_s"),
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
@@ -48,10 +49,15 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
     """
     conflicts = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
     style, num_decay = new.optimizer.lr_decay_style, new.optimizer.lr_decay_steps
-    if style != "constant" and num_decay is None and old.trainer.total_steps != new.trainer.total_steps:
+    if (
+        style not in ("constant", "inverse-square-root")
+        and num_decay is None
+        and old.trainer.total_steps != new.trainer.total_steps
+    ):
         conflicts.append(
             f"trainer.total_steps: {old.trainer.total_steps} in the run directory, {new.trainer.total_steps} now; "
-            f"that would bend the {style} learning-rate schedule"
+            f"that would bend the {style} learning-rate schedule, which ends with the run unless it was started with "
+            "optimizer.lr_decay_steps; set trainer.total_steps back"
         )
     return conflicts
 
@@ -104,11 +110,6 @@ def _setting_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield (
             f"parallel.virtual_pipeline_model_parallel_size={vpp} with parallel.pipeline_model_parallel_size=1: it "
             "interleaves the chunks of several stages; set it to 1 or raise pipeline_model_parallel_size"
-        )
-    if parallel.recompute_granularity == "selective" and "moe_act" in parallel.recompute_modules:
-        yield (
-            "parallel.recompute_modules has moe_act, which Megatron offers for grouped-GEMM experts only, and the "
-            "trainer's experts are not; use moe, which recomputes the whole layer"
         )
 
 

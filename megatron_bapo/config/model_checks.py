@@ -78,7 +78,7 @@ def _shape_problems(config: Config, architecture: Architecture, where: str) -> I
                 f"it; choose a tensor_model_parallel_size that divides {value}"
             )
     key_value_heads = architecture.num_key_value_heads
-    if key_value_heads % tp and (tp % key_value_heads or 2 * key_value_heads * architecture.head_dim % tp):
+    if key_value_heads % tp and tp % key_value_heads:
         yield (
             f"{where}: num_key_value_heads={key_value_heads} must be a multiple or a divisor of "
             f"parallel.tensor_model_parallel_size={tp}, whose ranks share the heads; choose another "

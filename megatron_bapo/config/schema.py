@@ -7,11 +7,12 @@ properties. Rules that span sections live in `checks.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -82,12 +83,17 @@ class ParallelConfig(Section):
     """Parameters whose gradients or values travel together when they overlap; by default Megatron's 40M or more."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """`full` recomputes every layer's activations in the backward pass, `selective` those of `recompute_modules`."""
-    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe"], ...] = ("core_attn",)
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the policy and work on the same sequences."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def num_micro_batches_multiple(self) -> int:
+        """An interleaved pipeline takes micro-batches in rounds of its number of stages."""
+        return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -152,30 +158,6 @@ class RewardConfig(Section):
         if self.function is not None and self.function.count(":") != 1:
             raise ValueError(f"reward.function is {self.function!r}; write it as path.to.module:function")
         return self
-
-
-ClipBoundsPreset = Literal["paper", "released_code", "octothinker"]
-
-CLIP_BOUNDS_PRESETS: Final[dict[ClipBoundsPreset, dict[str, Any]]] = {
-    # Every default below.
-    "paper": {},
-    # bapo_trainer.yaml of the authors' repository; its adv_ratio_target 1 is a share of 0.5. The example script there
-    # narrows the lower range to [0.8, 0.95], doubles the upper step, and aims at a ratio of 0.5, a share of 1/3.
-    "released_code": {
-        "positive_contribution_target": 0.5,
-        "ratio_lower_max": 0.8,
-        "ratio_lower_step": 0.05,
-        "ratio_upper_max": 2.0,
-        "search_order": "lower_first",
-        "target_measure": "ratio",
-    },
-    # The paper's settings for Llama.
-    "octothinker": {
-        "positive_contribution_target": 0.45,
-        "ratio_lower_start": 0.8,
-        "ratio_upper_max": 2.0,
-    },
-}
 
 
 class ClipBoundsSettings(Section):

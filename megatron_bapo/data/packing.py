@@ -51,7 +51,7 @@ def pack(
     longest = max(lengths, default=1)
     if rule.allocated([longest]) > max_tokens:
         raise UserError(
-            f"a trajectory has {longest} tokens (prompt and response), {rule.allocated([longest])} with padding, more "
+            f"a trajectory enters the model with {longest} tokens, {rule.allocated([longest])} with padding, more "
             f"than the {max_tokens} of a micro-batch (trainer.max_tokens_per_gpu x parallel.context_parallel_size); "
             "raise trainer.max_tokens_per_gpu, or lower rollout.max_response_length"
         )

@@ -14,13 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.model.build import PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import INDEX, SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
-from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 COPIED_FILES = (
@@ -61,15 +60,16 @@ def stage_shapes(model: PolicyModel, groups: ParallelGroups) -> dict[str, Shape]
 
 
 def _to_first(local: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
-    """On rank 0 of the axis every rank's tensor in turn, in memory that the next turn reuses; none on the others."""
+    """On rank 0 of the axis every rank's tensor in turn, none on the others."""
     if axis.rank > 0:
-        dist.send(local.contiguous(), axis.global_ranks[0], group=axis.group)
+        send(local.contiguous(), axis, to=0)
         return
     yield local
-    received = torch.empty_like(local, memory_format=torch.contiguous_format) if axis.size > 1 else local
-    for rank in axis.global_ranks[1:]:
-        dist.recv(received, rank, group=axis.group)
+    for rank in range(1, axis.size):
+        received = torch.empty_like(local, memory_format=torch.contiguous_format)
+        receive({rank: received}, axis)
         yield received
+        del received  # before the next one is made
 
 
 def merge(
@@ -77,7 +77,7 @@ def merge(
 ) -> list[torch.Tensor]:
     """The Hugging Face tensors of one parameter from its shards, in rank order.
 
-    A shard may be overwritten after its turn. What one shard holds in one place is not copied: the result is a view.
+    What one shard holds in one place is not copied: the result is a view.
     """
     row, merged = entry.row, []
     for rank, shard in enumerate(shards):

@@ -44,8 +44,14 @@ class AttentionBatch:
     """In [B, Q], of each of its tokens; None where they fill it in order."""
     key_slots: torch.Tensor | None
     """In [B, L], of each of its tokens on all ranks, rank after rank; None where they fill it in order."""
-    visible_B1QL: torch.Tensor | None
-    """Keys that a query may see; None where the batch is plainly causal."""
+    last_visible_BQ: torch.Tensor | None
+    """The last position that a query may see, its own; None where the batch is plainly causal."""
+
+    def visible_B1QL(self) -> torch.Tensor | None:
+        """Keys that a query may see, made for each layer anew: for long sequences it is the largest tensor of all."""
+        if self.last_visible_BQ is None:
+            return None
+        return torch.arange(self.longest, device=self.last_visible_BQ.device) <= self.last_visible_BQ[:, None, :, None]
 
 
 @dataclass(kw_only=True)
@@ -93,12 +99,9 @@ def _attention_batch(
     parts = [[zigzag(length, other, size) for length in lengths] for other in range(size)]
     key_slots = [index * longest + part for of_rank in parts for index, part in enumerate(of_rank)]
     query_slots = [index * longest_part + np.arange(part.size) for index, part in enumerate(parts[rank])]
-    visible = None
-    if size > 1:
-        last_visible_BQ = np.zeros((num_sequences, longest_part), np.int64)
-        for index, part in enumerate(parts[rank]):
-            last_visible_BQ[index, : part.size] = part
-        visible = torch.from_numpy(np.arange(longest) <= last_visible_BQ[:, None, :, None]).to(device)
+    last_visible_BQ = np.zeros((num_sequences, longest_part), np.int64)
+    for index, part in enumerate(parts[rank]):
+        last_visible_BQ[index, : part.size] = part
     return AttentionBatch(
         tokens=tokens,
         num_sequences=num_sequences,
@@ -106,12 +109,12 @@ def _attention_batch(
         longest=longest,
         query_slots=None if full else _tensor(query_slots, device),
         key_slots=None if full and size == 1 else _tensor(key_slots, device),
-        visible_B1QL=visible,
+        last_visible_BQ=torch.from_numpy(last_visible_BQ).to(device) if size > 1 else None,
     )
 
 
 def _tensor(arrays: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(np.concatenate(arrays).astype(np.int64)).to(device)
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -206,8 +209,8 @@ class PackedAttention(MegatronModule):
             padded(query, batch.query_slots, batch.longest_part),
             padded(key, batch.key_slots, batch.longest),
             padded(value, batch.key_slots, batch.longest),
-            attn_mask=batch.visible_B1QL,
-            is_causal=batch.visible_B1QL is None,
+            attn_mask=batch.visible_B1QL(),
+            is_causal=batch.last_visible_BQ is None,
             scale=self.softmax_scale,
         )
         out = out_BHQD.transpose(1, 2).flatten(0, 1).flatten(1)

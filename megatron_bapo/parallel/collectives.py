@@ -34,6 +34,22 @@ def max_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
     return reduce
 
 
+def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
+    """To another rank of the axis, which calls `receive`."""
+    _exchange([dist.P2POp(dist.isend, tensor, axis.global_ranks[to], axis.group)])
+
+
+def receive(tensors: dict[int, torch.Tensor], axis: Axis) -> None:
+    """Fill each tensor, contiguous, with what that rank of the axis sends."""
+    _exchange([dist.P2POp(dist.irecv, tensor, axis.global_ranks[rank], axis.group) for rank, tensor in tensors.items()])
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    """In one batch: NCCL makes a communicator of its own for every pair of ranks that exchange singly."""
+    for request in dist.batch_isend_irecv(operations) if operations else []:
+        request.wait()
+
+
 def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> torch.Tensor:
     """Overwrite `tensor` on every pipeline stage with the last stage's values; shapes must agree."""
     pipeline = groups.pipeline

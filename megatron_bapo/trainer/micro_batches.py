@@ -42,8 +42,6 @@ class MicroBatch:
     tokens_T: torch.Tensor
     labels_T: torch.Tensor
     packed: PackedSequences
-    num_responses: int
-    """Response tokens on all context-parallel ranks together."""
     response_positions_N: torch.Tensor
     """Indices into T whose label is a response token; what follows is aligned with it."""
     response_index_N: torch.Tensor
@@ -92,7 +90,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
     response_starts = np.cumsum([0, *(len(e.trajectory.response_token_ids) for e in examples)])
 
     def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([*arrays, np.zeros(0)]).astype(dtype)).to(device, non_blocking=True)
+        return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)).to(device)
 
     def per_response(values: Callable[[Example], np.ndarray]) -> torch.Tensor:
         return cat([values(e)[part.response_index] for e, part in zip(examples, parts, strict=True)], np.float32)
@@ -101,7 +99,6 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
         labels_T=cat([*(part.labels for part in parts), padding], np.int64),
         packed=packed_sequences(lengths, context.rank, context.size, device),
-        num_responses=int(response_starts[-1]),
         response_positions_N=cat(
             [start + part.response_positions for start, part in zip(starts, parts, strict=False)], np.int64
         ),

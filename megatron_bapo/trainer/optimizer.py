@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_bapo.model.build import finish_param_gather
-from megatron_bapo.parallel.collectives import max_over
+from megatron_bapo.parallel.collectives import max_over, receive, send, sum_over
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import (
     DistributedDataParallel,
@@ -85,6 +85,8 @@ class Optimizer:
         for group in self._chain.param_groups:
             # Megatron leaves this to its scheduler: norms and biases are not decayed.
             group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
+        # NCCL wants every rank of a group in the group's first operation; `read` needs only some of them.
+        sum_over(groups.data_context, groups.expert_data)(torch.zeros(1, device=local_device()))
         self.num_skipped = 0
         """Updates that non-finite gradients have cost so far."""
         self.reset_moments()
@@ -135,20 +137,14 @@ class Optimizer:
         own = self._own(parameter, state).to(parameter.device)
         if axis.rank != 0:
             if axis.rank in spans:
-                _exchange([dist.P2POp(dist.isend, own, axis.global_ranks[0], axis.group)])
+                send(own, axis, to=0)
             return None
         if own.numel() == parameter.numel():
             return own.view(parameter.shape)
         whole = own.new_empty(parameter.numel())
         if 0 in spans:
             whole[slice(*spans[0])].copy_(own)
-        _exchange(
-            [
-                dist.P2POp(dist.irecv, whole[slice(*span)], axis.global_ranks[rank], axis.group)
-                for rank, span in spans.items()
-                if rank != 0
-            ]
-        )
+        receive({rank: whole[slice(*span)] for rank, span in spans.items() if rank != 0}, axis)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
@@ -269,8 +265,3 @@ def _pieces(member: Any, chunks: list[DistributedDataParallel]) -> Iterator[tupl
         main = getattr(parameter, "main_param", parameter)
         if id(main) in updated:
             yield parameter, _Piece(member.optimizer, main, 0, main.numel())
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
-    for request in dist.batch_isend_irecv(operations) if operations else []:
-        request.wait()

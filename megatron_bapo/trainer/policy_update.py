@@ -74,7 +74,7 @@ def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) ->
 def minibatch_bounds(worker: Worker, micro_batches: Sequence[MicroBatch], *, on_policy: bool) -> ClipBounds | None:
     """BAPO's bounds for the whole minibatch, the same on every rank of the last pipeline stage; None elsewhere.
 
-    Sums go over data-parallel ranks only: tensor-parallel ranks hold identical log-probs.
+    Sums go over data- and context-parallel ranks only: tensor-parallel ranks hold identical log-probs.
     """
     algorithm, groups = worker.config.algorithm, worker.groups
     if algorithm.objective != "bapo":
@@ -169,7 +169,7 @@ def _step_metrics(step: StepResult, lr: float) -> dict[str, Metric]:
 
 
 def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
-    """Reduce over data-parallel ranks on the last pipeline stage, whose result every stage then gets."""
+    """Reduce over data- and context-parallel ranks on the last pipeline stage, whose result every stage then gets."""
     if groups.is_last_stage:
         sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(metrics))
         sum_over(groups.data_context)(sums)

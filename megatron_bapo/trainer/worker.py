@@ -36,11 +36,6 @@ class Worker:
     model: PolicyModel
     optimizer: Optimizer
 
-    @property
-    def num_micro_batches_multiple(self) -> int:
-        """An interleaved pipeline takes micro-batches in rounds of its number of stages."""
-        return self.groups.pipeline.size if self.groups.num_virtual_stages > 1 else 1
-
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
         """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
         plan = pack(
@@ -48,7 +43,7 @@ class Worker:
             self.config.max_micro_batch_tokens,
             self.groups.data.size,
             rule=self.config.padding_rule,
-            num_multiple_of=self.num_micro_batches_multiple,
+            num_multiple_of=self.config.parallel.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
         )[self.groups.data.rank]
         return self.lay_out([[examples[index] for index in indices] for indices in plan])
@@ -58,7 +53,7 @@ class Worker:
 
         The longest example comes first: attention runs on neighbours of like length together.
         """
-        missing = -len(groups_of_examples) % self.num_micro_batches_multiple
+        missing = -len(groups_of_examples) % self.config.parallel.num_micro_batches_multiple
         return [
             to_micro_batch(
                 sorted(examples, key=lambda example: -example.num_input_tokens),

@@ -57,6 +57,7 @@ class Layout:
     overlap: bool = False
     """Of gradient sums and, with the distributed optimizer, of parameter gathers."""
     recompute: str | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
     dtype: str = "float32"
     models: tuple[str, ...] = tuple(MODELS)
     resume_from: str | None = None
@@ -79,6 +80,7 @@ class Layout:
             "overlap_grad_reduce": self.overlap,
             "overlap_param_gather": self.overlap and self.distributed_optimizer,
             "recompute_granularity": self.recompute,
+            "recompute_modules": self.recompute_modules,
         }
 
 
@@ -110,7 +112,9 @@ LAYOUTS = {
     "tp2-cp2": Layout(4, tp=2, cp=2, models=_DENSE, recompute="full"),
     "tp2-sp-dp2": Layout(4, tp=2, sp=True, distributed_optimizer=True, overlap=True),
     "pp2-cp2": Layout(4, pp=2, cp=2, distributed_optimizer=True),
-    "pp2-dp2": Layout(4, pp=2, resume_from="tp2-sp-pp2"),
+    "pp2-dp2": Layout(
+        4, pp=2, recompute="selective", recompute_modules=("mlp", "moe"), resume_from="tp2-sp-pp2"
+    ),
     "pp2-vpp2-cp2": Layout(4, pp=2, vpp=2, cp=2),
     "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, distributed_optimizer=True, overlap=True, resume_from="pp4"),
     "cp2-dp2": Layout(4, cp=2, distributed_optimizer=True, overlap=True),

@@ -18,7 +18,7 @@ from launching import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
+from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
@@ -52,7 +52,7 @@ def _run_case(case: dict, out: Path) -> None:
     )
     groups = create_groups(packed.parallel, seed=0, timeout_s=120)
     if groups.is_main:
-        for name in ("gradients", "gradients-padded"):
+        for name in ("gradients", "gradients-padded", "held"):
             (out / name).mkdir(parents=True)
     barrier(groups)
     worker = create_worker(padded, padded.model_path, groups)
@@ -67,6 +67,9 @@ def _run_case(case: dict, out: Path) -> None:
     if groups.is_main:
         save_file({str(i): torch.from_numpy(x.copy()) for i, x in enumerate(log_probs)}, out / "log_probs.safetensors")
     save_hugging_face(worker.model, groups, packed.model_path, out / "initial")
+    if held := dict(stream_tensors(worker.model, groups)):  # all at once, as a bucket of the weight sync may
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
+        save_file(copies, out / "held" / f"{groups.pipeline.rank}.safetensors")
     for number in range(3):
         metrics[f"update-{number}"] = update(worker)
         if number == 0:

@@ -39,12 +39,6 @@ def test_a_valid_config_passes_without_warnings() -> None:
             "raise pipeline_model_parallel_size",
         ),
         (
-            {"parallel__recompute_granularity": "selective", "parallel__recompute_modules": ["moe_act"]},
-            "parallel.recompute_modules has moe_act",
-            "grouped-GEMM experts only",
-            "use moe",
-        ),
-        (
             {"parallel__world_size": 2, "parallel__expert_tensor_parallel_size": 4},
             "the 2 ranks of a pipeline stage (parallel.world_size=2 / pipeline_model_parallel_size=1)",
             "must be a multiple of expert_tensor_parallel_size=4 x expert_model_parallel_size=1 = 4",

@@ -191,7 +191,7 @@ def test_places_without_a_trajectory_stay_empty():
 
 
 def test_a_trajectory_over_the_budget_names_length_key_and_way_out():
-    message = r"has 11 tokens .*, 12 with padding, .* the 11 .*trainer\.max_tokens_per_gpu.*; raise trainer\.max_tok"
+    message = r"with 11 tokens, 12 with padding, .* the 11 .*trainer\.max_tokens_per_gpu.*; raise trainer\.max_tok"
     with pytest.raises(UserError, match=message):
         pack([3, 11], max_tokens=11, num_ranks=1, rule=PaddingRule(4))
 

@@ -149,7 +149,7 @@ def test_without_virtual_stages_the_plain_pipeline_schedule_stays():
     [
         ({}, (None, None, None)),
         ({"recompute_granularity": "full"}, ("full", "uniform", 1)),
-        ({"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")}, ("selective", None, None)),
+        ({"recompute_granularity": "selective", "recompute_modules": ("mlp", "moe")}, ("selective", None, None)),
     ],
 )
 def test_recomputation_reaches_megatron(settings, expected):
@@ -157,4 +157,4 @@ def test_recomputation_reaches_megatron(settings, expected):
 
     assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == expected
     if "recompute_modules" in settings:
-        assert config.recompute_modules == ["mlp", "layernorm"]
+        assert config.recompute_modules == ["mlp", "moe"]

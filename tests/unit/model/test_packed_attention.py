@@ -104,8 +104,9 @@ def test_context_parallel_ranks_see_the_keys_up_to_each_of_their_tokens():
         for part, batch in zip(parts, of_ranks, strict=True):
             positions = part.positions_T[batch.tokens]
             slots = torch.arange(positions.numel()) if batch.query_slots is None else batch.query_slots
-            assert batch.visible_B1QL is not None
-            assert torch.equal(batch.visible_B1QL.sum(-1).flatten()[slots], positions + 1)
+            visible = batch.visible_B1QL()
+            assert visible is not None
+            assert torch.equal(visible.sum(-1).flatten()[slots], positions + 1)
         assert batch.key_slots is not None
         assert batch.key_slots.unique().numel() == batch.key_slots.numel() == 2 * positions.numel()
 

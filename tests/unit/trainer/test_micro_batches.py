@@ -89,7 +89,7 @@ def test_no_examples_make_a_micro_batch_of_padding_without_a_response():
     batch = lay_out(PaddingRule(4, 8), examples=[], rank=1, size=2)
 
     assert len(batch.tokens_T) == 4
-    assert batch.num_responses == len(batch.response_positions_N) == len(batch.weights_N) == 0
+    assert len(batch.response_positions_N) == len(batch.weights_N) == 0
 
 
 def test_a_one_token_prompt_with_a_one_token_answer_is_one_input_token():

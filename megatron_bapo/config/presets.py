@@ -1,0 +1,28 @@
+"""Named settings of the clip-bounds search, from the paper and the authors' code."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+ClipBoundsPreset = Literal["paper", "released_code", "octothinker"]
+
+CLIP_BOUNDS_PRESETS: Final[dict[ClipBoundsPreset, dict[str, Any]]] = {
+    # Every default below.
+    "paper": {},
+    # bapo_trainer.yaml of the authors' repository; its adv_ratio_target 1 is a share of 0.5. The example script there
+    # narrows the lower range to [0.8, 0.95], doubles the upper step, and aims at a ratio of 0.5, a share of 1/3.
+    "released_code": {
+        "positive_contribution_target": 0.5,
+        "ratio_lower_max": 0.8,
+        "ratio_lower_step": 0.05,
+        "ratio_upper_max": 2.0,
+        "search_order": "lower_first",
+        "target_measure": "ratio",
+    },
+    # The paper's settings for Llama.
+    "octothinker": {
+        "positive_contribution_target": 0.45,
+        "ratio_lower_start": 0.8,
+        "ratio_upper_max": 2.0,
+    },
+}
