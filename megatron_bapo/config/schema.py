@@ -235,7 +235,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Where a falling learning rate ends."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Updates, linear from 0."""
+    """Updates, linear; the first one has lr / (lr_warmup_steps + 1)."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
     """`WSD` (warm-up, stable, decay) stays at `lr` until the last `lr_wsd_decay_steps` updates."""
     lr_decay_steps: PositiveInt | None = None

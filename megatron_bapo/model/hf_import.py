@@ -70,7 +70,7 @@ class SafetensorsFolder:
     def slice(self, name: str) -> Any:
         """A lazy view of one tensor: index it to read just that part."""
         if name not in self._files:
-            raise UserError(f"{self._folder} lacks the tensor {name}")
+            raise UserError(f"{self._folder} lacks the tensor {name}; fetch or write the folder again")
         return self._files[name][1].get_slice(name)
 
 
@@ -83,14 +83,21 @@ def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: P
     ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
     surplus = {name for name in found.keys() - expected - ignorable if not name.endswith("rotary_emb.inv_freq")}
     if missing := sorted(expected.keys() - found):
-        raise UserError(f"{folder} lacks {len(missing)} tensors that config.json calls for, first {missing[0]}")
+        raise UserError(
+            f"{folder} lacks {len(missing)} tensors that config.json calls for, first {missing[0]}; complete the "
+            "download, or take the config.json of these weights"
+        )
     if surplus:
         raise UserError(
-            f"{folder} holds {len(surplus)} tensors that the architecture has no place for, first {sorted(surplus)[0]}"
+            f"{folder} holds {len(surplus)} tensors that the architecture has no place for, first "
+            f"{sorted(surplus)[0]}; take the config.json of these weights"
         )
     for name, shape in expected.items():
         if found[name] != shape:
-            raise UserError(f"{folder}: {name} has the shape {list(found[name])}; config.json calls for {list(shape)}")
+            raise UserError(
+                f"{folder}: {name} has the shape {list(found[name])}; config.json calls for {list(shape)}; take the "
+                "config.json of these weights"
+            )
 
 
 def split_axis(entry: Entry, groups: ParallelGroups) -> Axis:

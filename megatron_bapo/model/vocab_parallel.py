@@ -178,7 +178,7 @@ def _run(
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """The float32 result of factors of any precision, which `addmm_` takes of its own precision only."""
+    """Into a float32 result; the product of factors of lower precision is rounded to theirs before it is added."""
     if left.dtype == out.dtype:
         out.addmm_(left, right, beta=float(add))
     elif add:
