@@ -1,5 +1,6 @@
 """How a test runs a list of cases on several ranks: `launch` in the test, `run_cases` in the script that it starts."""
 
+import gc
 import json
 import os
 import subprocess
@@ -41,4 +42,6 @@ def run_cases(run_case: Callable[[dict, Path], None]) -> None:
             folder = out / case["name"]
             folder.mkdir(exist_ok=True)
             run_case(case, folder)
-            dist.destroy_process_group()  # with its groups' threads, which would pile up over the cases
+            # Models refer to groups in circles; the threads of groups that live on would pile up over the cases.
+            gc.collect()
+            dist.destroy_process_group()
