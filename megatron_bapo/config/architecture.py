@@ -15,6 +15,9 @@ from typing import Any
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.errors import UserError
 
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Which file of a sharded checkpoint holds which tensor."""
+
 
 @dataclass(frozen=True)
 class Family:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
+from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, read_architecture
 from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.errors import UserError
 
@@ -45,7 +45,7 @@ def _created(settings: CreateModelConfig) -> Architecture:
 
 
 def _folder_problems(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
+    index = folder / WEIGHTS_INDEX
     if not (folder / "config.json").is_file():
         yield f"model.path={folder} has no config.json; the folder must hold {CHECKPOINT_CONTENTS}"
     if not any(folder.glob("*.safetensors")):

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.model.build import PolicyModel, finish_param_gather
-from megatron_bapo.model.hf_import import INDEX, SafetensorsFolder
+from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
@@ -212,7 +212,7 @@ def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> Non
     )
     total_size = itemsize * sum(math.prod(shape) for shape in found.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1))
 
 
 def _write_config(source: Path, target: Path, dtype: str) -> None:

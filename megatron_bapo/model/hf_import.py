@@ -12,13 +12,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
-from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, lookup
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
-
-INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsFolder:
@@ -33,7 +31,7 @@ class SafetensorsFolder:
         self._files: dict[str, tuple[str, Any]] = {}
 
     def __enter__(self) -> SafetensorsFolder:
-        index = self._folder / INDEX
+        index = self._folder / WEIGHTS_INDEX
         if index.is_file():
             paths = [self._folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         else:

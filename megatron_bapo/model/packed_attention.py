@@ -99,9 +99,12 @@ def _attention_batch(
     parts = [[zigzag(length, other, size) for length in lengths] for other in range(size)]
     key_slots = [index * longest + part for of_rank in parts for index, part in enumerate(of_rank)]
     query_slots = [index * longest_part + np.arange(part.size) for index, part in enumerate(parts[rank])]
-    last_visible_BQ = np.zeros((num_sequences, longest_part), np.int64)
-    for index, part in enumerate(parts[rank]):
-        last_visible_BQ[index, : part.size] = part
+    last_visible = None
+    if size > 1:
+        last_visible_BQ = np.zeros((num_sequences, longest_part), np.int64)
+        for index, part in enumerate(parts[rank]):
+            last_visible_BQ[index, : part.size] = part
+        last_visible = torch.from_numpy(last_visible_BQ).to(device)
     return AttentionBatch(
         tokens=tokens,
         num_sequences=num_sequences,
@@ -109,7 +112,7 @@ def _attention_batch(
         longest=longest,
         query_slots=None if full else _tensor(query_slots, device),
         key_slots=None if full and size == 1 else _tensor(key_slots, device),
-        last_visible_BQ=torch.from_numpy(last_visible_BQ).to(device) if size > 1 else None,
+        last_visible_BQ=last_visible,
     )
 
 
