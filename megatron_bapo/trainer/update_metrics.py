@@ -1,0 +1,74 @@
+"""What an update reports.
+
+Legend: N response tokens of a micro-batch on this rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatron_bapo.algorithm.clip_bounds import ClipBounds
+from megatron_bapo.algorithm.importance import MismatchSums
+from megatron_bapo.algorithm.policy_loss import PolicyLossSums
+from megatron_bapo.metrics.values import Last, Max, Mean, Metric, Sum
+from megatron_bapo.trainer.optimizer import StepResult
+
+OUTCOMES = ("start", "interior", "end", "no_signal")
+
+
+def loss_metrics(
+    loss: torch.Tensor, weights_N: torch.Tensor, sums: PolicyLossSums, entropy_N: torch.Tensor
+) -> dict[str, Metric]:
+    fields = [getattr(sums, field.name) for field in dataclasses.fields(sums)]
+    own = [entropy_N.double().sum(), loss.detach().double(), weights_N.double().sum()]
+    entropy, total, weight, *values = torch.stack([*own, *fields]).tolist()
+    of = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
+    num = of["num_tokens"]
+    return {
+        "actor/loss": Mean(total, weight),
+        "actor/entropy": Mean(entropy, entropy_N.numel()),
+        "actor/ppo_kl": Mean(of["k1_kl"], num),
+        "actor/ppo_kl_k3": Mean(of["k3_kl"], num),
+        "actor/pg_clipfrac": Mean(of["num_clipped_low"] + of["num_clipped_high"], num),
+        "actor/pg_clipfrac_lower": Mean(of["num_clipped_low"], num),
+        "actor/pg_clipfrac_upper": Mean(of["num_clipped_high"], num),
+        "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
+        "actor/num_dropped_tokens": Sum(of["num_dropped"]),
+    }
+
+
+def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
+    """How far the engine's log-probs are from the trainer's under the same weights, in verl's names."""
+    num = float(sums.num_tokens)
+    return {
+        "training/rollout_probs_diff_mean": Mean(float(sums.abs_prob_diff_sum), num),
+        "training/rollout_probs_diff_max": Max(float(sums.abs_prob_diff_max)),
+        "training/rollout_kl_k3": Mean(float(sums.k3_kl_sum), num),
+    }
+
+
+def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
+    if bounds is None:
+        return {}
+    low, high, share, initial = torch.stack(
+        [bounds.low, bounds.high, bounds.positive_share, bounds.initial_positive_share]
+    ).tolist()
+    defined = 0.0 if bounds.outcome == "no_signal" else 1.0
+    return {
+        "actor/bapo_clip_low": Mean(low, 1.0),
+        "actor/bapo_clip_high": Mean(high, 1.0),
+        "actor/bapo_positive_share": Mean(share if defined else 0.0, defined),
+        "actor/bapo_initial_positive_share": Mean(initial if defined else 0.0, defined),
+        **{f"actor/bapo_outcome/{name}": Mean(float(bounds.outcome == name), 1.0) for name in OUTCOMES},
+    }
+
+
+def step_metrics(step: StepResult, lr: float) -> dict[str, Metric]:
+    return {
+        "actor/grad_norm": Mean(step.grad_norm, 1.0),
+        "actor/grad_norm_max": Max(step.grad_norm),
+        "actor/skipped_updates": Mean(float(step.skipped), 1.0),
+        "actor/lr": Last(lr),
+    }
