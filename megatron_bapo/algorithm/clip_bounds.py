@@ -88,6 +88,8 @@ class ClipBounds:
     """N at the bounds."""
     outcome: Outcome
     """`end`: both bounds are at their last grid points; `no_signal`: no token contributes at the starting bounds."""
+    moves: tuple[int, int]
+    """Steps that the lower and the upper bound have moved: equal moves, equal bounds."""
     num_dropped: int
     """Tokens of all ranks without a usable contribution, left out."""
 
@@ -125,11 +127,15 @@ def find_clip_bounds(
     `log_ratio` (current minus behaviour log-probs, nats), `advantages` and `weights` (>= 0; default 1) are [T] of any
     float dtype, T may be 0; a token whose `mask` [T] is zero does not exist. `reduce` adds one int64 tensor in place
     over the ranks that share the minibatch; it is called exactly once, and the host synchronises once. Log-ratios are
-    clamped to +-20. A token is dropped and counted if its log-ratio is NaN or its w|A| is not finite. An undefined
-    share (no token contributes) is satisfied.
+    clamped to +-20. A token is dropped and counted if its log-ratio is NaN, its w|A| is not finite or its weight is
+    negative. An undefined share (no token contributes) is satisfied.
     """
+    for other in (advantages, mask, weights):
+        assert other is None or other.shape == log_ratio.shape == (len(log_ratio),), (
+            f"one number per token is needed; the log-ratios have shape {log_ratio.shape}, another has {other.shape}"
+        )
     gradient = settings.contribution == "gradient"
-    snap = 8 * min(torch.finfo(log_ratio.dtype).eps, torch.finfo(torch.float32).eps) if gradient else 0.0
+    snap = 8 * torch.finfo(torch.promote_types(log_ratio.dtype, torch.float32)).eps if gradient else 0.0
     lower, upper = _grids(settings, snap)
     runs = [*_runs(lower.edges), *_runs(upper.edges)]
 
@@ -152,7 +158,7 @@ def find_clip_bounds(
         torch.full((), value, dtype=torch.float64, device=log_ratio.device)
         for value in (lower.points[j], upper.points[i], *shares, positive[i], negative[j])
     ]
-    return ClipBounds(*values, outcome=outcome, num_dropped=int(totals[-1]))
+    return ClipBounds(*values, outcome=outcome, moves=(j, i), num_dropped=int(totals[-1]))
 
 
 def _grids(settings: ClipBoundsSettings, snap: float) -> tuple[_Grid, _Grid]:
@@ -210,6 +216,8 @@ def _integer_sums(
         # Zero times NaN is NaN, which compares false.
         signed_t = signed_t.add(log_ratio_t, alpha=0.0)
         excluded_t = ~(signed_t.abs() < ADVANTAGE_LIMIT)
+        if weights_T is not None:
+            excluded_t |= weights_T[chunk] < 0
         if mask_T is None:
             num_dropped += excluded_t.count_nonzero()
         else:

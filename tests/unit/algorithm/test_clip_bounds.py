@@ -280,6 +280,79 @@ def test_half_precision_inputs_are_read_at_full_range() -> None:
     assert (found.low.item(), found.high.item()) == (0.6, 1.35)
 
 
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float16, torch.bfloat16, torch.float32])
+def test_the_dtypes_of_the_inputs_do_not_matter(dtype: torch.dtype, contribution: Any) -> None:
+    numbers = [
+        torch.tensor(values) for values in ([0, 1, -1, 2, 0], [1, 2, -3, -1, -2], [1, 1, 0, 1, 1], [1, 2, 1, 1, 3])
+    ]
+    settings = ClipBoundsSettings(contribution=contribution)
+    first, second = (
+        find_clip_bounds(log_ratio, advantages, settings, mask=mask, weights=weights)
+        for log_ratio, advantages, mask, weights in ([n.to(d) for n in numbers] for d in (dtype, torch.float64))
+    )
+    assert values(first) == values(second)
+
+
+@pytest.mark.parametrize("contribution", ["value", "gradient"])
+@pytest.mark.parametrize("order", ["upper_first", "lower_first"])
+@pytest.mark.parametrize(("target", "outcome"), [(0.0, "start"), (1.0, "end")])
+def test_targets_of_none_and_all_end_where_they_must(
+    contribution: Any, order: Any, target: float, outcome: str
+) -> None:
+    settings = ClipBoundsSettings(
+        positive_contribution_target=target, contribution=contribution, search_order=order, target_measure="share"
+    )
+    assert find_clip_bounds(tensor([0, 0]), tensor([1, -1]), settings).outcome == outcome
+    assert find_clip_bounds(tensor([0]), tensor([1]), settings).outcome == "start"
+
+
+@pytest.mark.parametrize(("order", "low", "high"), [("upper_first", 0.6, 1.2), ("lower_first", 0.9, 3.0)])
+def test_steps_longer_than_the_ranges_move_the_bounds_only_in_the_released_search(
+    order: Any, low: float, high: float
+) -> None:
+    settings = ClipBoundsSettings(search_order=order, ratio_lower_step=5.0, ratio_upper_step=7.0)
+    found = find_clip_bounds(tensor([0]), tensor([-1]), settings)
+    assert (found.low.item(), found.high.item()) == (low, high)
+    assert found.moves == ((0, 0) if order == "upper_first" else (1, 1))
+
+
+@pytest.mark.parametrize("order", ["upper_first", "lower_first"])
+def test_ranges_of_one_point_are_start_and_end(order: Any) -> None:
+    settings = ClipBoundsSettings(
+        search_order=order, ratio_lower_start=0.9, ratio_lower_max=0.9, ratio_upper_start=1.0, ratio_upper_max=1.0
+    )
+    found = find_clip_bounds(tensor([0, 0]), tensor([-1, -2]), settings)
+    assert (found.low.item(), found.high.item(), found.moves, found.outcome) == (0.9, 1.0, (0, 0), "start")
+
+
+def test_moves_count_the_steps_of_either_bound() -> None:
+    found = find_clip_bounds(tensor([2, 1]).log(), tensor([1, -2]), PAPER)
+    assert (found.low.item(), found.high.item(), found.moves) == (0.6, 1.35, (0, 3))
+    assert find_clip_bounds(tensor([0]), tensor([-1]), PAPER).moves == (15, 36)
+
+
+def test_tokens_that_are_all_unusable_give_the_starting_bounds() -> None:
+    nan, inf = math.nan, math.inf
+    found = find_clip_bounds(
+        tensor([nan, nan, 0, 0, 0]), tensor([1, nan, inf, -inf, 1]), PAPER, weights=tensor([1, 1, 1, 1, -1])
+    )
+    assert (found.low.item(), found.high.item(), found.outcome, found.num_dropped) == (0.6, 1.2, "no_signal", 5)
+    assert math.isnan(found.positive_share.item())
+
+
+def test_a_token_of_negative_weight_is_dropped_and_one_of_weight_zero_counts_for_nothing() -> None:
+    log_ratio, advantages = tensor([2, 1, 1, 1]).log(), tensor([1, -2, 5, -5])
+    found = find_clip_bounds(log_ratio, advantages, PAPER, weights=tensor([1, 1, -1, 0]))
+    alone = find_clip_bounds(log_ratio[:2], advantages[:2], PAPER)
+    assert (found.moves, found.num_dropped, found.positive_share) == (alone.moves, 1, alone.positive_share)
+
+
+def test_inputs_of_unequal_length_are_refused() -> None:
+    with pytest.raises(AssertionError, match="one number per token"):
+        find_clip_bounds(tensor([0, 0]), tensor([1]), PAPER)
+
+
 def test_inputs_are_left_as_they_were() -> None:
     log_ratio, advantages, weights = tensor([-30, 0, 1]), tensor([-1, 2, -3]), tensor([1, 2, 3])
     before = [t.clone() for t in (log_ratio, advantages, weights)]
