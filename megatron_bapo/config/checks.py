@@ -25,7 +25,7 @@ FREE_ON_RESUME = (
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
-    *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload"),
+    *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload", "algorithm.clip_bounds.method"),
 )
 """Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
 

@@ -18,6 +18,7 @@ CLIP_BOUNDS_PRESETS: Final[dict[ClipBoundsPreset, dict[str, Any]]] = {
         "ratio_upper_max": 2.0,
         "search_order": "lower_first",
         "target_measure": "ratio",
+        "scope": "microbatch",
     },
     # The paper's settings for Llama.
     "octothinker": {

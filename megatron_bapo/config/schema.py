@@ -178,6 +178,12 @@ class ClipBoundsSettings(Section):
     target_measure: Literal["share", "ratio"] = "share"
     """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does. The target is a share
     with both: P/N is compared with the ratio at which P/(P+N) is the target."""
+    scope: Literal["minibatch", "microbatch"] = "minibatch"
+    """`microbatch` finds bounds for each micro-batch, as the authors' released code does; they then depend on the
+    layout and on the token budget."""
+    method: Literal["score", "speculate"] = "score"
+    """How a minibatch's bounds are found: `score` by a forward pass before the training pass, `speculate` by training
+    at once with predicted bounds, and again where these turn out wrong. The updates are the same, bit for bit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -190,6 +196,11 @@ class ClipBoundsSettings(Section):
         if not self.ratio_lower_start <= self.ratio_lower_max <= 1.0:
             raise ValueError(
                 f"need ratio_lower_start <= ratio_lower_max <= 1, got {self.ratio_lower_start}, {self.ratio_lower_max}"
+            )
+        if self.scope == "microbatch" and self.method == "speculate":
+            raise ValueError(
+                "method=speculate predicts a minibatch's bounds, and scope=microbatch finds each micro-batch's in its "
+                "own forward pass; set method=score or scope=minibatch"
             )
         if not 1.0 <= self.ratio_upper_start <= self.ratio_upper_max:
             raise ValueError(
@@ -327,6 +338,8 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     num_sample_answers: NonNegativeInt = 8
     """Answers kept per step for the report."""
+    entropy_clip_rule: bool = False
+    """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
 
 
 class Config(Section):

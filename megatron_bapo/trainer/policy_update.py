@@ -5,22 +5,24 @@ Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.policy_loss import policy_loss, supervised_loss
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
-from megatron_bapo.model.vocab_parallel import token_loss
+from megatron_bapo.model.vocab_parallel import log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.trainer.bound_scopes import Limits, Trained, micro_batch_limits, train_within_bounds
+from megatron_bapo.trainer.entropy_change import measured_entropy_change, predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
-from megatron_bapo.trainer.minibatch_bounds import limits, minibatch_bounds
 from megatron_bapo.trainer.schedule import run_micro_batches
-from megatron_bapo.trainer.update_metrics import bounds_metrics, loss_metrics, mismatch_metrics, step_metrics
-from megatron_bapo.trainer.worker import Worker, response_outputs
+from megatron_bapo.trainer.update_metrics import loss_metrics, mismatch_metrics, step_metrics
+from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
 
 
 def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_policy: bool) -> dict[str, Metric]:
@@ -31,11 +33,14 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
     """
     config = worker.config
     micro_batches = worker.micro_batches(examples)
-    bounds = minibatch_bounds(worker, micro_batches, on_policy=on_policy)
-    low, high = limits(worker, bounds)
 
-    def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
-        outputs = response_outputs(worker, micro_batch, hidden_TH)
+    def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
+        outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
+        if limits is None:
+            with torch.no_grad():
+                scores = Scores(*log_probs_and_entropy(*outputs, temperature=config.rollout.temperature))
+            limits, found = micro_batch_limits(worker, micro_batch, scores)
+        low, high = limits
         behaviour_N, advantages_N, weights_N = (
             micro_batch.behaviour_log_probs_N, micro_batch.advantages_N, micro_batch.weights_N,
         )  # fmt: skip
@@ -45,12 +50,23 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
 
         loss, log_probs_N, entropy_N = token_loss(*outputs, loss_of, temperature=config.rollout.temperature)
         _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
-        metrics = loss_metrics(loss, weights_N, sums, entropy_N)
+        metrics = loss_metrics(loss, weights_N, sums, entropy_N) | found
         if on_policy:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, behaviour_N))
-        return loss, metrics
+        scores = Scores(log_probs_N, entropy_N)
+        if config.logging.entropy_clip_rule:
+            metrics |= predicted_entropy_change(micro_batch, scores, low, high)
+        return loss, Trained(metrics, scores)
 
-    return _step(worker, micro_batches, head, lr) | bounds_metrics(bounds)
+    def train(limits: Limits | None) -> list[Trained]:
+        worker.optimizer.zero_grad()
+        return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
+
+    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy)
+    metrics = merge(r.metrics for r in results) | found | step_metrics(worker.optimizer.step(lr), lr)
+    if config.logging.entropy_clip_rule:
+        metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in results])
+    return metrics
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
@@ -65,18 +81,8 @@ def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) ->
         )
         return loss, {"actor/loss": Mean(loss.item(), weights_N.sum().item())}
 
-    return _step(worker, worker.micro_batches(examples), head, lr)
-
-
-def _step(
-    worker: Worker,
-    micro_batches: Sequence[MicroBatch],
-    head: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict[str, Metric]]],
-    lr: float,
-) -> dict[str, Metric]:
-    """Forward, backward, optimizer step."""
     worker.optimizer.zero_grad()
-    metrics = merge(run_micro_batches(worker.model, micro_batches, head, forward_only=False))
+    metrics = merge(run_micro_batches(worker.model, worker.micro_batches(examples), head, forward_only=False))
     return metrics | step_metrics(worker.optimizer.step(lr), lr)
 
 

@@ -65,6 +65,14 @@ def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
     }
 
 
+def speculation_metrics(*, speculated: bool, missed: bool) -> dict[str, Metric]:
+    """Whether predicted bounds were trained by at once, and whether the prediction, used or not, was right."""
+    return {
+        "actor/bapo_speculated": Mean(float(speculated), 1.0),
+        "actor/bapo_speculation_hit": Mean(float(not missed), 1.0),
+    }
+
+
 def step_metrics(step: StepResult, lr: float) -> dict[str, Metric]:
     return {
         "actor/grad_norm": Mean(step.grad_norm, 1.0),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
 from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
+from megatron_bapo.trainer.speculation import Speculation
 from megatron_bapo.weight_sync.transport import WeightStore
 
 
@@ -35,6 +36,7 @@ class Worker:
     groups: ParallelGroups
     model: PolicyModel
     optimizer: Optimizer
+    speculation: Speculation = field(default_factory=Speculation)
 
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
         """This rank's micro-batches of a minibatch; every rank gets the same number of them."""

@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.config.schema import ClipBoundsSettings
 
-PAPER = (0.4, (0.6, 0.9, 0.02), (1.2, 3.0, 0.05), "value", "upper_first", "share")
-RELEASED_CODE = (0.5, (0.6, 0.8, 0.05), (1.2, 2.0, 0.05), "value", "lower_first", "ratio")
-OCTOTHINKER = (0.45, (0.8, 0.9, 0.02), (1.2, 2.0, 0.05), "value", "upper_first", "share")
+PAPER = (0.4, (0.6, 0.9, 0.02), (1.2, 3.0, 0.05), "value", "upper_first", "share", "minibatch")
+RELEASED_CODE = (0.5, (0.6, 0.8, 0.05), (1.2, 2.0, 0.05), "value", "lower_first", "ratio", "microbatch")
+OCTOTHINKER = (0.45, (0.8, 0.9, 0.02), (1.2, 2.0, 0.05), "value", "upper_first", "share", "minibatch")
 
 
 def resolved(settings: ClipBoundsSettings) -> tuple[Any, ...]:
@@ -23,6 +23,7 @@ def resolved(settings: ClipBoundsSettings) -> tuple[Any, ...]:
         s.contribution,
         s.search_order,
         s.target_measure,
+        s.scope,
     )
 
 
@@ -41,7 +42,7 @@ def test_a_preset_sets_every_value(values: dict[str, Any], expected: tuple[Any, 
 
 def test_a_given_key_wins_over_the_preset() -> None:
     settings = ClipBoundsSettings.model_validate({"preset": "octothinker", "ratio_upper_max": 2.5})
-    assert resolved(settings) == (0.45, (0.8, 0.9, 0.02), (1.2, 2.5, 0.05), "value", "upper_first", "share")
+    assert resolved(settings) == (0.45, (0.8, 0.9, 0.02), (1.2, 2.5, 0.05), *OCTOTHINKER[3:])
 
 
 def test_the_dump_shows_the_presets_values_and_loads_back_equal(tmp_path: Path) -> None:
@@ -62,6 +63,12 @@ def test_the_dump_shows_the_presets_values_and_loads_back_equal(tmp_path: Path) 
 def test_an_unknown_preset_is_refused_with_the_known_ones(preset: Any) -> None:
     with pytest.raises(ValidationError, match="'paper', 'released_code' or 'octothinker'"):
         ClipBoundsSettings.model_validate({"preset": preset})
+
+
+def test_predicting_the_bounds_of_micro_batches_is_refused() -> None:
+    with pytest.raises(ValidationError, match="set method=score or scope=minibatch"):
+        ClipBoundsSettings.model_validate({"preset": "released_code", "method": "speculate"})
+    assert ClipBoundsSettings(method="speculate").scope == "minibatch"
 
 
 def test_a_presets_range_is_checked_together_with_the_given_keys() -> None:

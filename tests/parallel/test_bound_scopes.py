@@ -1,0 +1,128 @@
+"""Clip bounds found before the training pass, during it, or for each micro-batch, under several layouts."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.parallel.launching import launch
+from tests.parallel.layouts import LAYOUTS, MODELS
+from tests.parallel.tensors import largest_difference, load_folder, same_bits, save_random_model
+from tests.tolerances import PARAMETER
+
+CASES = {
+    "one": ("one-process", "qwen3", 64),
+    "pp2": ("pp2", "qwen3", 64),
+    "pp2-vpp2": ("pp2-vpp2", "qwen3", 64),
+    "dp2": ("dp2-distopt-overlap", "qwen3", 64),
+    "cp2": ("cp2", "qwen3", 64),
+    "tp2": ("tp2", "qwen3", 64),
+    "experts-ep2": ("ep2", "qwen3_moe", 64),
+    "dp2-one-micro-batch": ("dp2", "qwen3", 4096),
+    "pp2-dp2": ("pp2-vpp2-dp2", "qwen3", 64),
+}
+"""Layout, model, token budget of a micro-batch."""
+START, END = (0.6, 1.2), (0.9, 3.0)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `NAME/` for every case."""
+    root = tmp_path_factory.mktemp("bound_scopes")
+    for model in ("qwen3", "qwen3_moe"):
+        save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
+    cases = [
+        {
+            "name": name,
+            "world_size": LAYOUTS[layout].world_size,
+            "model": str(root / model),
+            "parallel": LAYOUTS[layout].parallel,
+            "max_tokens": max_tokens,
+        }
+        for name, (layout, model, max_tokens) in CASES.items()
+    ]
+    launch("bound_scopes_ranks.py", cases, root, world_size=4)
+    return root
+
+
+def updates(results: Path, name: str, way: str) -> list[dict[str, float]]:
+    return json.loads((results / name / "metrics.json").read_text())[way]["updates"]
+
+
+def series(results: Path, name: str, way: str, metric: str) -> list[float]:
+    return [update[f"actor/{metric}"] for update in updates(results, name, way)]
+
+
+def bounds(results: Path, name: str, way: str) -> list[tuple[float, float]]:
+    low, high = (series(results, name, way, f"bapo_clip_{side}") for side in ("low", "high"))
+    return list(zip(low, high, strict=True))
+
+
+@pytest.mark.parametrize("way", ["speculate", "speculate-scored"])
+@pytest.mark.parametrize("name", CASES)
+def test_speculation_gives_the_bits_that_scoring_gives(results: Path, name: str, way: str) -> None:
+    assert same_bits(load_folder(results / name / way), load_folder(results / name / "score"))
+    common = set(updates(results, name, "score")[0]) & set(updates(results, name, way)[0])
+    assert {"actor/bapo_positive_share", "actor/grad_norm", "actor/loss", "actor/pg_clipfrac"} < common
+    for ours, theirs in zip(updates(results, name, way), updates(results, name, "score"), strict=True):
+        assert {key: ours[key] for key in common} == {key: theirs[key] for key in common}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_vary_and_some_predictions_are_right_and_some_wrong(results: Path, name: str) -> None:
+    hits = series(results, name, "speculate", "bapo_speculation_hit")
+    assert 2 <= sum(hits) <= len(hits) - 2
+    assert series(results, name, "speculate-scored", "bapo_speculation_hit") == hits
+    found = bounds(results, name, "score")
+    assert found[1] == START
+    assert found[2] == END
+    assert set(found) - {START, END}
+
+
+@pytest.mark.parametrize(("way", "speculated"), [("speculate", 1.0), ("speculate-scored", 0.0)])
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_is_speculated_where_that_pays(results: Path, name: str, way: str, speculated: float) -> None:
+    assert set(series(results, name, way, "bapo_speculated")) == {speculated}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("one", "experts-ep2")])
+def test_a_minibatchs_bounds_do_not_depend_on_the_layout(results: Path, name: str) -> None:
+    assert bounds(results, name, "score")[:3] == bounds(results, "one", "score")[:3]
+
+
+def test_a_micro_batchs_bounds_are_those_of_its_tokens(results: Path) -> None:
+    facts: dict[str, Any] = json.loads((results / "one" / "metrics.json").read_text())["microbatch"]
+    separate = facts["bounds_of_micro_batches"]
+    assert len({tuple(pair) for pair in separate}) > 1
+    mean = tuple(fmean(values) for values in zip(*separate, strict=True))
+    assert bounds(results, "one", "microbatch")[0] == pytest.approx(mean, rel=1e-12)
+    assert not same_bits(load_folder(results / "one" / "microbatch"), load_folder(results / "one" / "score"))
+
+
+@pytest.mark.parametrize("name", ["pp2", "tp2"])
+def test_pipeline_and_tensor_ranks_train_by_the_micro_batchs_bounds_of_one_process(results: Path, name: str) -> None:
+    assert bounds(results, name, "microbatch") == bounds(results, "one", "microbatch")
+    ours, theirs = (load_folder(results / case / "microbatch") for case in (name, "one"))
+    assert largest_difference(ours, theirs) < PARAMETER
+
+
+def test_micro_batches_of_data_parallel_ranks_share_their_bounds(results: Path) -> None:
+    """A minibatch of one micro-batch on each rank has one pair of bounds in either scope."""
+    ways = [load_folder(results / "dp2-one-micro-batch" / way) for way in ("microbatch", "score")]
+    assert same_bits(*ways)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_entropys_change_is_that_of_the_next_look_at_it(results: Path, name: str) -> None:
+    """The first minibatch differs from the second in its advantages alone, so its tokens are seen twice in a row."""
+    measured = series(results, name, "score", "entropy_clip_rule/measured")
+    entropies = series(results, name, "score", "entropy")
+    differences = [after - before for before, after in pairwise(entropies)]
+    assert measured[:-1] == pytest.approx(differences, abs=1e-6)
+    assert max(map(abs, measured)) > 1e-4
+    for form in ("predicted", "predicted_as_printed"):
+        assert len(set(series(results, name, "score", f"entropy_clip_rule/{form}"))) == len(entropies)
