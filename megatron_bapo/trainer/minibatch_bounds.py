@@ -33,7 +33,12 @@ def minibatch_bounds(worker: Worker, micro_batches: Sequence[MicroBatch], *, on_
             log_ratio_N = current_N - torch.cat([m.behaviour_log_probs_N for m in micro_batches])
     if not groups.is_last_stage:
         return None
-    return find_clip_bounds(log_ratio_N, advantages_N, algorithm.clip_bounds, reduce=sum_over(groups.data_context))
+    # What the loss weights, the contributions weight as well; rejected tokens have none.
+    corrected = algorithm.rollout_correction.active
+    weights_N = torch.cat([m.corrections_N for m in micro_batches]) if corrected else None
+    return find_clip_bounds(
+        log_ratio_N, advantages_N, algorithm.clip_bounds, weights=weights_N, reduce=sum_over(groups.data_context)
+    )
 
 
 def limits(worker: Worker, bounds: ClipBounds | None) -> tuple[torch.Tensor, torch.Tensor]:
