@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.report import report
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, find_clip_bounds
-from megatron_bapo.config.schema import ClipBoundsSettings
+from megatron_bapo.config.algorithm import ClipBoundsSettings
 
 NUM_TOKENS = 1_000_000
 SPREADS = (0.05, 0.3, 1.0)

@@ -27,7 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.live_bytes import count_live_bytes
 from bench.report import medians_s, report
-from megatron_bapo.algorithm.policy_loss import policy_loss
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.parallel.groups import Axis
 
@@ -86,12 +87,13 @@ def make_tasks(num_tokens: int, axis: Axis) -> dict[str, Callable[[], object]]:
     hidden_TH = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)
     weight_VH = torch.randn(VOCAB_SIZE // axis.size, HIDDEN_SIZE).mul_(HIDDEN_SIZE**-0.5).requires_grad_()
     labels_T = torch.randint(VOCAB_SIZE, (num_tokens,))
-    behaviour_T, advantages_T = torch.full((num_tokens,), -12.0), torch.randn(num_tokens)
-    weights_T = torch.full((num_tokens,), 1 / num_tokens)
-    low, high = torch.tensor(0.8), torch.tensor(1.2)
+    known = LossTokens(
+        torch.full((num_tokens,), -12.0), torch.randn(num_tokens), torch.full((num_tokens,), 1 / num_tokens)
+    )
+    low, high, settings = torch.tensor(0.8), torch.tensor(1.2), AlgorithmConfig()
 
-    def loss_of(log_probs_C: Tensor, _entropy_C: Tensor, tokens: slice) -> Tensor:
-        return policy_loss(log_probs_C, behaviour_T[tokens], advantages_T[tokens], weights_T[tokens], low, high)[0]
+    def loss_of(log_probs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
+        return policy_loss(log_probs_C, entropy_C, known[tokens], low, high, settings)
 
     def backward(loss: Tensor) -> None:
         hidden_TH.grad = weight_VH.grad = None

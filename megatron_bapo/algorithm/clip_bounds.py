@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
-from megatron_bapo.config.schema import ClipBoundsSettings
+from megatron_bapo.config.algorithm import ClipBoundsSettings
 
 __all__ = ["ClipBounds", "ClipBoundsSettings", "Outcome", "find_clip_bounds"]
 

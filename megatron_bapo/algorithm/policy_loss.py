@@ -1,4 +1,4 @@
-"""The clipped policy loss and the supervised loss of one packed micro-batch.
+"""The policy loss and the supervised loss of one packed micro-batch.
 
 Both are plain weighted sums over tokens. The weights carry the whole minibatch's denominators, so the losses (and the
 gradients) of its micro-batches and ranks add up to the minibatch's, however it is split. Gradients are to be added over
@@ -10,14 +10,34 @@ Shapes: T packed tokens, B trajectories of a micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
+from megatron_bapo.algorithm.kl import kl_estimate
+from megatron_bapo.algorithm.objectives import OBJECTIVES, with_token_gradient
+from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+
+@dataclass(frozen=True)
+class LossTokens:
+    """What the loss knows of its tokens before the current policy speaks; [T] each."""
+
+    behaviour_log_probs_T: Tensor
+    """Of the ratio's denominator."""
+    advantages_T: Tensor
+    weights_T: Tensor
+    """See `token_weights`. A token of weight 0 does not exist."""
+    correction_T: Tensor | None = None
+    """Rollout correction of the objective; a token of 0 is rejected and does not exist."""
+    reference_log_probs_T: Tensor | None = None
+    """Needed where `kl_loss_coef` is not 0."""
+    sequence_log_ratio_T: Tensor | None = None
+    """GSPO's, without a gradient."""
+
+    def __getitem__(self, tokens: slice) -> LossTokens:
+        return LossTokens(*(None if values_T is None else values_T[tokens] for values_T in vars(self).values()))  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True)
@@ -35,17 +55,29 @@ class PolicyLossSums:
     """A > 0 and r > high; with `num_clipped_low`, over `num_tokens`, it is verl's actor/pg_clipfrac."""
     num_clipped_low: Tensor
     """A < 0 and r < low."""
+    num_clipped_dual: Tensor
+    """A < 0 and r > clip_ratio_c."""
     k1_kl: Tensor
     """Sum of -log r in nats, the k1 estimate of KL(behaviour || current); its mean is verl's actor/ppo_kl."""
     k3_kl: Tensor
     """Sum of r - 1 - log r, the k3 estimate of the same (joschu.net/blog/kl-approx.html), never negative."""
+    kl_loss: Tensor
+    """Weighted sum of the KL estimates to the reference: verl's actor/kl_loss; 0 without a reference."""
 
 
-def token_weights(mode: LossAggMode, response_lengths_B: Tensor, *, num_trajectories: int, num_tokens: int) -> Tensor:
+def token_weights(
+    mode: LossAggMode,
+    response_lengths_B: Tensor,
+    *,
+    num_trajectories: int,
+    num_tokens: int,
+    max_response_length: int,
+) -> Tensor:
     """Weight of each trajectory's tokens, float64 [B], with which the minibatch's token losses add up to `mode`.
 
     `num_trajectories` and `num_tokens` (response tokens) count the whole minibatch, over all micro-batches and ranks.
-    The modes are verl's `loss_agg_mode` (`agg_loss` in `core_algos.py`).
+    The modes are verl's `loss_agg_mode` (`agg_loss` in `core_algos.py`); `seq-mean-token-sum-norm` is Dr. GRPO's
+    constant divisor (arXiv 2503.20783, appendix A).
     """
     lengths_B = response_lengths_B.double()
     match mode:
@@ -55,51 +87,99 @@ def token_weights(mode: LossAggMode, response_lengths_B: Tensor, *, num_trajecto
             return torch.full_like(lengths_B, 1 / num_trajectories)
         case "seq-mean-token-mean":
             return 1 / (num_trajectories * lengths_B)
+        case "seq-mean-token-sum-norm":
+            return torch.full_like(lengths_B, 1 / (num_trajectories * max_response_length))
 
 
 def policy_loss(
-    current_log_probs_T: Tensor,
-    behaviour_log_probs_T: Tensor,
-    advantages_T: Tensor,
-    weights_T: Tensor,
-    low: Tensor,
-    high: Tensor,
-) -> tuple[Tensor, PolicyLossSums]:
-    """Negative clipped surrogate -sum w min(r A, clip(r, low, high) A) as a 0-d tensor, and its statistics.
+    log_probs_T: Tensor, entropy_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """-sum w c J + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d: J the objective, c the rollout correction.
 
-    The objective of arXiv 2510.18927, r = exp(current - behaviour log-prob, nats); `low` and `high` are 0-d. A token of
-    weight 0 does not exist. Dropped tokens are left out by selection, before the exponential, so that the gradient
-    stays finite; beyond +-20 nats a log-ratio is clamped and has no gradient.
+    `log_probs_T` and `entropy_T` are the current policy's, in nats; `low` and `high` are 0-d. Dropped tokens are left
+    out by selection, before the exponential, so that the gradient stays finite; beyond +-20 nats a log-ratio is clamped
+    and has no gradient.
     """
-    log_ratio_T = current_log_probs_T - behaviour_log_probs_T
-    present_T = weights_T != 0
-    usable_T = ~log_ratio_T.isnan() & advantages_T.isfinite() & weights_T.isfinite()
-    counts_T = present_T & usable_T
-    excluded_T = ~counts_T
-    log_ratio_T = clamped_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0))
-    advantages_T = advantages_T.masked_fill(excluded_T, 0.0)
-    ratio_T = log_ratio_T.exp()
-    surrogate_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T)
-    loss = -(weights_T.masked_fill(excluded_T, 0.0) * surrogate_T).sum()
+    log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
+    excluded_T = ~_counts(log_ratio_T, tokens)
+    weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
+    value_T = OBJECTIVES[settings.objective](
+        _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
+        log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
+        tokens.advantages_T.masked_fill(excluded_T, 0.0),
+        low,
+        high,
+        settings.clip_ratio_c,
+    )
+    if tokens.correction_T is not None:
+        value_T = value_T * tokens.correction_T.masked_fill(excluded_T, 0.0)
+    loss = -(weights_T * value_T).sum()
+    if settings.kl_loss_coef:
+        loss = loss + settings.kl_loss_coef * _kl_loss(log_probs_T, tokens, weights_T, settings)
+    if settings.entropy_coeff:
+        loss = loss - settings.entropy_coeff * (weights_T * entropy_T.masked_fill(excluded_T, 0.0)).sum()
+    return loss
 
-    log_ratio_T, ratio_T = log_ratio_T.detach().double(), ratio_T.detach()
-    positive_T, negative_T = advantages_T > 0, advantages_T < 0
-    sums = PolicyLossSums(
+
+@torch.no_grad()
+def policy_statistics(
+    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> PolicyLossSums:
+    """What `policy_loss` did with the same tokens. Clip counts are of the objective's ratio, GSPO's the sequence's."""
+    log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
+    counts_T = _counts(log_ratio_T, tokens)
+    log_ratio_T = log_ratio_T.masked_fill(~counts_T, 0.0)
+    ratio_T = _objective_log_ratio(log_ratio_T, tokens).exp()
+    log_ratio_T = clamped_log_ratio(log_ratio_T).double()
+    positive_T, negative_T = counts_T & (tokens.advantages_T > 0), counts_T & (tokens.advantages_T < 0)
+    dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
+    kl_loss = log_ratio_T.new_zeros(())
+    if settings.kl_loss_coef:
+        kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~counts_T, 0.0), settings).double()
+    return PolicyLossSums(
         num_tokens=_count(counts_T),
-        num_dropped=_count(present_T & ~usable_T),
+        num_dropped=_count(_present(tokens)) - _count(counts_T),
         num_positive=_count(positive_T),
         num_negative=_count(negative_T),
         num_clipped_high=_count(positive_T & (ratio_T > high)),
         num_clipped_low=_count(negative_T & (ratio_T < low)),
+        num_clipped_dual=_count(negative_T & (ratio_T > dual)),
         k1_kl=-log_ratio_T.sum(),
         k3_kl=(log_ratio_T.expm1() - log_ratio_T).sum(),
+        kl_loss=kl_loss,
     )
-    return loss, sums
 
 
 def supervised_loss(current_log_probs_T: Tensor, weights_T: Tensor) -> Tensor:
     """Weighted negative log-likelihood -sum w log p, 0-d, in nats."""
     return -(weights_T * current_log_probs_T).sum()
+
+
+def _present(tokens: LossTokens) -> Tensor:
+    present_T = tokens.weights_T != 0
+    return present_T if tokens.correction_T is None else present_T & (tokens.correction_T != 0)
+
+
+def _counts(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
+    """Which tokens exist and are usable."""
+    counts_T = _present(tokens) & ~log_ratio_T.detach().isnan()
+    counts_T &= tokens.advantages_T.isfinite() & tokens.weights_T.isfinite()
+    return counts_T if tokens.correction_T is None else counts_T & tokens.correction_T.isfinite()
+
+
+def _objective_log_ratio(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
+    """The sequence's where the objective has one, else the token's."""
+    log_ratio_T = clamped_log_ratio(log_ratio_T)
+    if tokens.sequence_log_ratio_T is None:
+        return log_ratio_T
+    return with_token_gradient(tokens.sequence_log_ratio_T, log_ratio_T)
+
+
+def _kl_loss(log_probs_T: Tensor, tokens: LossTokens, weights_T: Tensor, settings: AlgorithmConfig) -> Tensor:
+    assert tokens.reference_log_probs_T is not None, "kl_loss_coef asks for a reference model"
+    excluded_T = weights_T == 0
+    both = (log_probs_T, tokens.reference_log_probs_T)
+    return (weights_T * kl_estimate(settings.kl_loss_type, *(x_T.masked_fill(excluded_T, 0.0) for x_T in both))).sum()
 
 
 def _count(selected_T: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
             "whole run",
             f"{_count(steps, 'step')} x {updates:,} = {steps * updates:,} updates on {steps * batch:,} trajectories",
         ),
+        ("behaviour policy", _behaviour_policy(config)),
         ("tokens", _tokens(config, per_rank)),
         ("held-out samples", _evaluation(config)),
     ]
@@ -56,6 +57,19 @@ def _trainer_layout(config: Config) -> str:
         f"{ep} expert parallel": ep > 1,
     }
     return ", ".join([text, *(name for name, holds in also.items() if holds)])
+
+
+def _behaviour_policy(config: Config) -> str:
+    algorithm = config.algorithm
+    if algorithm.behaviour_policy == "rollout":
+        return "rollout: ratios are current / rollout log-probs, as the engines report them"
+    correction = algorithm.rollout_correction
+    levels = {"importance weights": correction.rollout_is, "rejection": correction.rollout_rs}
+    between = [f"{level} {what}" for what, level in levels.items() if level is not None]
+    return (
+        "recomputed: ratios are current / proximal log-probs, which the trainer scores once a step; proximal / rollout "
+        f"gives {' and '.join(between) or 'no correction'}"
+    )
 
 
 def _tokens(config: Config, per_rank: int) -> str:

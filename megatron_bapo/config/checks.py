@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_warnings
 from megatron_bapo.config.model_checks import model_problems
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.errors import UserError
@@ -35,11 +36,14 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
-    rules = (_layout_problems, _optimizer_problems, _batch_problems, _data_problems, model_problems)
+    rules = (
+        *(_layout_problems, _optimizer_problems, _batch_problems),
+        *(algorithm_problems, _data_problems, model_problems),
+    )
     problems = list(chain.from_iterable(rule(config) for rule in rules))
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
-    return list(chain(_clip_bounds_warnings(config), _other_warnings(config)))
+    return list(chain(_clip_bounds_warnings(config), algorithm_warnings(config), _other_warnings(config)))
 
 
 def resume_conflicts(old: Config, new: Config) -> list[str]:
@@ -155,11 +159,6 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
 def _batch_problems(config: Config) -> Iterator[str]:
     trainer, n = config.trainer, config.rollout.n
     batch, mini_batch = trainer.train_batch_size, trainer.ppo_mini_batch_size
-    if n == 1:
-        yield (
-            "rollout.n=1: a trajectory's advantage is its reward minus its group's mean, zero in a group of one; "
-            "set rollout.n to 2 or more"
-        )
     if batch % n:
         yield (
             f"trainer.train_batch_size={batch} counts trajectories and must be a multiple of rollout.n={n}, the "

@@ -1,28 +1,19 @@
 """The configuration: frozen sections, every default of the project, no torch.
 
 A key that is not here is fatal. Sizes are counted in trajectories or tokens, times in seconds. Derived values are
-properties. Rules that span sections live in `checks.py`.
+properties. Rules that span sections live in `checks.py`, the algorithm's own section in `algorithm.py`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
-from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
-
-
-class Section(BaseModel):
-    """What every section has in common: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+from megatron_bapo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section
 
 
 class CreateModelConfig(Section):
@@ -160,72 +151,25 @@ class RewardConfig(Section):
         return self
 
 
-class ClipBoundsSettings(Section):
-    """BAPO's search ranges (arXiv 2510.18927, Algorithm 1). The defaults are the paper's."""
+class SamplingConfig(Section):
+    """How tokens are drawn."""
 
-    preset: ClipBoundsPreset = "paper"
-    """Values of the keys below that are not given."""
-    positive_contribution_target: Fraction = 0.4
-    ratio_lower_start: PositiveFloat = 0.6
-    ratio_lower_max: PositiveFloat = 0.9
-    ratio_lower_step: PositiveFloat = 0.02
-    ratio_upper_start: PositiveFloat = 1.2
-    ratio_upper_max: PositiveFloat = 3.0
-    ratio_upper_step: PositiveFloat = 0.05
-    contribution: Literal["value", "gradient"] = "value"
-    """`value`: clipped surrogate of every token (Eq. 8); `gradient`: only tokens whose gradient is not clipped away."""
-    search_order: Literal["upper_first", "lower_first"] = "upper_first"
-    target_measure: Literal["share", "ratio"] = "share"
-    """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does. The target is a share
-    with both: P/N is compared with the ratio at which P/(P+N) is the target."""
-    scope: Literal["minibatch", "microbatch"] = "minibatch"
-    """`microbatch` finds bounds for each micro-batch, as the authors' released code does; they then depend on the
-    layout and on the token budget."""
-    method: Literal["score", "speculate"] = "score"
-    """How a minibatch's bounds are found: `score` by a forward pass before the training pass, `speculate` by training
-    at once with predicted bounds, and again where these turn out wrong. The updates are the same, bit for bit."""
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """-1 or 0: all tokens."""
+    min_p: Fraction = 0.0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, values: Any) -> Any:
-        preset: Any = values.get("preset") if isinstance(values, dict) else None
-        return CLIP_BOUNDS_PRESETS[preset] | values if preset in get_args(ClipBoundsPreset) else values
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.ratio_lower_start <= self.ratio_lower_max <= 1.0:
-            raise ValueError(
-                f"need ratio_lower_start <= ratio_lower_max <= 1, got {self.ratio_lower_start}, {self.ratio_lower_max}"
-            )
-        if self.scope == "microbatch" and self.method == "speculate":
-            raise ValueError(
-                "method=speculate predicts a minibatch's bounds, and scope=microbatch finds each micro-batch's in its "
-                "own forward pass; set method=score or scope=minibatch"
-            )
-        if not 1.0 <= self.ratio_upper_start <= self.ratio_upper_max:
-            raise ValueError(
-                f"need 1 <= ratio_upper_start <= ratio_upper_max, got {self.ratio_upper_start}, {self.ratio_upper_max}"
-            )
-        return self
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
-class AlgorithmConfig(Section):
-    objective: Literal["bapo", "ppo"] = "bapo"
-    """`bapo` moves the clip bounds at every update; `ppo` keeps 1 - clip_ratio_low and 1 + clip_ratio_high."""
-    clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
-    clip_ratio_low: Fraction = 0.2
-    clip_ratio_high: PositiveFloat = 0.2
-    norm_adv_by_std: bool = True
-    """GRPO's advantages: reward minus the group's mean, divided by the group's standard deviation."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-
-
-class RolloutConfig(Section):
+class RolloutConfig(SamplingConfig):
     """The vLLM engines."""
 
     n: PositiveInt = 8
     """Trajectories per prompt."""
-    temperature: PositiveFloat = 1.0
     max_response_length: PositiveInt = 1024
     """Tokens, the end-of-sequence token included."""
     num_engines: PositiveInt = 1
@@ -326,12 +270,11 @@ class CheckpointConfig(Section):
     """Older complete checkpoints are deleted."""
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(SamplingConfig):
     every_steps: NonNegativeInt = 0
     """0: only before the first and after the last step."""
     n: PositiveInt = 4
     """Samples per held-out prompt (mean@n)."""
-    temperature: PositiveFloat = 1.0
 
 
 class LoggingConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, SamplingConfig
 from megatron_bapo.controller.cluster import answer
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.data.prompt_stream import PromptStream
@@ -61,14 +61,23 @@ class RolloutService:
         """The next prompts' scored groups, and the seconds each phase took."""
         rollout = self._config.rollout
         prompts = [self._tokenized[prompt.prompt_id] for prompt in self._stream.take(num_prompts)]
-        sampling = Sampling(rollout.n, rollout.temperature, rollout.max_response_length, seed)
-        return await self._answer(prompts, sampling)
+        return await self._answer(prompts, self._sampling(rollout, rollout.n, seed))
 
     async def validate(self, seed: int) -> ScoredGroups:
         """Scored answers to every held-out prompt."""
         evaluation = self._config.evaluation
-        sampling = Sampling(evaluation.n, evaluation.temperature, self._config.rollout.max_response_length, seed)
-        return (await self._answer(self._validation, sampling))[0]
+        return (await self._answer(self._validation, self._sampling(evaluation, evaluation.n, seed)))[0]
+
+    def _sampling(self, settings: SamplingConfig, n: int, seed: int) -> Sampling:
+        return Sampling(
+            n=n,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            max_response_length=self._config.rollout.max_response_length,
+            seed=seed,
+        )
 
     def data_state(self) -> dict[str, Any]:
         return self._stream.state_dict()

@@ -76,6 +76,11 @@ class RunDirectory:
         return self.root / "hf"
 
     @property
+    def reference(self) -> Path:
+        """The policy after a warm start, where a KL to it is asked for."""
+        return self.root / "reference"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -4,7 +4,7 @@
     ------                        ---------                                   ---
     take(prompts) ───────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
-      └─ broadcast ─────────────► minibatches ─► for each: score ─► clip bounds ─► update
+      └─ broadcast ─────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
                                   publish weights ─► store (shared memory)
     load_weights(version) ───────────────────────────────────────► engines read the store
       └─ probe: engine's log-probs against the trainer's, or the run ends
@@ -23,10 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from megatron_bapo.algorithm.advantages import group_relative_advantages
-from megatron_bapo.algorithm.policy_loss import LossAggMode, token_weights
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
@@ -35,6 +32,7 @@ from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
+from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.groups import create_groups
@@ -45,7 +43,8 @@ from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
-from megatron_bapo.trainer.worker import Worker, create_worker
+from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
+from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
 
 
@@ -76,6 +75,8 @@ class Run:
     state: RunState
     rollouts: RolloutClient | None
     recorder: Recorder | None
+    reference: PolicyModel | None = None
+    """The frozen policy at the start of RL, where a KL coefficient asks for it."""
 
     def remaining_steps(self) -> Iterator[int]:
         """The steps left to do, counted from 1; ends early when a stop is requested."""
@@ -96,6 +97,7 @@ def train(run: Run) -> None:
     if run.stop_requested():
         checkpoint(run)
         return
+    run.reference = load_reference(run)
     first_refresh(run)
     if run.state.step == 0:
         evaluate(run)
@@ -134,7 +136,11 @@ def warm_start(run: Run) -> None:
         trajectories: list[Trajectory] = broadcast_object(
             run.rollouts.worked_examples(settings.batch_size) if run.rollouts else None, run.worker.groups
         )
-        examples = _weighted(trajectories, np.zeros(len(trajectories)), "token-mean")
+        examples = weighted(
+            [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
+            "token-mean",
+            run.config.rollout.max_response_length,
+        )
         timer = Timer()
         with timer.phase("step"):
             num = settings.num_steps
@@ -148,6 +154,22 @@ def warm_start(run: Run) -> None:
     if run.state.warm_start_step == settings.num_steps:
         run.worker.optimizer.reset_moments()
         checkpoint(run)
+
+
+def load_reference(run: Run) -> PolicyModel | None:
+    """The policy at the start of RL, frozen: the initial model, or what the warm start has made of it.
+
+    The latter is written to the run directory once, for the runs that continue.
+    """
+    if not run.config.algorithm.needs_reference:
+        return None
+    run.announce("loading the reference policy")
+    path = run.config.model_path
+    if run.config.warm_start is not None:
+        path = run.directory.reference
+        if run.state.step == 0:
+            save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, path)
+    return create_reference(run.config, path, run.worker.groups)
 
 
 def first_refresh(run: Run) -> None:
@@ -176,23 +198,19 @@ def take_groups(run: Run, timer: Timer) -> ScoredGroups:
 
 def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
     """All updates on one rollout batch; their metrics, reduced over ranks."""
-    config = run.config
-    rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups], dtype=torch.float64)
-    advantages = group_relative_advantages(rewards, norm_by_std=config.algorithm.norm_adv_by_std).flatten().numpy()
-    trajectories = [t for group in groups for t in group.trajectories]
-    size = config.trainer.ppo_mini_batch_size
+    config, size = run.config, run.config.trainer.ppo_mini_batch_size
+    examples, batch_metrics = make_examples(run.worker, run.reference, groups)
     parts: list[dict[str, Metric]] = []
     for epoch in range(config.trainer.ppo_epochs):
-        order = np.arange(len(trajectories))
+        order = np.arange(len(examples))
         if epoch:
             order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
         for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            examples = _weighted([trajectories[i] for i in chosen], advantages[chosen], config.algorithm.loss_agg_mode)
+            chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
             on_policy = epoch == 0 and start == 0
-            parts.append(update_policy(run.worker, examples, lr=_policy_lr(run, len(parts)), on_policy=on_policy))
+            parts.append(update_policy(run.worker, chosen, lr=_policy_lr(run, len(parts)), on_policy=on_policy))
     run.state.update += len(parts)
-    return reduce_metrics(merge(parts), run.worker.groups)
+    return reduce_metrics(merge(parts), run.worker.groups) | batch_metrics
 
 
 def evaluate(run: Run) -> None:
@@ -228,13 +246,6 @@ def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], time
     metrics["training/policy_version"] = Last(run.state.policy_version)
     run.recorder.write("train", step, metrics)
     run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
-
-
-def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray, mode: LossAggMode) -> list[Example]:
-    """Examples whose weights carry the minibatch's global denominator."""
-    lengths = torch.tensor([len(t.response_token_ids) for t in trajectories])
-    weights = token_weights(mode, lengths, num_trajectories=len(trajectories), num_tokens=int(lengths.sum())).tolist()
-    return [Example(t, float(a), w) for t, a, w in zip(trajectories, advantages, weights, strict=True)]
 
 
 def _policy_lr(run: Run, done_in_step: int) -> float:

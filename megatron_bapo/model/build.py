@@ -88,22 +88,32 @@ def ddp_config(parallel: ParallelConfig) -> DistributedDataParallelConfig:
     )
 
 
-def build_policy(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
-    """The model of `model_path` with fresh weights, on this rank's device; load weights next."""
+def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, frozen: bool = False) -> PolicyModel:
+    """The model of `model_path` with fresh weights, on this rank's device; load weights next.
+
+    A `frozen` one has no gradients and no buffers for them.
+    """
     architecture = read_architecture(model_path)
     parallel, dtype = config.parallel, DTYPES[config.model.dtype]
+    ddp = DistributedDataParallelConfig() if frozen else ddp_config(parallel)
     megatron = transformer_config(architecture, parallel, dtype, cpu_initialization=not has_gpu())
     chunks = tuple(
-        _build_chunk(architecture, megatron, parallel, groups, index) for index in range(groups.num_virtual_stages)
+        _build_chunk(architecture, megatron, ddp, groups, index, frozen) for index in range(groups.num_virtual_stages)
     )
     num_local_experts = architecture.num_experts // groups.expert.size
     model = PolicyModel(architecture, megatron, chunks, groups.expert.rank * num_local_experts)
-    _connect_to_schedule(model, parallel)
+    if not frozen:
+        _connect_to_schedule(model, parallel)
     return model
 
 
 def _build_chunk(
-    architecture: Architecture, config: TransformerConfig, parallel: ParallelConfig, groups: ParallelGroups, index: int
+    architecture: Architecture,
+    config: TransformerConfig,
+    ddp_config: DistributedDataParallelConfig,
+    groups: ParallelGroups,
+    index: int,
+    frozen: bool,
 ) -> Chunk:
     vp_stage = index if groups.num_virtual_stages > 1 else None
     spec: Any = block_spec(config, architecture.moe_layers, vp_stage)
@@ -125,10 +135,10 @@ def _build_chunk(
         # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
         # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.
         gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
-    gpt = gpt.to(local_device())
+    gpt = gpt.to(local_device()).requires_grad_(not frozen)
     ddp = DistributedDataParallel(
         config,
-        ddp_config(parallel),
+        ddp_config,
         Float16Module(config, gpt) if config.bf16 else gpt,
         disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work
     )

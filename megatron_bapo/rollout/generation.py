@@ -21,6 +21,9 @@ GenerateMany = Callable[[list[GenerationRequest]], Awaitable[list[Generated]]]
 class Sampling:
     n: int
     temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
     max_response_length: int
     seed: int
     """Of this batch; every prompt's own seed is derived from it and the prompt's id."""
@@ -77,6 +80,9 @@ def _request(prompt: TokenizedPrompt, index: int, sampling: Sampling) -> Generat
         prompt_token_ids=prompt.token_ids,
         n=sampling.n,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         max_tokens=sampling.max_response_length,
         seed=int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1,
     )

@@ -17,6 +17,10 @@ class GenerationRequest:
     n: int
     """Number of completions."""
     temperature: float
+    top_p: float
+    top_k: int
+    """-1: all tokens."""
+    min_p: float
     max_tokens: int
     """Per completion, the end-of-sequence token included."""
     seed: int

@@ -121,8 +121,9 @@ def _engine_args(
 async def _sample(llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
     # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
     params = SamplingParams(
-        n=request.n, temperature=request.temperature, max_tokens=request.max_tokens, seed=request.seed,
-        logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, min_p=request.min_p,
+        max_tokens=request.max_tokens, seed=request.seed, logprobs=0,
+        flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
     return await _final_output(llm, request.prompt_token_ids, params, request.request_id)
 

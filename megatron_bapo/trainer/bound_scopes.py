@@ -107,16 +107,19 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
     """The same on every rank of the last pipeline stage, None elsewhere; without scores every ratio is 1."""
     if not worker.groups.is_last_stage:
         return None
-    behaviour_N, advantages_N, weights_N = (
+    behaviour_N, advantages_N, weights_N, corrections_N = (
         torch.cat([getattr(m, name) for m in micro_batches])
-        for name in ("behaviour_log_probs_N", "advantages_N", "weights_N")
+        for name in ("behaviour_log_probs_N", "advantages_N", "weights_N", "corrections_N")
     )
+    algorithm = worker.config.algorithm
     current_N = behaviour_N if scores is None else torch.cat([s.log_probs_N for s in scores])
     return find_clip_bounds(
         current_N - behaviour_N,
         advantages_N,
-        worker.config.algorithm.clip_bounds,
+        algorithm.clip_bounds,
         mask=weights_N != 0,
+        # What the loss weights, the contributions weight as well; rejected tokens have none.
+        weights=corrections_N if algorithm.rollout_correction.active else None,
         reduce=sum_over(worker.groups.data_context),
     )
 

@@ -25,10 +25,21 @@ class Example:
     """One trajectory as the trainer sees it."""
 
     trajectory: Trajectory
-    advantage: float
-    """The same for every response token."""
+    advantage: float | np.ndarray
+    """One for every response token, or one each [R]."""
     weight: float
     """Of each response token in the loss; carries the global denominator."""
+    proximal_log_probs: np.ndarray | None = None
+    """[R], the trainer's under the weights at the start of the step; then the ratio's denominator."""
+    reference_log_probs: np.ndarray | None = None
+    """[R], the frozen reference policy's."""
+    correction_weights: np.ndarray | None = None
+    """[R], rollout correction of the objective; 0 rejects a token."""
+
+    @property
+    def ratio_log_probs(self) -> np.ndarray:
+        """[R], of the ratio's denominator."""
+        return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
     def num_input_tokens(self) -> int:
@@ -46,9 +57,18 @@ class MicroBatch:
     """Indices into T whose label is a response token; what follows is aligned with it."""
     response_index_N: torch.Tensor
     """Each one's place among all response tokens, the examples' one after another."""
+    sequence_index_N: torch.Tensor
+    """Which of the examples it belongs to."""
+    num_sequences: int
     behaviour_log_probs_N: torch.Tensor
+    """Of the ratio's denominator: the rollout's, or the recomputed ones."""
+    rollout_log_probs_N: torch.Tensor
+    reference_log_probs_N: torch.Tensor
+    """NaN where there is no reference policy."""
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
+    corrections_N: torch.Tensor
+    """1 without rollout correction."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +112,13 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
     def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)).to(device)
 
-    def per_response(values: Callable[[Example], np.ndarray]) -> torch.Tensor:
-        return cat([values(e)[part.response_index] for e, part in zip(examples, parts, strict=True)], np.float32)
+    def per_response(values: Callable[[Example], np.ndarray | float | None], default: float = 0.0) -> torch.Tensor:
+        held = []
+        for example, part in zip(examples, parts, strict=True):
+            value = values(example)
+            whole = np.full(len(example.trajectory.response_token_ids), default if value is None else value, np.float32)
+            held.append(whole[part.response_index])
+        return cat(held, np.float32)
 
     return MicroBatch(
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
@@ -105,7 +130,12 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         response_index_N=cat(
             [start + part.response_index for start, part in zip(response_starts, parts, strict=False)], np.int64
         ),
-        behaviour_log_probs_N=per_response(lambda e: e.trajectory.behaviour_log_probs),
-        advantages_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.advantage)),
-        weights_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.weight)),
+        sequence_index_N=cat([np.full(part.response_index.size, i) for i, part in enumerate(parts)], np.int64),
+        num_sequences=len(examples),
+        behaviour_log_probs_N=per_response(lambda e: e.ratio_log_probs),
+        rollout_log_probs_N=per_response(lambda e: e.trajectory.behaviour_log_probs),
+        reference_log_probs_N=per_response(lambda e: e.reference_log_probs, default=np.nan),
+        advantages_N=per_response(lambda e: e.advantage),
+        weights_N=per_response(lambda e: e.weight),
+        corrections_N=per_response(lambda e: e.correction_weights, default=1.0),
     )

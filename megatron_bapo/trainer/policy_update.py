@@ -1,4 +1,4 @@
-"""One optimizer update from one minibatch: clip bounds first, then the clipped policy gradient.
+"""One optimizer update from one minibatch: clip bounds first, then the policy gradient.
 
 Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C those of one chunk, H hidden size.
 """
@@ -11,9 +11,10 @@ from functools import partial
 import torch
 
 from megatron_bapo.algorithm.importance import mismatch_sums
-from megatron_bapo.algorithm.policy_loss import policy_loss, supervised_loss
+from megatron_bapo.algorithm.objectives import sequence_log_ratios
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics, supervised_loss
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
-from megatron_bapo.model.vocab_parallel import log_probs_and_entropy, token_loss
+from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
@@ -26,12 +27,12 @@ from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
 
 
 def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_policy: bool) -> dict[str, Metric]:
-    """One BAPO (or PPO) update; this rank's metrics, empty but on the last pipeline stage.
+    """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
-    `on_policy` says that the examples were sampled from the current weights: every ratio is 1, so the bounds need no
-    scoring pass.
+    `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
+    no scoring pass.
     """
-    config = worker.config
+    config, algorithm = worker.config, worker.config.algorithm
     micro_batches = worker.micro_batches(examples)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
@@ -41,18 +42,21 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
                 scores = Scores(*log_probs_and_entropy(*outputs, temperature=config.rollout.temperature))
             limits, found = micro_batch_limits(worker, micro_batch, scores)
         low, high = limits
-        behaviour_N, advantages_N, weights_N = (
-            micro_batch.behaviour_log_probs_N, micro_batch.advantages_N, micro_batch.weights_N,
-        )  # fmt: skip
+        tokens = loss_tokens(worker, micro_batch, outputs)
 
-        def loss_of(log_probs_C: torch.Tensor, _: torch.Tensor, chunk: slice) -> torch.Tensor:
-            return policy_loss(log_probs_C, behaviour_N[chunk], advantages_N[chunk], weights_N[chunk], low, high)[0]
+        def loss_of(log_probs_C: torch.Tensor, entropy_C: torch.Tensor, chunk: slice) -> torch.Tensor:
+            return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm)
 
-        loss, log_probs_N, entropy_N = token_loss(*outputs, loss_of, temperature=config.rollout.temperature)
-        _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
-        metrics = loss_metrics(loss, weights_N, sums, entropy_N) | found
+        loss, log_probs_N, entropy_N = token_loss(
+            *outputs,
+            loss_of,
+            temperature=config.rollout.temperature,
+            entropy_requires_grad=algorithm.entropy_coeff != 0.0,
+        )
+        sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
+        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N) | found
         if on_policy:
-            metrics |= mismatch_metrics(mismatch_sums(log_probs_N, behaviour_N))
+            metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         scores = Scores(log_probs_N, entropy_N)
         if config.logging.entropy_clip_rule:
             metrics |= predicted_entropy_change(micro_batch, scores, low, high)
@@ -67,6 +71,34 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
     if config.logging.entropy_clip_rule:
         metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in results])
     return metrics
+
+
+def loss_tokens(
+    worker: Worker, micro_batch: MicroBatch, outputs: tuple[torch.Tensor, OutputLayer, torch.Tensor]
+) -> LossTokens:
+    """What the policy loss needs of a micro-batch's tokens.
+
+    GSPO's ratios need every log-prob of a sequence, so the output layer runs once more, before the loss.
+    """
+    config, sequence_log_ratio_N = worker.config, None
+    if config.algorithm.objective == "gspo":
+        with torch.no_grad():
+            log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
+        sequence_log_ratio_N = sequence_log_ratios(
+            log_probs_N - micro_batch.behaviour_log_probs_N,
+            micro_batch.weights_N * micro_batch.corrections_N != 0,
+            micro_batch.sequence_index_N,
+            micro_batch.num_sequences,
+            sum_over(worker.groups.context),
+        )
+    return LossTokens(
+        micro_batch.behaviour_log_probs_N,
+        micro_batch.advantages_N,
+        micro_batch.weights_N,
+        micro_batch.corrections_N if config.algorithm.rollout_correction.active else None,
+        micro_batch.reference_log_probs_N if config.algorithm.kl_loss_coef else None,
+        sequence_log_ratio_N,
+    )
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:

@@ -34,6 +34,8 @@ def loss_metrics(
         "actor/pg_clipfrac": Mean(of["num_clipped_low"] + of["num_clipped_high"], num),
         "actor/pg_clipfrac_lower": Mean(of["num_clipped_low"], num),
         "actor/pg_clipfrac_upper": Mean(of["num_clipped_high"], num),
+        "actor/pg_clipfrac_dual": Mean(of["num_clipped_dual"], num),
+        "actor/kl_loss": Mean(of["kl_loss"], weight),
         "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
         "actor/num_dropped_tokens": Sum(of["num_dropped"]),
     }

@@ -40,31 +40,27 @@ class Worker:
 
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
         """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
+        return self.lay_out(examples, self.plan(examples))
+
+    def plan(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Which examples each micro-batch of this rank has.
+
+        The longest comes first: attention runs on neighbours of like length together.
+        """
+        lengths = [example.num_input_tokens for example in examples]
         plan = pack(
-            [example.num_input_tokens for example in examples],
+            lengths,
             self.config.max_micro_batch_tokens,
             self.groups.data.size,
             rule=self.config.padding_rule,
             num_multiple_of=self.config.parallel.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
         )[self.groups.data.rank]
-        return self.lay_out([[examples[index] for index in indices] for indices in plan])
+        return [sorted(indices, key=lambda index: -lengths[index]) for indices in plan]
 
-    def lay_out(self, groups_of_examples: Sequence[Sequence[Example]]) -> list[MicroBatch]:
-        """A micro-batch for each group of examples, then as many of padding as the schedule calls for.
-
-        The longest example comes first: attention runs on neighbours of like length together.
-        """
-        missing = -len(groups_of_examples) % self.config.parallel.num_micro_batches_multiple
-        return [
-            to_micro_batch(
-                sorted(examples, key=lambda example: -example.num_input_tokens),
-                self.config.padding_rule,
-                self.groups.context,
-                local_device(),
-            )
-            for examples in (*groups_of_examples, *([[]] * missing))
-        ]
+    def lay_out(self, examples: Sequence[Example], plan: list[list[int]]) -> list[MicroBatch]:
+        rule, context = self.config.padding_rule, self.groups.context
+        return [to_micro_batch([examples[i] for i in indices], rule, context, local_device()) for indices in plan]
 
 
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> Worker:
@@ -73,6 +69,13 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> W
     load_hugging_face(model, model_path, groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     return Worker(config, groups, model, optimizer)
+
+
+def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
+    """This rank's part of a frozen policy with the weights of `model_path`: no gradients, no optimizer."""
+    model = build_policy(config, model_path, groups, frozen=True)
+    load_hugging_face(model, model_path, groups)
+    return model
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,13 @@ class Scores:
 
 
 def response_outputs(
-    worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor
+    worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor, model: PolicyModel | None = None
 ) -> tuple[torch.Tensor, OutputLayer, torch.Tensor]:
-    """Hidden states [N, H], output layer and labels [N] that the log-probs of the response tokens come from."""
-    weight_VH, tensor = worker.model.output_weight(), worker.groups.tensor
+    """Hidden states [N, H], output layer and labels [N] that the log-probs of the response tokens come from.
+
+    Of the policy, or of another `model` of its layout.
+    """
+    weight_VH, tensor = (model or worker.model).output_weight(), worker.groups.tensor
     # Each rank's rows of the output weight contribute to a token's gradient; both regions add them up.
     if worker.config.parallel.sequence_parallel:
         hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor.group)
@@ -102,15 +108,41 @@ def response_outputs(
 
 
 @torch.no_grad()
-def score(worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Scores]:
-    """A forward-only pass; one entry per micro-batch on the last pipeline stage, none on the others."""
+def score(
+    worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float, model: PolicyModel | None = None
+) -> list[Scores]:
+    """A forward-only pass of the policy, or of another `model` of its layout.
+
+    One entry per micro-batch on the last pipeline stage, none on the others.
+    """
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
-        outputs = response_outputs(worker, micro_batch, hidden_TH)
+        outputs = response_outputs(worker, micro_batch, hidden_TH, model)
         scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
         return scores.log_probs_N.sum(), scores
 
-    return run_micro_batches(worker.model, micro_batches, head, forward_only=True)
+    return run_micro_batches(model or worker.model, micro_batches, head, forward_only=True)
+
+
+def score_trajectories(
+    worker: Worker, trajectories: Sequence[Trajectory], temperature: float, model: PolicyModel | None = None
+) -> list[np.ndarray]:
+    """Log-probs of each trajectory's response tokens, float32 [R] each, on every rank.
+
+    The policy's, or those of another `model` of its layout. Collective; the work is spread over data-parallel ranks.
+    """
+    examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
+    starts = np.cumsum([0, *(len(trajectory.response_token_ids) for trajectory in trajectories)])
+    log_probs = torch.zeros(int(starts[-1]), device=local_device())
+    plan = worker.plan(examples)
+    micro_batches = worker.lay_out(examples, plan)
+    scores = score(worker, micro_batches, temperature, model)
+    for indices, micro_batch, scored in zip(plan, micro_batches, scores, strict=False):
+        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in indices)])
+        held = torch.from_numpy(places).to(log_probs.device)[micro_batch.response_index_N]
+        log_probs[held] = scored.log_probs_N
+    sum_over(worker.groups.data_context)(log_probs)
+    return np.split(broadcast_from_last_stage(log_probs, worker.groups).cpu().numpy(), starts[1:-1])
 
 
 def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:
@@ -124,12 +156,7 @@ def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:
         finish_reason="length",
         text="",
     )
-    log_probs = torch.zeros(size, device=local_device())
-    micro_batches = worker.lay_out([[Example(probe, 0.0, 0.0)]])
-    for micro_batch, scores in zip(micro_batches, score(worker, micro_batches, temperature=1.0), strict=False):
-        log_probs[micro_batch.response_index_N] = scores.log_probs_N
-    sum_over(worker.groups.context)(log_probs)
-    return broadcast_from_last_stage(log_probs, worker.groups).cpu().numpy()
+    return score_trajectories(worker, [probe], temperature=1.0)[0]
 
 
 def publish_weights(worker: Worker, store: WeightStore, policy_version: int) -> None:

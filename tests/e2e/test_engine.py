@@ -116,8 +116,10 @@ class Running:
             np.testing.assert_allclose(completion.log_probs, expected, atol=ENGINE_LOG_PROB, rtol=0)
 
 
-def request(prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7) -> GenerationRequest:
-    return GenerationRequest("request", prompt, n, temperature, max_tokens=24, seed=seed)
+def request(
+    prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7, top_p: float = 1.0, top_k: int = -1
+) -> GenerationRequest:
+    return GenerationRequest("request", prompt, n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed)
 
 
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -162,6 +164,17 @@ def test_sampled_log_probs_equal_hugging_faces_at_the_sampling_temperature(run: 
     generated = run.generate(prompt, n=8, temperature=temperature)
     assert len(generated.completions) == 8
     run.assert_sampled_log_probs_are_the_models(generated, prompt, temperature)
+
+
+def test_truncated_samples_come_with_log_probs_of_the_truncated_distribution(run: Running):
+    """The reason why training refuses to truncate: the trainer's log-probs are those of the whole distribution."""
+    prompt = np.asarray([5, 9, 2], np.int32)
+    answers = run.wait_for(run.engine.generate_many([request(prompt, top_k=1), request(prompt, top_p=0.5, n=8)]))
+    greedy, nucleus = (np.stack([completion.log_probs[0] for completion in answer.completions]) for answer in answers)
+    assert greedy.tolist() == [0.0] * 4
+    firsts = np.asarray([completion.token_ids[0] for completion in answers[1].completions])
+    whole = np.asarray([run.log_probs(np.append(prompt, first))[-1] for first in firsts])
+    assert (nucleus > whole + 0.3).all()  # less than 0.7 of the mass is kept
 
 
 def test_scores_equal_hugging_faces(run: Running):

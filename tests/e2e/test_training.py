@@ -202,3 +202,29 @@ def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path: Path
     assert code != 0, output
     assert "engine 0" in errors or "vLLM" in errors
     assert "Traceback" not in errors
+
+
+def test_a_decoupled_run_with_a_reference_policy_completes_and_reports_its_corrections(tmp_path: Path) -> None:
+    process = start(
+        tmp_path / "run",
+        *("trainer.total_steps=2", "warm_start.num_steps=2", "evaluation.n=1", "evaluation.top_k=5"),
+        *("algorithm.behaviour_policy=recomputed", "algorithm.rollout_correction.rollout_is=token"),
+        *("algorithm.kl_loss_coef=0.01", "algorithm.kl_reward_coef=0.01", "algorithm.entropy_coeff=0.001"),
+        *("algorithm.overlong.mode=penalty", "algorithm.overlong.buffer_length=2"),
+    )
+    code, output, errors = finish(process)
+    assert code == 0, output + errors
+    rows = [row["metrics"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["phase"] == "train"]
+    assert len(rows) == 2
+    for row in rows:
+        assert abs(row["rollout_corr/rollout_is_mean"] - 1) < ENGINE_LOG_PROB
+        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert row["training/rollout_probs_diff_max"] < ENGINE_LOG_PROB
+        assert row["critic/rewards/mean"] <= row["critic/score/mean"] - 0.1  # most answers of four tokens are overlong
+    # The first step starts from the reference itself, the second does not.
+    assert abs(rows[0]["actor/reward_kl_penalty"]) < ENGINE_LOG_PROB < abs(rows[1]["actor/reward_kl_penalty"])
+    assert rows[1]["actor/kl_loss"] > 0
+    initial, reference = (
+        load_file(next((tmp_path / "run" / folder).glob("*.safetensors"))) for folder in ("initial_model", "reference")
+    )
+    assert any(not torch.equal(initial[name], reference[name]) for name in reference)

@@ -44,9 +44,19 @@ def dropped_gradient_reduce() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sequence_mean_of_one_rank() -> Iterator[None]:
+    """GSPO's ratio without the tokens that other context-parallel ranks hold."""
+    sequence_log_ratios = policy_update.sequence_log_ratios
+
+    with patch.object(policy_update, "sequence_log_ratios", lambda *args: sequence_log_ratios(*args[:-1])):
+        yield
+
+
 FAULTS = {
     None: nullcontext,
     "labels-rolled-after-the-context-split": labels_rolled_after_the_context_split,
     "doubled-loss-scale": doubled_loss_scale,
     "dropped-gradient-reduce": dropped_gradient_reduce,
+    "sequence-mean-of-one-rank": sequence_mean_of_one_rank,
 }

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 
-def save_random_model(model: PreTrainedModel, folder: Path) -> None:
+def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> None:
     """With weights that are large enough for every part to matter; norms and biases around 1."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))

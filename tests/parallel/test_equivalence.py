@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_bapo.algorithm.policy_loss import policy_loss
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.config.algorithm import AlgorithmConfig
 from tests.parallel.examples import make_examples
 from tests.parallel.faults import FAULTS
 from tests.parallel.launching import launch
@@ -161,13 +162,13 @@ def test_one_process_matches_hugging_face(results: Path, model: str) -> None:
         if str(index) in log_probs:
             assert (all_log_probs - log_probs[str(index)]).abs().max() < HUGGING_FACE_LOG_PROB
         size = len(trajectory.response_token_ids)
-        loss, _ = policy_loss(
-            all_log_probs[-size:],
+        known = LossTokens(
             torch.from_numpy(trajectory.behaviour_log_probs),
             torch.full((size,), example.advantage),
             torch.full((size,), example.weight),
-            low.float(),
-            high.float(),
+        )
+        loss = policy_loss(
+            all_log_probs[-size:], torch.zeros(size), known, low.float(), high.float(), AlgorithmConfig()
         )
         loss.backward()
     reference.save_pretrained(results / f"{model}-hugging-face-gradients", state_dict=first_moments_of(reference))

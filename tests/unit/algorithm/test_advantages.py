@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import math
+from typing import get_args
+
 import pytest
 import torch
 
-from megatron_bapo.algorithm.advantages import group_relative_advantages
+from megatron_bapo.algorithm.advantages import estimate_advantages, group_relative_advantages, overlong_penalty
+from megatron_bapo.config.algorithm import AdvEstimator
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
@@ -27,3 +31,68 @@ def test_advantages_are_rewards_standardised_within_their_group() -> None:
 def test_one_right_answer_of_four() -> None:
     advantages = group_relative_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), norm_by_std=True)
     torch.testing.assert_close(advantages, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
+
+
+LENGTHS = torch.tensor([[2, 5, 1], [3, 3, 9]])
+REWARDS = torch.tensor([[1.0, 0.0, 0.5], [0.2, 0.9, -1.0]], dtype=torch.float64)
+PENALTIES = torch.linspace(-0.1, 0.2, 23, dtype=torch.float64)
+
+
+def trajectories(penalties: torch.Tensor | None) -> list[list[tuple[float, list[float]]]]:
+    """(reward, its tokens' penalties) of each trajectory of each group, in Python's floats."""
+    rest = iter((torch.zeros(23) if penalties is None else penalties).tolist())
+    return [
+        [(reward, [next(rest) for _ in range(length)]) for reward, length in zip(rewards, lengths, strict=True)]
+        for rewards, lengths in zip(REWARDS.tolist(), LENGTHS.tolist(), strict=True)
+    ]
+
+
+def standardised(values: list[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+
+
+def expected_advantages(estimator: str, penalties: torch.Tensor | None) -> list[float]:
+    """The definitions, token by token."""
+    found: list[float] = []
+    for group in trajectories(penalties):
+        totals = [reward - sum(costs) for reward, costs in group]
+        mean = sum(totals) / len(totals)
+        std = math.sqrt(sum((total - mean) ** 2 for total in totals) / (len(totals) - 1))
+        for i, (reward, costs) in enumerate(group):
+            others = totals[:i] + totals[i + 1 :]
+            for t in range(len(costs)):
+                found.append(
+                    {
+                        "grpo": (totals[i] - mean) / (std + 1e-6),
+                        "rloo": totals[i] - sum(others) / len(others),
+                        "reinforce_plus_plus": reward - sum(costs[t:]),
+                        "reinforce_plus_plus_baseline": totals[i] - mean,
+                    }[estimator]
+                )
+    return standardised(found) if estimator.startswith("reinforce") else found
+
+
+@pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["plain", "penalties"])
+@pytest.mark.parametrize("estimator", get_args(AdvEstimator))
+def test_every_estimator_matches_its_definition(estimator: AdvEstimator, penalties: torch.Tensor | None) -> None:
+    found = estimate_advantages(estimator, REWARDS, LENGTHS, penalties, norm_by_std=True)
+    assert found.tolist() == pytest.approx(expected_advantages(estimator, penalties), rel=1e-11)
+
+
+def test_dr_grpo_is_the_distance_from_the_groups_mean() -> None:
+    found = estimate_advantages("grpo", REWARDS, LENGTHS, None, norm_by_std=False)
+    expected = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten().repeat_interleave(LENGTHS.flatten())
+    torch.testing.assert_close(found, expected)
+
+
+def test_equal_rewards_teach_nothing_under_any_estimator() -> None:
+    for estimator in get_args(AdvEstimator):
+        found = estimate_advantages(estimator, torch.full((2, 3), 0.7).double(), LENGTHS, None, norm_by_std=True)
+        assert found.abs().max() < 1e-9
+
+
+def test_the_overlong_penalty_falls_evenly_within_the_buffer() -> None:
+    found = overlong_penalty(torch.tensor([[10, 80, 85, 90, 100]]), 100, buffer_length=20, penalty_factor=0.5)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, -0.125, -0.25, -0.5]], dtype=torch.float64))

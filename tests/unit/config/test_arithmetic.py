@@ -38,3 +38,11 @@ def test_held_out_samples_and_warm_start_are_listed() -> None:
     table = rows(data=data, evaluation={"every_steps": 5}, warm_start={"num_steps": 300})
     assert table["held-out samples"] == "4 per prompt, before the first and after the last step, and every 5 steps"
     assert table["warm start"] == "300 supervised updates of 128 worked examples"
+
+
+def test_the_behaviour_policy_is_said() -> None:
+    assert rows()["behaviour policy"].startswith("rollout: ratios are current / rollout log-probs")
+    correction = {"rollout_is": "token", "rollout_rs": "geometric"}
+    row = rows(algorithm={"behaviour_policy": "recomputed", "rollout_correction": correction})["behaviour policy"]
+    assert row.endswith("gives token importance weights and geometric rejection")
+    assert rows(algorithm={"behaviour_policy": "recomputed"})["behaviour policy"].endswith("gives no correction")

@@ -12,6 +12,26 @@ def test_a_valid_config_passes_without_warnings() -> None:
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"evaluation__top_p": 0.9, "evaluation__top_k": 20},
+        {"rollout__top_k": 20, "algorithm__behaviour_policy": "recomputed"},
+        {"rollout__n": 1, "algorithm__adv_estimator": "reinforce_plus_plus"},
+        {"algorithm__objective": "gspo", "algorithm__loss_agg_mode": "seq-mean-token-mean"},
+    ],
+    ids=str,
+)
+def test_what_biases_nothing_is_allowed(values: dict[str, Any]) -> None:
+    assert check_config(config(**values)) == []
+
+
+def test_gspo_is_told_that_its_weights_are_not_the_papers() -> None:
+    (warning,) = check_config(config(algorithm__objective="gspo"))
+    assert "loss_agg_mode=token-mean" in warning
+    assert "Set loss_agg_mode=seq-mean-token-mean" in warning
+
+
+@pytest.mark.parametrize(
     ("values", "value", "rule", "way_out"),
     [
         (
@@ -69,6 +89,40 @@ def test_a_valid_config_passes_without_warnings() -> None:
             "set it to 8 or 12",
         ),
         ({"rollout__n": 1}, "rollout.n=1", "zero in a group of one", "set rollout.n to 2 or more"),
+        (
+            {"algorithm__rollout_correction": {"rollout_is": "token"}},
+            "algorithm.rollout_correction with algorithm.behaviour_policy=rollout",
+            "between the rollout's and the recomputed log-probs",
+            "set behaviour_policy=recomputed",
+        ),
+        (
+            {"algorithm__clip_ratio_c": 3.0, "algorithm__objective": "cispo"},
+            "algorithm.clip_ratio_c=3.0",
+            "weights are clipped",
+            "leave clip_ratio_c out",
+        ),
+        (
+            {"algorithm__overlong": {"mode": "penalty", "buffer_length": 101}},
+            "algorithm.overlong.buffer_length=101",
+            "must not exceed rollout.max_response_length=100",
+            "lower it",
+        ),
+        (
+            {"rollout__top_p": 0.9},
+            "rollout.top_p=0.9",
+            "the engine then renormalises",
+            "set top_p=1, top_k=-1, min_p=0",
+        ),
+        (
+            {
+                "rollout__min_p": 0.1,
+                "algorithm__behaviour_policy": "recomputed",
+                "algorithm__rollout_correction": {"rollout_rs": "token"},
+            },
+            "min_p=0.1",
+            "every ratio of the two is too small",
+            "behaviour_policy=recomputed without rollout_correction",
+        ),
         (
             {"rollout__n": 6},
             "trainer.train_batch_size=64 counts trajectories",

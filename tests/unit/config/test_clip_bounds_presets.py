@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megatron_bapo.config.algorithm import ClipBoundsSettings
 from megatron_bapo.config.loading import dump_config, load_config
-from megatron_bapo.config.schema import ClipBoundsSettings
 
 PAPER = (0.4, (0.6, 0.9, 0.02), (1.2, 3.0, 0.05), "value", "upper_first", "share", "minibatch")
 RELEASED_CODE = (0.5, (0.6, 0.8, 0.05), (1.2, 2.0, 0.05), "value", "lower_first", "ratio", "microbatch")

@@ -1,6 +1,7 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from megatron_bapo.rollout.generation import GenerateMany, Sampling, generate_gr
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
-SAMPLING = Sampling(n=2, temperature=0.7, max_response_length=5, seed=11)
+SAMPLING = Sampling(n=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, max_response_length=5, seed=11)
 REWARD_MODULE = """
 import time
 
@@ -107,10 +108,11 @@ def test_a_request_carries_the_sampling_parameters():
     _, ((request,),) = generate(1, prompts(1))
 
     assert (request.n, request.temperature, request.max_tokens) == (2, 0.7, 5)
+    assert (request.top_p, request.top_k, request.min_p) == (0.9, 20, 0.1)
 
 
 def seeds(num_engines: int, tokenized: Sequence[TokenizedPrompt], batch_seed: int = 11) -> dict[str, int]:
-    _, log = generate(num_engines, tokenized, Sampling(2, 0.7, 5, seed=batch_seed))
+    _, log = generate(num_engines, tokenized, replace(SAMPLING, seed=batch_seed))
     return {request.request_id: request.seed for requests in log for request in requests}
 
 

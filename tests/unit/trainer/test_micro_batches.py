@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,37 @@ def test_log_probs_advantages_and_weights_stand_beside_their_tokens():
     torch.testing.assert_close(batch.behaviour_log_probs_N, -labels_N / 1000)
     assert batch.advantages_N.tolist() == [0.5, 0.5, -1.0, -1.0, -1.0, 2.0]
     torch.testing.assert_close(batch.weights_N, torch.tensor([0.1, 0.1, 0.2, 0.2, 0.2, 0.3]))
+
+
+def test_per_token_values_follow_their_tokens_over_packing_and_the_context_split():
+    arrays = [np.arange(n, dtype=np.float32) + 10 * i for i, n in enumerate((2, 3, 1))]
+    examples = [
+        replace(e, advantage=a, proximal_log_probs=-a, reference_log_probs=a / 2, correction_weights=a + 1)
+        for e, a in zip(EXAMPLES, arrays, strict=True)
+    ]
+    rule = padding_rule(1, 2, sequence_parallel=False, fp8=False, packing=True)
+    parts = [lay_out(rule, examples, rank, 2) for rank in range(2)]
+    index_N = torch.cat([part.response_index_N for part in parts])
+    expected_N = torch.from_numpy(np.concatenate(arrays))[index_N]
+
+    def held(name: str) -> torch.Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    torch.testing.assert_close(held("advantages_N"), expected_N)
+    torch.testing.assert_close(held("behaviour_log_probs_N"), -expected_N)
+    torch.testing.assert_close(held("rollout_log_probs_N"), -torch.tensor([10, 11, 20, 21, 22, 30])[index_N] / 1000)
+    torch.testing.assert_close(held("reference_log_probs_N"), expected_N / 2)
+    torch.testing.assert_close(held("corrections_N"), expected_N + 1)
+    assert held("sequence_index_N").tolist() == torch.tensor([0, 0, 1, 1, 1, 2])[index_N].tolist()
+    assert {part.num_sequences for part in parts} == {3}
+
+
+def test_without_a_reference_or_a_correction_there_is_none():
+    batch = lay_out(PaddingRule())
+
+    assert batch.reference_log_probs_N.isnan().all()
+    assert batch.corrections_N.tolist() == [1.0] * 6
+    assert torch.equal(batch.rollout_log_probs_N, batch.behaviour_log_probs_N)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -1,0 +1,69 @@
+"""Corrections for what lies between the policy that sampled and the proximal policy of the ratios.
+
+The decoupled objective (arXiv 2110.00641; AReaL, arXiv 2505.24298) clips current / proximal and weights each token by
+proximal / rollout. The weights here are verl's (`rollout_corr_helper.py`): truncated importance sampling (TIS,
+fengyao.notion.site/off-policy-rl) and rejection (masked importance sampling, MIS), of tokens or of whole sequences.
+
+Shapes: T response tokens of all trajectories, one after another; B trajectories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_bapo.algorithm.importance import clamped_log_ratio
+from megatron_bapo.config.algorithm import CorrectionLevel, RolloutCorrectionConfig
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """Weights [T] for the objective and what they did, 0-d float64."""
+
+    weights_T: Tensor
+    """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; NaN where a log-prob is NaN."""
+    mean_weight: Tensor
+    """Of the importance weights before rejection."""
+    truncated_fraction: Tensor
+    """Share of tokens with a ratio over `rollout_is_threshold`."""
+    rejected_fraction: Tensor
+    """Share of tokens."""
+    rejected_sequence_fraction: Tensor
+    """Share of trajectories with a rejected token."""
+
+
+def rollout_correction(
+    proximal_log_probs_T: Tensor, rollout_log_probs_T: Tensor, lengths_B: Tensor, settings: RolloutCorrectionConfig
+) -> RolloutCorrection:
+    """Importance weights and rejection of each token, from log-probs [T] in nats; `lengths_B` sum to T.
+
+    Log-ratios are clamped to +-20 after they are added up over a sequence.
+    """
+    log_ratio_T = proximal_log_probs_T.double() - rollout_log_probs_T.double()
+    ratio_T = weights_T = torch.ones_like(log_ratio_T)
+    rejected_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
+    if settings.rollout_is is not None:
+        ratio_T = _ratios(log_ratio_T, lengths_B, settings.rollout_is)
+        weights_T = ratio_T.clamp(max=settings.rollout_is_threshold)
+    if settings.rollout_rs is not None:
+        tested_T = _ratios(log_ratio_T, lengths_B, settings.rollout_rs)
+        rejected_T = (tested_T < settings.lower_threshold) | (tested_T > settings.rollout_rs_threshold)
+    rejected_B = torch.stack([part.any() for part in rejected_T.split(lengths_B.tolist())])
+    return RolloutCorrection(
+        weights_T=weights_T.masked_fill(rejected_T, 0.0),
+        mean_weight=weights_T.mean(),
+        truncated_fraction=(ratio_T > settings.rollout_is_threshold).double().mean(),
+        rejected_fraction=rejected_T.double().mean(),
+        rejected_sequence_fraction=rejected_B.double().mean(),
+    )
+
+
+def _ratios(log_ratio_T: Tensor, lengths_B: Tensor, level: CorrectionLevel) -> Tensor:
+    """Of each token, or of its sequence: the product of its tokens' ratios, or their geometric mean."""
+    if level != "token":
+        sums_B = torch.stack([part.sum() for part in log_ratio_T.split(lengths_B.tolist())])
+        sums_B = sums_B / lengths_B if level == "geometric" else sums_B
+        log_ratio_T = sums_B.repeat_interleave(lengths_B)
+    return clamped_log_ratio(log_ratio_T).exp()

@@ -1,0 +1,89 @@
+"""Run by torchrun: two updates on one rollout batch under each objective.
+
+A case is {"name", "world_size", "model", "reference", "parallel", "algorithm", "fault"}. `out/NAME/` gets what the
+batch was found to be (`examples.safetensors`), the first update's gradients, the parameters after the second, and
+metrics.
+"""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from examples import LEARNING_RATE, make_config, make_examples
+from faults import FAULTS
+from launching import TIMEOUT_S, run_cases
+from safetensors.torch import save_file
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
+from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.groups import create_groups
+from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.records import Group, Prompt
+from megatron_bapo.trainer import rollout_batch
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
+from megatron_bapo.trainer.worker import create_reference, create_worker
+
+GROUP_SIZE = 4
+
+
+def make_groups(vocab_size: int) -> list[Group]:
+    """The matrix's trajectories with rewards; one of them is truncated."""
+    rewards = np.random.default_rng(1).random(12).round(1)
+    trajectories = [
+        replace(example.trajectory, reward=float(reward), finish_reason="length" if index == 5 else "stop")
+        for index, (example, reward) in enumerate(zip(make_examples(vocab_size), rewards, strict=True))
+    ]
+    prompt = Prompt("test:0", (), "", "test")
+    return [Group(prompt, tuple(trajectories[i : i + GROUP_SIZE])) for i in range(0, 12, GROUP_SIZE)]
+
+
+def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
+    """Every per-token array of the batch."""
+    names = ("advantage", "proximal_log_probs", "reference_log_probs", "correction_weights")
+    return {
+        f"{name}.{index}": torch.from_numpy(np.array(value))
+        for index, example in enumerate(examples)
+        for name in names
+        if (value := getattr(example, name)) is not None
+    }
+
+
+def run_case(case: dict, out: Path) -> None:
+    config = make_config(Path(case["model"]), out / "run", case["parallel"], "float32", packing=True)
+    tree = config.model_dump() | {"algorithm": case["algorithm"], "rollout": {"n": GROUP_SIZE, "temperature": 0.8}}
+    config = Config.model_validate(tree)
+    groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
+    worker = create_worker(config, config.model_path, groups)
+    reference = None
+    if config.algorithm.needs_reference:
+        reference = create_reference(config, Path(case["reference"]), groups)
+    examples, metrics = rollout_batch.make_examples(
+        worker, reference, make_groups(worker.model.architecture.vocab_size)
+    )
+    if groups.is_main:
+        save_file(arrays(examples), out / "examples.safetensors")
+        (out / "gradients").mkdir()
+    barrier(groups)
+    chosen, found = rollout_batch.minibatch(config, examples), {"batch": scalars(metrics)}
+    with FAULTS[case["fault"]]():
+        for number in range(2):
+            on_policy = config.algorithm.behaviour_policy == "recomputed" and number == 0
+            updated = update_policy(worker, chosen, lr=LEARNING_RATE, on_policy=on_policy)
+            found[f"update-{number}"] = scalars(reduce_metrics(updated, groups))
+            if number == 0:
+                read = partial(worker.optimizer.read, state="exp_avg")
+                write_stage_file(out / "gradients", worker.model, groups, read=read)
+    save_hugging_face(worker.model, groups, config.model_path, out / "final")
+    if groups.is_main:
+        (out / "metrics.json").write_text(json.dumps(found))
+    parallel_state.destroy_model_parallel()
+
+
+if __name__ == "__main__":
+    run_cases(run_case)

@@ -1,0 +1,120 @@
+"""Every objective and what is added to it gives the same updates in every layout as in one process."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.parallel.examples import make_examples
+from tests.parallel.launching import launch
+from tests.parallel.layouts import LAYOUTS, MODELS
+from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
+from tests.tolerances import GRADIENT, LOG_PROB, PARAMETER
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gspo": {"objective": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
+    "cispo": {"objective": "cispo", "adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+    "kl-loss-entropy": {"objective": "ppo", "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
+    "decoupled": {
+        "objective": "bapo",
+        "behaviour_policy": "recomputed",
+        "rollout_correction": {"rollout_is": "sequence", "rollout_rs": "token", "rollout_rs_threshold": 3.0},
+        "adv_estimator": "reinforce_plus_plus",
+        "kl_reward_coef": 0.05,
+        "overlong": {"mode": "filter"},
+    },
+}
+SEVERAL_RANKS = ("tp2-sp", "pp2", "cp2", "dp2-distopt-overlap", "pp2-vpp2-cp2")
+FAULTY = "gspo-cp2-sequence-mean-of-one-rank"
+FAULTS = {FAULTY: "sequence-mean-of-one-rank"}
+
+
+def case(algorithm: str, layout: str, fault: str | None = None) -> dict:
+    settings = {"algorithm": ALGORITHMS[algorithm], "parallel": LAYOUTS[layout].parallel, "fault": fault}
+    return {**settings, "world_size": LAYOUTS[layout].world_size}
+
+
+CASES = {
+    **{f"{a}-{layout}": case(a, layout) for a in ALGORITHMS for layout in ("one-process", *SEVERAL_RANKS)},
+    FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `NAME/` for every case."""
+    root = tmp_path_factory.mktemp("objectives")
+    for seed, name in enumerate(("model", "reference")):
+        save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3"]), root / name, seed)
+    folders = {name: str(root / name) for name in ("model", "reference")}
+    launch("objective_ranks.py", [{**settings, **folders, "name": n} for n, settings in CASES.items()], root, 4)
+    return root
+
+
+def gradient_difference(results: Path, name: str, algorithm: str) -> float:
+    ours, theirs = (load_folder(results / n / "gradients") for n in (name, f"{algorithm}-one-process"))
+    return largest_difference(ours, theirs) / largest(theirs)
+
+
+def metrics(results: Path, name: str) -> dict[str, dict[str, float]]:
+    return json.loads((results / name / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize("layout", SEVERAL_RANKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_updates_are_those_of_one_process(results: Path, algorithm: str, layout: str) -> None:
+    name, one = f"{algorithm}-{layout}", f"{algorithm}-one-process"
+    assert gradient_difference(results, name, algorithm) < GRADIENT
+    assert largest_difference(load_folder(results / name / "final"), load_folder(results / one / "final")) < PARAMETER
+
+
+@pytest.mark.parametrize("layout", SEVERAL_RANKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_batch_and_metrics_are_those_of_one_process(results: Path, algorithm: str, layout: str) -> None:
+    names = f"{algorithm}-{layout}", f"{algorithm}-one-process"
+    ours, theirs = (load_file(results / name / "examples.safetensors") for name in names)
+    assert largest_difference(ours, theirs) < 10 * LOG_PROB
+    ours, theirs = (metrics(results, name) for name in names)
+    assert ours.keys() == theirs.keys()
+    for part in theirs:
+        assert ours[part] == pytest.approx(theirs[part], rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def test_a_sequence_mean_of_one_context_rank_alone_does_not_pass(results: Path) -> None:
+    assert gradient_difference(results, FAULTY, "gspo") > 100 * GRADIENT
+
+
+def test_the_reference_and_the_proximal_policy_score_what_transformers_scores(results: Path) -> None:
+    """At the sampling temperature, over the whole vocabulary."""
+    scored = load_file(results / "decoupled-pp2-vpp2-cp2" / "examples.safetensors")
+    for kind, folder in (("proximal", "model"), ("reference", "reference")):
+        model = AutoModelForCausalLM.from_pretrained(results / folder)
+        for index, example in enumerate(make_examples(model.config.vocab_size)):
+            prompt, response = (
+                torch.from_numpy(ids).long()
+                for ids in (example.trajectory.prompt_token_ids, example.trajectory.response_token_ids)
+            )
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+            expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+            assert (scored[f"{kind}_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
+
+
+def test_every_addition_takes_part(results: Path) -> None:
+    added = metrics(results, "kl-loss-entropy-one-process")["update-0"]
+    assert added["actor/kl_loss"] > 0.01
+    decoupled = metrics(results, "decoupled-one-process")
+    batch = decoupled["batch"]
+    assert abs(batch["actor/reward_kl_penalty"]) > 0.001
+    assert 0 < batch["rollout_corr/rollout_rs_masked_fraction"] < 0.5
+    assert 0 < batch["rollout_corr/rollout_is_ratio_fraction_high"] < 1
+    assert decoupled["update-0"]["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert abs(decoupled["update-1"]["actor/ppo_kl"]) > 1e-4
+    assert math.isfinite(decoupled["update-1"]["actor/bapo_positive_share"])
+    clipped = metrics(results, "gspo-one-process")["update-0"]
+    assert 0 < clipped["actor/pg_clipfrac"] < 1

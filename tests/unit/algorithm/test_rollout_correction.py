@@ -1,0 +1,87 @@
+"""Weights and rejections against their definitions, as a loop over tokens in Python's floats."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bapo.algorithm.rollout_correction import RolloutCorrection, rollout_correction
+from megatron_bapo.config.algorithm import RolloutCorrectionConfig
+
+LENGTHS = [5, 1, 20, 8]
+
+
+def log_probs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Proximal and rollout."""
+    generator = torch.Generator().manual_seed(1)
+    rollout = -2 * torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    return rollout + 0.5 * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64), rollout
+
+
+def correct(**settings: Any) -> RolloutCorrection:
+    return rollout_correction(*log_probs(), torch.tensor(LENGTHS), RolloutCorrectionConfig.model_validate(settings))
+
+
+def ratios(level: str) -> list[float]:
+    """Each token's ratio at a level."""
+    proximal, rollout = (values.tolist() for values in log_probs())
+    found, start = [], 0
+    for length in LENGTHS:
+        own = [p - q for p, q in zip(proximal[start : start + length], rollout[start : start + length], strict=True)]
+        of_sequence = {"sequence": sum(own), "geometric": sum(own) / length}
+        found += [math.exp(of_sequence.get(level, x)) for x in own]
+        start += length
+    return found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_are_truncated_ratios(level: str) -> None:
+    correction, expected = correct(rollout_is=level, rollout_is_threshold=1.5), ratios(level)
+    assert correction.weights_T.tolist() == pytest.approx([min(r, 1.5) for r in expected], rel=1e-12)
+    assert correction.mean_weight.item() == pytest.approx(sum(min(r, 1.5) for r in expected) / len(expected))
+    assert correction.truncated_fraction.item() == sum(r > 1.5 for r in expected) / len(expected) > 0
+    assert correction.rejected_fraction.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "lower", "upper"), [("token", 0.9, 1.1), ("sequence", 0.3, 2.0), ("geometric", 0.9, 1.1)]
+)
+def test_what_lies_outside_the_thresholds_is_rejected_and_counted(level: str, lower: float, upper: float) -> None:
+    correction = correct(rollout_rs=level, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower)
+    kept = [lower <= r <= upper for r in ratios(level)]
+    assert correction.weights_T.tolist() == [float(k) for k in kept]
+    assert correction.rejected_fraction.item() == 1 - sum(kept) / len(kept)
+    sequences = [kept[sum(LENGTHS[:i]) : sum(LENGTHS[: i + 1])] for i in range(len(LENGTHS))]
+    assert correction.rejected_sequence_fraction.item() == sum(not all(k) for k in sequences) / len(LENGTHS)
+    assert 0 < sum(kept) < len(kept)
+
+
+def test_the_lower_threshold_is_the_upper_ones_inverse_by_default() -> None:
+    kept = correct(rollout_rs="token", rollout_rs_threshold=1.25).weights_T
+    assert kept.tolist() == [float(0.8 <= r <= 1.25) for r in ratios("token")]
+
+
+def test_weights_and_rejection_combine() -> None:
+    correction = correct(rollout_is="token", rollout_is_threshold=1.2, rollout_rs="geometric", rollout_rs_threshold=1.1)
+    expected = [
+        min(r, 1.2) if 1 / 1.1 <= g <= 1.1 else 0.0 for r, g in zip(ratios("token"), ratios("geometric"), strict=True)
+    ]
+    assert correction.weights_T.tolist() == pytest.approx(expected, rel=1e-12)
+    assert 0 < expected.count(0.0) < len(expected)
+
+
+def test_equal_policies_are_left_alone() -> None:
+    _, rollout = log_probs()
+    settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="sequence")
+    correction = rollout_correction(rollout, rollout, torch.tensor(LENGTHS), settings)
+    assert correction.weights_T.equal(torch.ones_like(rollout))
+    assert correction.rejected_fraction.item() == correction.truncated_fraction.item() == 0
+
+
+def test_a_sequence_of_extreme_ratios_stays_finite() -> None:
+    settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1e30)
+    correction = rollout_correction(torch.zeros(3), torch.full((3,), -900.0), torch.tensor([3]), settings)
+    assert correction.weights_T.tolist() == pytest.approx([math.exp(20)] * 3)
