@@ -278,7 +278,7 @@ class WarmStartConfig(Section):
 
 
 class TrainerConfig(Section):
-    total_steps: PositiveInt
+    total_steps: NonNegativeInt
     """Rollout batches."""
     train_batch_size: PositiveInt
     """Trajectories per rollout batch."""
@@ -327,6 +327,8 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     num_sample_answers: NonNegativeInt = 8
     """Answers kept per step for the report."""
+    num_reservoir_tokens: NonNegativeInt = 64
+    """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
 
 
 class Config(Section):

@@ -34,6 +34,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
+from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
@@ -44,7 +45,8 @@ from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
+from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
+from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.worker import Worker, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -104,12 +106,15 @@ def train(run: Run) -> None:
         with timer.phase("step"):
             scored = take_groups(run, timer)
             with timer.phase("update"):
-                metrics = update_on(run, scored.groups)
+                updates, tokens = update_on(run, scored.groups)
             with timer.phase("weight_sync"):
                 run.state.policy_version += 1
-                metrics |= refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
+                metrics = refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
             run.state.step = step
-        record_step(run, scored, metrics, timer)
+        record_step(run, scored, merge(updates) | metrics, timer)
+        if run.recorder is not None:
+            run.recorder.write_updates(step, updates)
+            run.recorder.write_tokens(step, tokens)
         if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
             checkpoint(run)
         if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
@@ -174,14 +179,15 @@ def take_groups(run: Run, timer: Timer) -> ScoredGroups:
     return scored
 
 
-def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
-    """All updates on one rollout batch; their metrics, reduced over ranks."""
+def update_on(run: Run, groups: Sequence[Group]) -> tuple[list[dict[str, Metric]], TokenTable]:
+    """All updates on one rollout batch; each one's metrics, reduced over ranks, and a sample of the tokens."""
     config = run.config
     rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups], dtype=torch.float64)
     advantages = group_relative_advantages(rewards, norm_by_std=config.algorithm.norm_adv_by_std).flatten().numpy()
     trajectories = [t for group in groups for t in group.trajectories]
     size = config.trainer.ppo_mini_batch_size
     parts: list[dict[str, Metric]] = []
+    reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     for epoch in range(config.trainer.ppo_epochs):
         order = np.arange(len(trajectories))
         if epoch:
@@ -190,9 +196,10 @@ def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
             chosen = order[start : start + size]
             examples = _weighted([trajectories[i] for i in chosen], advantages[chosen], config.algorithm.loss_agg_mode)
             on_policy = epoch == 0 and start == 0
-            parts.append(update_policy(run.worker, examples, lr=_policy_lr(run, len(parts)), on_policy=on_policy))
+            lr = _policy_lr(run, len(parts))
+            parts.append(update_policy(run.worker, examples, lr=lr, on_policy=on_policy, reservoir=reservoir))
     run.state.update += len(parts)
-    return reduce_metrics(merge(parts), run.worker.groups)
+    return reduce_updates(parts, run.worker.groups), reservoir.gather(run.worker.groups)
 
 
 def evaluate(run: Run) -> None:

@@ -29,6 +29,8 @@ class Example:
     """The same for every response token."""
     weight: float
     """Of each response token in the loss; carries the global denominator."""
+    recorded: tuple[int, ...] = ()
+    """Which response tokens the update's sample of tokens keeps."""
 
     @property
     def num_input_tokens(self) -> int:
@@ -49,6 +51,8 @@ class MicroBatch:
     behaviour_log_probs_N: torch.Tensor
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
+    recorded_K: torch.Tensor
+    """Indices into N of the tokens that are kept in the update's sample."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
     def per_response(values: Callable[[Example], np.ndarray]) -> torch.Tensor:
         return cat([values(e)[part.response_index] for e, part in zip(examples, parts, strict=True)], np.float32)
 
+    recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
         labels_T=cat([*(part.labels for part in parts), padding], np.int64),
@@ -108,4 +113,5 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         behaviour_log_probs_N=per_response(lambda e: e.trajectory.behaviour_log_probs),
         advantages_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.advantage)),
         weights_N=per_response(lambda e: np.full(len(e.trajectory.response_token_ids), e.weight)),
+        recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
     )

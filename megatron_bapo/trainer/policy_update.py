@@ -19,17 +19,33 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.minibatch_bounds import limits, minibatch_bounds
 from megatron_bapo.trainer.schedule import run_micro_batches
-from megatron_bapo.trainer.update_metrics import bounds_metrics, loss_metrics, mismatch_metrics, step_metrics
+from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.update_metrics import (
+    bounds_metrics,
+    length_metrics,
+    loss_metrics,
+    mismatch_metrics,
+    step_metrics,
+)
 from megatron_bapo.trainer.worker import Worker, response_outputs
 
 
-def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_policy: bool) -> dict[str, Metric]:
+def update_policy(
+    worker: Worker,
+    examples: Sequence[Example],
+    *,
+    lr: float,
+    on_policy: bool,
+    reservoir: TokenReservoir | None = None,
+) -> dict[str, Metric]:
     """One BAPO (or PPO) update; this rank's metrics, empty but on the last pipeline stage.
 
     `on_policy` says that the examples were sampled from the current weights: every ratio is 1, so the bounds need no
-    scoring pass.
+    scoring pass. `reservoir` keeps a sample of the tokens.
     """
     config = worker.config
+    if reservoir is not None:
+        examples = reservoir.choose(examples)
     micro_batches = worker.micro_batches(examples)
     bounds = minibatch_bounds(worker, micro_batches, on_policy=on_policy)
     low, high = limits(worker, bounds)
@@ -45,12 +61,14 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
 
         loss, log_probs_N, entropy_N = token_loss(*outputs, loss_of, temperature=config.rollout.temperature)
         _, sums = policy_loss(log_probs_N, behaviour_N, advantages_N, weights_N, low, high)
-        metrics = loss_metrics(loss, weights_N, sums, entropy_N)
+        metrics = loss_metrics(loss, weights_N, sums, entropy_N, log_probs_N - behaviour_N)
+        if reservoir is not None:
+            reservoir.add(micro_batch, log_probs_N, entropy_N)
         if on_policy:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, behaviour_N))
         return loss, metrics
 
-    return _step(worker, micro_batches, head, lr) | bounds_metrics(bounds)
+    return _step(worker, micro_batches, head, lr) | length_metrics(examples) | bounds_metrics(bounds)
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
@@ -80,11 +98,25 @@ def _step(
     return metrics | step_metrics(worker.optimizer.step(lr), lr)
 
 
-def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
-    """Reduce over data- and context-parallel ranks on the last pipeline stage, whose result every stage then gets."""
+def reduce_updates(updates: Sequence[dict[str, Metric]], groups: ParallelGroups) -> list[dict[str, Metric]]:
+    """Reduce each update's metrics over data- and context-parallel ranks on the last pipeline stage.
+
+    Every stage gets the result. However many updates there are, two collectives reduce them.
+    """
+    reduced = [dict[str, Metric]() for _ in updates]
     if groups.is_last_stage:
-        sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(metrics))
+        together = {
+            (f"{index}/{name}"): metric for index, update in enumerate(updates) for name, metric in update.items()
+        }
+        sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(together))
         sum_over(groups.data_context)(sums)
         max_over(groups.data_context)(maxima)
-        metrics = from_vectors(metrics, sums.cpu().numpy(), maxima.cpu().numpy())
-    return broadcast_object_from_last_stage(metrics, groups)
+        for key, metric in from_vectors(together, sums.cpu().numpy(), maxima.cpu().numpy()).items():
+            index, _, name = key.partition("/")
+            reduced[int(index)][name] = metric
+    return broadcast_object_from_last_stage(reduced, groups)
+
+
+def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
+    """`reduce_updates` of one update."""
+    return reduce_updates([metrics], groups)[0]
