@@ -39,6 +39,10 @@ class PolicyLossSums:
     """Sum of -log r in nats, the k1 estimate of KL(behaviour || current); its mean is verl's actor/ppo_kl."""
     k3_kl: Tensor
     """Sum of r - 1 - log r, the k3 estimate of the same (joschu.net/blog/kl-approx.html), never negative."""
+    positive_sum: Tensor
+    """P, the sum over A > 0 of the clipped surrogate, unweighted (arXiv 2510.18927, Eq. 8)."""
+    negative_sum: Tensor
+    """N, its absolute sum over A < 0."""
 
 
 def token_weights(mode: LossAggMode, response_lengths_B: Tensor, *, num_trajectories: int, num_tokens: int) -> Tensor:
@@ -93,6 +97,8 @@ def policy_loss(
         num_clipped_low=_count(negative_T & (ratio_T < low)),
         k1_kl=-log_ratio_T.sum(),
         k3_kl=(log_ratio_T.expm1() - log_ratio_T).sum(),
+        positive_sum=surrogate_T.detach().double().clamp(min=0).sum(),
+        negative_sum=surrogate_T.detach().double().clamp(max=0).sum().neg(),
     )
     return loss, sums
 

@@ -45,6 +45,7 @@ def loss_metrics(
         "actor/pg_clipfrac_lower": Mean(of["num_clipped_low"], num),
         "actor/pg_clipfrac_upper": Mean(of["num_clipped_high"], num),
         "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
+        "actor/positive_loss_share": Mean(of["positive_sum"], of["positive_sum"] + of["negative_sum"]),
         "actor/num_positive_tokens": Sum(of["num_positive"]),
         "actor/num_negative_tokens": Sum(of["num_negative"]),
         "actor/num_dropped_tokens": Sum(of["num_dropped"]),
