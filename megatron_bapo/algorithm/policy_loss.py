@@ -63,6 +63,10 @@ class PolicyLossSums:
     """Sum of r - 1 - log r, the k3 estimate of the same (joschu.net/blog/kl-approx.html), never negative."""
     kl_loss: Tensor
     """Weighted sum of the KL estimates to the reference: verl's actor/kl_loss; 0 without a reference."""
+    positive_sum: Tensor
+    """P, the sum over A > 0 of the clipped surrogate, unweighted (arXiv 2510.18927, Eq. 8)."""
+    negative_sum: Tensor
+    """N, its absolute sum over A < 0."""
 
 
 def token_weights(
@@ -133,6 +137,8 @@ def policy_statistics(
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
     positive_T, negative_T = counts_T & (tokens.advantages_T > 0), counts_T & (tokens.advantages_T < 0)
     dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
+    gain_T = tokens.advantages_T.masked_fill(~counts_T, 0.0).double()
+    surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
     kl_loss = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef:
         kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~counts_T, 0.0), settings).double()
@@ -147,6 +153,8 @@ def policy_statistics(
         k1_kl=-log_ratio_T.sum(),
         k3_kl=(log_ratio_T.expm1() - log_ratio_T).sum(),
         kl_loss=kl_loss,
+        positive_sum=surrogate_T.clamp(min=0).sum(),
+        negative_sum=surrogate_T.clamp(max=0).sum().neg(),
     )
 
 

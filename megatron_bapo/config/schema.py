@@ -233,7 +233,7 @@ class WarmStartConfig(Section):
 
 
 class TrainerConfig(Section):
-    total_steps: PositiveInt
+    total_steps: NonNegativeInt
     """Rollout batches."""
     train_batch_size: PositiveInt
     """Trajectories per rollout batch."""
@@ -283,6 +283,8 @@ class LoggingConfig(Section):
     """Answers kept per step for the report."""
     entropy_clip_rule: bool = False
     """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
+    num_reservoir_tokens: NonNegativeInt = 64
+    """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
 
 
 class Config(Section):

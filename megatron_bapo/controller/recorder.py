@@ -1,9 +1,11 @@
-"""Writes what the main rank records: metrics, sampled answers, and the phase that the live display shows."""
+"""Writes what the main rank records: metrics of steps and updates, sampled answers and tokens, and the phase that the
+live display shows.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_bapo.config.schema import Config
@@ -14,10 +16,12 @@ from megatron_bapo.metrics.sinks import (
     Phase,
     SampleRow,
     TensorBoardSink,
+    UpdateRow,
     read_rows,
     truncate_after,
 )
-from megatron_bapo.metrics.values import Metric, scalars
+from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_after, write_token_table
+from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
 
 
 class Recorder:
@@ -26,12 +30,18 @@ class Recorder:
     def __init__(self, config: Config, directory: RunDirectory, state: RunState) -> None:
         phase: Phase = "train" if state.step else "warm_start"
         step = state.step or state.warm_start_step
-        for path in (directory.metrics, directory.samples):
+        for path in (directory.metrics, directory.updates, directory.samples):
             truncate_after(path, step, phase=phase)
+        remove_token_tables_after(directory.tokens, state.step)
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []
+        updates = read_rows(directory.updates) if directory.updates.exists() else []
+        self._num_updates = len(updates)
+        self._outcomes = merge(_outcomes(row["metrics"]) for row in updates)
+        self._tokens_folder = directory.tokens
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
         self._metrics = JsonlSink(directory.metrics)
+        self._updates = JsonlSink(directory.updates)
         self._samples = JsonlSink(directory.samples)
         self._tensorboard = None
         if config.logging.tensorboard:
@@ -55,15 +65,39 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.write(row)
 
+    def write_updates(self, step: int, updates: Sequence[Mapping[str, Metric]]) -> None:
+        """A row for each update, with the fractions of the outcomes of the bound search so far."""
+        for update in updates:
+            values = scalars(update)
+            self._num_updates += 1
+            self._outcomes = merge([self._outcomes, _outcomes(values)])
+            self._updates.write(
+                UpdateRow(step=step, update=self._num_updates, metrics=values | scalars(self._outcomes))
+            )
+
+    def write_tokens(self, step: int, table: TokenTable) -> None:
+        if len(table["update"]):
+            write_token_table(self._tokens_folder, step, table)
+
     def write_samples(self, rows: list[SampleRow]) -> None:
         for row in rows:
             self._samples.write(row)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for sink in (self._metrics, self._updates, self._samples):
+            sink.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+
+def _outcomes(metrics: Mapping[str, float | None]) -> dict[str, Metric]:
+    """One update's outcome as a term of the running fractions."""
+    prefix = "actor/bapo_outcome/"
+    return {
+        name.replace(prefix, "actor/bapo_outcome_so_far/"): Mean(value, 1.0)
+        for name, value in metrics.items()
+        if name.startswith(prefix) and value is not None
+    }
 
 
 def write_line(path: Path, line: str) -> None:

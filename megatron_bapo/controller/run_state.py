@@ -55,6 +55,14 @@ class RunDirectory:
         return self.root / "metrics.jsonl"
 
     @property
+    def updates(self) -> Path:
+        return self.root / "updates.jsonl"
+
+    @property
+    def tokens(self) -> Path:
+        return self.root / "tokens"
+
+    @property
     def samples(self) -> Path:
         return self.root / "samples.jsonl"
 

@@ -31,6 +31,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
+from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
@@ -42,8 +43,9 @@ from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.policy_update import reduce_metrics, supervised_update, update_policy
+from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
+from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -106,12 +108,15 @@ def train(run: Run) -> None:
         with timer.phase("step"):
             scored = take_groups(run, timer)
             with timer.phase("update"):
-                metrics = update_on(run, scored.groups)
+                metrics, updates, tokens = update_on(run, scored.groups)
             with timer.phase("weight_sync"):
                 run.state.policy_version += 1
                 metrics |= refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
             run.state.step = step
         record_step(run, scored, metrics, timer)
+        if run.recorder is not None:
+            run.recorder.write_updates(step, updates)
+            run.recorder.write_tokens(step, tokens)
         if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
             checkpoint(run)
         if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
@@ -196,11 +201,12 @@ def take_groups(run: Run, timer: Timer) -> ScoredGroups:
     return scored
 
 
-def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
-    """All updates on one rollout batch; their metrics, reduced over ranks."""
+def update_on(run: Run, groups: Sequence[Group]) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
+    """All updates on one rollout batch: the batch's and each update's metrics, reduced, and a sample of the tokens."""
     config, size = run.config, run.config.trainer.ppo_mini_batch_size
     examples, batch_metrics = make_examples(run.worker, run.reference, groups)
     parts: list[dict[str, Metric]] = []
+    reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     for epoch in range(config.trainer.ppo_epochs):
         order = np.arange(len(examples))
         if epoch:
@@ -208,9 +214,11 @@ def update_on(run: Run, groups: Sequence[Group]) -> dict[str, Metric]:
         for start in range(0, len(order), size):
             chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
             on_policy = epoch == 0 and start == 0
-            parts.append(update_policy(run.worker, chosen, lr=_policy_lr(run, len(parts)), on_policy=on_policy))
+            lr = _policy_lr(run, len(parts))
+            parts.append(update_policy(run.worker, chosen, lr=lr, on_policy=on_policy, reservoir=reservoir))
     run.state.update += len(parts)
-    return reduce_metrics(merge(parts), run.worker.groups) | batch_metrics
+    updates = reduce_updates(parts, run.worker.groups)
+    return merge(updates) | batch_metrics, updates, reservoir.gather(run.worker.groups)
 
 
 def evaluate(run: Run) -> None:

@@ -21,7 +21,7 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 
 _INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
 _FEW_POINTS = 16
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],
@@ -80,7 +80,7 @@ def curve_figure(
     curves up as areas and reads NaN as 0. `target` is a dashed reference line. Several series get a legend.
     """
     # The salt separates the ids of figures that share an HTML page.
-    with rc_context({**_STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
+    with rc_context({**STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
         figure = Figure(figsize=(5.6, 3.0), layout="constrained")
         axes = figure.add_subplot()
         if stacked:

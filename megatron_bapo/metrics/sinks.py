@@ -32,6 +32,13 @@ class MetricsRow(TypedDict):
     metrics: Mapping[str, float | None]
 
 
+class UpdateRow(TypedDict):
+    step: int
+    update: int
+    """Of the whole training phase; 1 is the first."""
+    metrics: Mapping[str, float | None]
+
+
 class SampleRow(TypedDict):
     step: int
     prompt: str
@@ -51,7 +58,7 @@ class JsonlSink:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, row: MetricsRow | SampleRow) -> None:
+    def write(self, row: MetricsRow | UpdateRow | SampleRow) -> None:
         self._file.write(json.dumps(_without_non_finite(row), allow_nan=False) + "\n")
         self._file.flush()
 
@@ -127,7 +134,7 @@ def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
     """Drop the rows after `step` of `phase`, which the resumed run will write again; a missing file stays missing.
 
-    Training and validation follow the warm start; rows without a phase (sampled answers) belong to training.
+    Training and validation follow the warm start; rows without a phase (updates, sampled answers) belong to training.
     """
     if not path.exists():
         return

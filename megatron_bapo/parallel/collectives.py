@@ -78,6 +78,14 @@ def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
     return box[0]
 
 
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value, by rank."""
+    values = [value] * axis.size
+    if axis.size > 1:
+        dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
 def barrier(groups: ParallelGroups) -> None:
     """Return when every rank has called it: each axis in turn waits for what the axes before have gathered."""
     arrived = torch.zeros(1, device=local_device())

@@ -35,6 +35,8 @@ class Example:
     """[R], the frozen reference policy's."""
     correction_weights: np.ndarray | None = None
     """[R], rollout correction of the objective; 0 rejects a token."""
+    recorded: tuple[int, ...] = ()
+    """Which response tokens the update's sample of tokens keeps."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
@@ -69,6 +71,8 @@ class MicroBatch:
     weights_N: torch.Tensor
     corrections_N: torch.Tensor
     """1 without rollout correction."""
+    recorded_K: torch.Tensor
+    """Indices into N of the tokens that are kept in the update's sample."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
             held.append(whole[part.response_index])
         return cat(held, np.float32)
 
+    recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
         labels_T=cat([*(part.labels for part in parts), padding], np.int64),
@@ -138,4 +143,5 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         advantages_N=per_response(lambda e: e.advantage),
         weights_N=per_response(lambda e: e.weight),
         corrections_N=per_response(lambda e: e.correction_weights, default=1.0),
+        recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
     )

@@ -22,17 +22,27 @@ from megatron_bapo.trainer.bound_scopes import Limits, Trained, micro_batch_limi
 from megatron_bapo.trainer.entropy_change import measured_entropy_change, predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.schedule import run_micro_batches
-from megatron_bapo.trainer.update_metrics import loss_metrics, mismatch_metrics, step_metrics
+from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.update_metrics import length_metrics, loss_metrics, mismatch_metrics, step_metrics
 from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
 
 
-def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_policy: bool) -> dict[str, Metric]:
+def update_policy(
+    worker: Worker,
+    examples: Sequence[Example],
+    *,
+    lr: float,
+    on_policy: bool,
+    reservoir: TokenReservoir | None = None,
+) -> dict[str, Metric]:
     """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
     `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
-    no scoring pass.
+    no scoring pass. `reservoir` keeps a sample of the tokens.
     """
     config, algorithm = worker.config, worker.config.algorithm
+    if reservoir is not None:
+        examples = reservoir.choose(examples)
     micro_batches = worker.micro_batches(examples)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
@@ -54,7 +64,10 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
             entropy_requires_grad=algorithm.entropy_coeff != 0.0,
         )
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
-        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N) | found
+        log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
+        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N) | found
+        if reservoir is not None:
+            reservoir.add(micro_batch, log_probs_N, entropy_N)
         if on_policy:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         scores = Scores(log_probs_N, entropy_N)
@@ -67,7 +80,8 @@ def update_policy(worker: Worker, examples: Sequence[Example], *, lr: float, on_
         return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
 
     results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy)
-    metrics = merge(r.metrics for r in results) | found | step_metrics(worker.optimizer.step(lr), lr)
+    metrics = merge(r.metrics for r in results) | found | length_metrics(examples)
+    metrics |= step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:
         metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in results])
     return metrics
@@ -118,11 +132,25 @@ def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) ->
     return metrics | step_metrics(worker.optimizer.step(lr), lr)
 
 
-def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
-    """Reduce over data- and context-parallel ranks on the last pipeline stage, whose result every stage then gets."""
+def reduce_updates(updates: Sequence[dict[str, Metric]], groups: ParallelGroups) -> list[dict[str, Metric]]:
+    """Reduce each update's metrics over data- and context-parallel ranks on the last pipeline stage.
+
+    Every stage gets the result. However many updates there are, two collectives reduce them.
+    """
+    reduced = [dict[str, Metric]() for _ in updates]
     if groups.is_last_stage:
-        sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(metrics))
+        together = {
+            (f"{index}/{name}"): metric for index, update in enumerate(updates) for name, metric in update.items()
+        }
+        sums, maxima = (torch.from_numpy(v).to(local_device()) for v in to_vectors(together))
         sum_over(groups.data_context)(sums)
         max_over(groups.data_context)(maxima)
-        metrics = from_vectors(metrics, sums.cpu().numpy(), maxima.cpu().numpy())
-    return broadcast_object_from_last_stage(metrics, groups)
+        for key, metric in from_vectors(together, sums.cpu().numpy(), maxima.cpu().numpy()).items():
+            index, _, name = key.partition("/")
+            reduced[int(index)][name] = metric
+    return broadcast_object_from_last_stage(reduced, groups)
+
+
+def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
+    """`reduce_updates` of one update."""
+    return reduce_updates([metrics], groups)[0]

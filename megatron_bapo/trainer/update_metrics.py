@@ -6,24 +6,35 @@ Legend: N response tokens of a micro-batch on this rank.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import get_args
 
+import numpy as np
 import torch
 
-from megatron_bapo.algorithm.clip_bounds import ClipBounds
-from megatron_bapo.algorithm.importance import MismatchSums
+from megatron_bapo.algorithm.clip_bounds import ClipBounds, Outcome
+from megatron_bapo.algorithm.importance import MismatchSums, clamped_log_ratio
 from megatron_bapo.algorithm.policy_loss import PolicyLossSums
 from megatron_bapo.metrics.values import Last, Max, Mean, Metric, Sum
+from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.optimizer import StepResult
 
-OUTCOMES = ("start", "interior", "end", "no_signal")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 def loss_metrics(
-    loss: torch.Tensor, weights_N: torch.Tensor, sums: PolicyLossSums, entropy_N: torch.Tensor
+    loss: torch.Tensor,
+    weights_N: torch.Tensor,
+    sums: PolicyLossSums,
+    entropy_N: torch.Tensor,
+    log_ratio_N: torch.Tensor,
 ) -> dict[str, Metric]:
     fields = [getattr(sums, field.name) for field in dataclasses.fields(sums)]
-    own = [entropy_N.double().sum(), loss.detach().double(), weights_N.double().sum()]
-    entropy, total, weight, *values = torch.stack([*own, *fields]).tolist()
+    absent_N = (weights_N == 0) | log_ratio_N.isnan()
+    ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(absent_N, 0.0)
+    largest = torch.cat([ratio_N, ratio_N.new_zeros(1)]).amax()
+    own = [entropy_N.double().sum(), loss.detach().double(), weights_N.double().sum(), largest]
+    entropy, total, weight, max_ratio, *values = torch.stack([*own, *fields]).tolist()
     of = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
     num = of["num_tokens"]
     return {
@@ -37,8 +48,25 @@ def loss_metrics(
         "actor/pg_clipfrac_dual": Mean(of["num_clipped_dual"], num),
         "actor/kl_loss": Mean(of["kl_loss"], weight),
         "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
+        "actor/positive_loss_share": Mean(of["positive_sum"], of["positive_sum"] + of["negative_sum"]),
+        "actor/num_positive_tokens": Sum(of["num_positive"]),
+        "actor/num_negative_tokens": Sum(of["num_negative"]),
         "actor/num_dropped_tokens": Sum(of["num_dropped"]),
+        "actor/ratio_max": Max(max_ratio),
     }
+
+
+def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
+    """Mean response length of a minibatch's trajectories with A > 0 and with A < 0.
+
+    Every rank counts the whole minibatch: adding ranks up changes no mean.
+    """
+    present = [e for e in examples if e.weight != 0]
+    lengths = {
+        "positive": [len(e.trajectory.response_token_ids) for e in present if np.mean(e.advantage) > 0],
+        "negative": [len(e.trajectory.response_token_ids) for e in present if np.mean(e.advantage) < 0],
+    }
+    return {f"response_length/{sign}": Mean(sum(values), len(values)) for sign, values in lengths.items()}
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
@@ -54,8 +82,11 @@ def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
 def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
     if bounds is None:
         return {}
-    low, high, share, initial = torch.stack(
-        [bounds.low, bounds.high, bounds.positive_share, bounds.initial_positive_share]
+    low, high, share, initial, positive, negative = torch.stack(
+        [
+            *(bounds.low, bounds.high, bounds.positive_share, bounds.initial_positive_share),
+            *(bounds.positive_sum, bounds.negative_sum),
+        ]
     ).tolist()
     defined = 0.0 if bounds.outcome == "no_signal" else 1.0
     return {
@@ -63,6 +94,8 @@ def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
         "actor/bapo_clip_high": Mean(high, 1.0),
         "actor/bapo_positive_share": Mean(share if defined else 0.0, defined),
         "actor/bapo_initial_positive_share": Mean(initial if defined else 0.0, defined),
+        "actor/bapo_positive_sum": Mean(positive, 1.0),
+        "actor/bapo_negative_sum": Mean(negative, 1.0),
         **{f"actor/bapo_outcome/{name}": Mean(float(bounds.outcome == name), 1.0) for name in OUTCOMES},
     }
 

@@ -22,7 +22,11 @@ from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.optimizer import STATES
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
+from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.worker import Worker, create_worker
+
+NUM_TOKENS = 20
+"""Of each update."""
 
 
 def on_all_ranks(value: bool) -> bool:
@@ -32,9 +36,10 @@ def on_all_ranks(value: bool) -> bool:
     return all(found)
 
 
-def update(worker: Worker) -> dict[str, float]:
+def update(worker: Worker, reservoir: TokenReservoir | None = None) -> dict[str, float]:
     examples = make_examples(worker.model.architecture.vocab_size)
-    return scalars(reduce_metrics(update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False), worker.groups))
+    metrics = update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False, reservoir=reservoir)
+    return scalars(reduce_metrics(metrics, worker.groups))
 
 
 def everything(worker: Worker) -> list[torch.Tensor | None]:
@@ -88,10 +93,12 @@ def run_case(case: dict, out: Path) -> None:
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=case["optimizer"])})
     groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
     worker = create_worker(config, config.model_path, groups)
-    grad_norms = [update(worker)["actor/grad_norm"] for _ in range(2)]
+    reservoir = TokenReservoir(NUM_TOKENS, seed=(0,))
+    updates = [update(worker, reservoir) for _ in range(2)]
+    tokens = {name: column.tolist() for name, column in reservoir.gather(groups).items()}
     save_checkpoint(worker, out / "checkpoints", 2, {}, keep=1)
     facts = {"replicas_agree": replicas_agree(worker), **poisoned_update(worker)}
-    grad_norms.append(update(worker)["actor/grad_norm"])
+    updates.append(update(worker))
     save_hugging_face(worker.model, groups, config.model_path, out / "continued")
     if "resume_from" in case:
         load_checkpoint(worker, checkpoints(out.parent / case["resume_from"] / "checkpoints")[-1])
@@ -101,7 +108,8 @@ def run_case(case: dict, out: Path) -> None:
         save_hugging_face(worker.model, groups, config.model_path, out / "resumed")
     ddps: list[Any] = [chunk.ddp for chunk in worker.model.chunks]
     facts |= {
-        "grad_norms": grad_norms,
+        "updates": updates,
+        "tokens": tokens,
         "num_steps": worker.optimizer.num_steps,
         "num_optimizers": len(worker.optimizer._members),
         "num_buckets": sum(len(buffer.buckets) for ddp in ddps for buffer in ddp.buffers),

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.parallel.examples import make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS
 from tests.parallel.tensors import largest, largest_difference, load_folder, same_bits, save_random_model
-from tests.tolerances import BF16_MEAN_PARAMETER, GRADIENT, PARAMETER
+from tests.tolerances import BF16_MEAN_PARAMETER, GRADIENT, LOG_PROB, PARAMETER
 
 CLIP_GRAD = 0.05
+NUM_TOKENS = 20
 PLAIN = {"parallel": {"use_distributed_optimizer": False}}
 SPREAD = {
     "parallel": {
@@ -95,6 +97,10 @@ def facts(results: Path, name: str) -> dict:
     return json.loads((results / name / "facts.json").read_text())
 
 
+def grad_norms(results: Path, name: str) -> list[float]:
+    return [update["actor/grad_norm"] for update in facts(results, name)["updates"]]
+
+
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
 def test_two_updates_and_a_third_are_those_of_one_process(results: Path, name: str) -> None:
     ours, theirs = (checkpoint(results, n, "weights") for n in (name, reference(name)))
@@ -109,14 +115,33 @@ def test_moments_and_gradient_norms_are_those_of_one_process(results: Path, name
     for state in ("exp_avg", "exp_avg_sq"):
         ours, theirs = (checkpoint(results, n, state) for n in (name, reference(name)))
         assert largest_difference(ours, theirs) < 2 * GRADIENT * largest(theirs)
-    ours, theirs = (facts(results, n)["grad_norms"] for n in (name, reference(name)))
+    ours, theirs = (grad_norms(results, n) for n in (name, reference(name)))
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_every_metric_of_an_update_is_that_of_one_process(results: Path, name: str) -> None:
+    ours, theirs = (facts(results, n)["updates"] for n in (name, reference(name)))
+    assert [sorted(update) for update in ours] == [sorted(update) for update in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=2 * LOG_PROB)
+    assert theirs[0]["actor/ratio_max"] > theirs[0]["actor/bapo_clip_high"]
+    counts = [theirs[0][f"actor/num_{kind}_tokens"] for kind in ("positive", "negative", "dropped")]
+    assert sum(counts) == sum(len(e.trajectory.response_token_ids) for e in make_examples(64))
+
+
+@pytest.mark.parametrize("name", SEVERAL_RANKS)
+def test_the_sampled_tokens_are_those_of_one_process(results: Path, name: str) -> None:
+    ours, theirs = (facts(results, n)["tokens"] for n in (name, reference(name)))
+    assert theirs["update"] == [1.0] * NUM_TOKENS + [2.0] * NUM_TOKENS
+    for column, values in theirs.items():
+        assert ours[column] == pytest.approx(values, abs=10 * LOG_PROB), column
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_moments_are_those_of_clipped_gradients(results: Path, name: str) -> None:
     """Two gradients of norm c that point the same way make a first moment of norm (1 - 0.9^2) c, others less."""
-    assert min(facts(results, name)["grad_norms"]) > 2 * CLIP_GRAD
+    assert min(grad_norms(results, name)) > 2 * CLIP_GRAD
     norm = sqrt(sum(moment.double().square().sum().item() for moment in checkpoint(results, name, "exp_avg").values()))
     assert 0.5 < norm / ((1 - 0.9**2) * CLIP_GRAD) < 1 + GRADIENT
 

@@ -7,7 +7,7 @@ from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.model.hf_create import byte_tokenizer
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")

@@ -70,18 +70,20 @@ def test_loss_and_gradient_match_the_definition_token_by_token() -> None:
     loss, sums = loss_and_sums(current, behaviour, advantages, weights)
     loss.backward()
 
-    expected_loss, expected_gradient, num_clipped = 0.0, [], [0, 0]
+    expected_loss, expected_gradient, num_clipped, contributions = 0.0, [], [0, 0], [0.0, 0.0]
     for log_p, log_q, a, w in zip(*(t.tolist() for t in (current, behaviour, advantages, weights)), strict=True):
         r = math.exp(log_p - log_q)
         clipped_high, clipped_low = a > 0 and r > 1.3, a < 0 and r < 0.7
         expected_loss -= w * a * (1.3 if clipped_high else 0.7 if clipped_low else r)
         expected_gradient.append(0.0 if clipped_high or clipped_low else -w * a * r)
+        contributions[a < 0] += abs(a) * (1.3 if clipped_high else 0.7 if clipped_low else r)
         num_clipped[0] += clipped_high
         num_clipped[1] += clipped_low
     assert loss.item() == pytest.approx(expected_loss, rel=1e-12)
     torch.testing.assert_close(current.grad, torch.tensor(expected_gradient, dtype=torch.float64), rtol=1e-12, atol=0)
     assert [sums.num_clipped_high.item(), sums.num_clipped_low.item()] == num_clipped
     assert min(num_clipped) > 10
+    assert [sums.positive_sum.item(), sums.negative_sum.item()] == pytest.approx(contributions, rel=1e-12)
 
 
 def test_statistics_match_their_definitions() -> None:

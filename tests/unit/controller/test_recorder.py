@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -8,6 +9,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.recorder import Recorder, write_line
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.metrics.sinks import JsonlSink, Phase, SampleRow, read_rows
+from megatron_bapo.metrics.token_table import COLUMNS, read_token_tables, write_token_table
 from megatron_bapo.metrics.values import Mean, Sum
 
 INTERRUPTED: list[tuple[Phase, int]] = [
@@ -20,6 +22,7 @@ INTERRUPTED: list[tuple[Phase, int]] = [
     ("train", 3),
     ("validation", 3),
 ]
+TOKENS = {name: np.ones(2, np.float32) for name in COLUMNS}
 
 
 def sample(step: int) -> SampleRow:
@@ -37,6 +40,12 @@ def directory(tmp_path: Path) -> RunDirectory:
             metrics.write({"step": step, "phase": phase, "time_s": 1000.0 + number, "metrics": {}})
         for step in (1, 2, 3):
             samples.write(sample(step))
+    with JsonlSink(directory.updates) as updates:
+        for update, outcome in enumerate(("start", "start", "end", "start", "end", "end"), start=1):
+            values = {f"actor/bapo_outcome/{name}": float(name == outcome) for name in ("start", "end")}
+            updates.write({"step": (update + 1) // 2, "update": update, "metrics": values})
+    for step in (1, 2, 3):
+        write_token_table(directory.tokens, step, TOKENS)
     return directory
 
 
@@ -70,6 +79,39 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_state_and_knows_them(directory, 
     assert recorder.recorded == set(kept)
     assert [(row["phase"], row["step"]) for row in read_rows(directory.metrics)] == kept
     assert [row["step"] for row in read_rows(directory.samples)] == [step for step in (1, 2) if step <= state.step]
+
+
+def test_a_resumed_run_keeps_the_updates_and_tokens_up_to_its_step(directory):
+    record(directory, RunState(warm_start_step=2, step=2)).close()
+
+    assert [row["update"] for row in read_rows(directory.updates)] == [1, 2, 3, 4]
+    assert list(read_token_tables(directory.tokens)) == [1, 2]
+
+
+def test_updates_are_counted_on_and_so_are_the_fractions_of_their_outcomes(directory):
+    recorder = record(directory, RunState(warm_start_step=2, step=2))
+    for outcome in ("end", "start"):
+        values = {f"actor/bapo_outcome/{name}": Mean(float(name == outcome), 1.0) for name in ("start", "end")}
+        recorder.write_updates(3, [values | {"actor/grad_norm": Mean(2.0, 1.0)}])
+    recorder.write_tokens(3, TOKENS)
+    recorder.close()
+
+    *_, first, second = read_rows(directory.updates)
+    assert (first["step"], first["update"], second["update"]) == (3, 5, 6)
+    assert first["metrics"]["actor/grad_norm"] == 2.0
+    assert first["metrics"]["actor/bapo_outcome_so_far/start"] == pytest.approx(3 / 5)
+    assert second["metrics"]["actor/bapo_outcome_so_far/end"] == pytest.approx(2 / 6)
+    assert list(read_token_tables(directory.tokens)) == [1, 2, 3]
+
+
+def test_no_sampled_tokens_leave_no_file(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.create()
+    recorder = record(directory, RunState())
+    recorder.write_tokens(1, {name: np.zeros(0, np.float32) for name in COLUMNS})
+    recorder.close()
+
+    assert not directory.tokens.exists()
 
 
 def test_new_rows_follow_the_old_ones_and_their_time_goes_on(directory):

@@ -1,0 +1,181 @@
+"""A study: every arm at every number of updates per rollout batch with every seed, in equally many updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationError
+
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config, Section
+from megatron_bapo.controller.run_state import RunDirectory, check_resumable
+from megatron_bapo.errors import UserError
+from megatron_bapo.metrics.study_table import Cell
+
+Overrides = dict[str, Any]
+"""Part of a configuration, nested as there."""
+
+
+class Arm(Section):
+    label: str
+    overrides: Overrides = Field(default_factory=dict)
+    updates_per_step: tuple[PositiveInt, ...] | None = None
+    """By default the study's."""
+
+
+class Figure(Section):
+    kind: Literal["curves", "ratio_boxes", "token_scatter"]
+    title: str
+    arms: tuple[str, ...]
+    updates_per_step: tuple[PositiveInt, ...]
+    panels: dict[str, str] = Field(default_factory=dict)
+    """Of curves: column -> label."""
+
+
+class Study(Section):
+    run_dir: Path
+    """Holds a folder for each run."""
+    output: Path
+    """Folder of the tables and figures."""
+    base: Path
+    seeds: tuple[int, ...]
+    updates_per_step: tuple[PositiveInt, ...]
+    num_updates: PositiveInt
+    """Of every run from its start."""
+    common: Overrides = Field(default_factory=dict)
+    start: Overrides = Field(default_factory=dict)
+    continued: Overrides = Field(default_factory=dict)
+    arms: dict[str, Arm]
+    columns: dict[str, str]
+    """Column of the table -> metric."""
+    tokens_of: dict[str, tuple[PositiveInt, ...]] = Field(default_factory=dict)
+    """Arm -> updates per step of the runs whose sampled tokens are kept."""
+    window: PositiveInt
+    """Updates whose mean is one point of a curve."""
+    final_updates: PositiveInt
+    """The last ones, whose means the summary shows."""
+    summary: tuple[str, ...]
+    """Columns."""
+    figures: dict[str, Figure]
+
+
+@dataclass(frozen=True, eq=False)
+class StudyRun:
+    """One run of the study; `needs` names the run whose exported model it starts from."""
+
+    name: str
+    config: Config
+    num_updates: int
+    needs: str | None = None
+    cell: Cell | None = None
+    """Its place in the table; none of a start."""
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(self.config.run_dir)
+
+    @property
+    def log(self) -> Path:
+        return self.directory.logs / "study.log"
+
+    @property
+    def finished(self) -> Path:
+        """Exists when the run has ended well."""
+        return self.config.run_dir / "finished"
+
+    def num_updates_done(self) -> int:
+        if self.finished.exists():
+            return self.num_updates
+        path = self.directory.updates if self.needs else self.directory.metrics
+        return min(path.read_bytes().count(b"\n"), self.num_updates) if path.exists() else 0
+
+
+def load_study(path: Path) -> Study:
+    """Raises UserError with everything that is wrong."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the study {path}: {error}") from None
+    try:
+        study = Study.model_validate(document)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise UserError("\n".join([f"{path}: the study's keys are {', '.join(Study.model_fields)}", *lines])) from None
+    for name, arm in study.arms.items():
+        for updates in arm.updates_per_step or study.updates_per_step:
+            if study.num_updates % updates:
+                raise UserError(
+                    f"{path}: num_updates={study.num_updates} must be a multiple of every updates_per_step, and arm "
+                    f"{name} has {updates}; all runs take equally many updates"
+                )
+    return study
+
+
+def expand(study: Study) -> list[StudyRun]:
+    """All runs, the starts first, then in the study's order of `updates_per_step`, seed by seed and arm by arm.
+
+    Raises UserError for a wrong configuration of any of them.
+    """
+    starts = [_start(study, seed) for seed in study.seeds]
+    return starts + [
+        _continued(study, start, name, arm, updates)
+        for updates in study.updates_per_step
+        for start in starts
+        for name, arm in study.arms.items()
+        if updates in (arm.updates_per_step or study.updates_per_step)
+    ]
+
+
+def _start(study: Study, seed: int) -> StudyRun:
+    name = f"start-seed{seed}"
+    fixed = {"seed": seed, "run_dir": str(study.run_dir / name), "trainer": {"total_steps": 0}}
+    config = _config(study, study.start, fixed)
+    return StudyRun(name, config, config.warm_start.num_steps if config.warm_start else 0)
+
+
+def _continued(study: Study, start: StudyRun, arm_name: str, arm: Arm, updates: int) -> StudyRun:
+    name = f"{arm_name}-{updates}x-seed{start.config.seed}"
+    fixed = {
+        "seed": start.config.seed,
+        "run_dir": str(study.run_dir / name),
+        "model": {"create": None, "path": str(start.directory.export)},
+        "warm_start": None,
+        "trainer": {
+            "total_steps": study.num_updates // updates,
+            "train_batch_size": start.config.trainer.ppo_mini_batch_size * updates,
+        },
+    }
+    return StudyRun(
+        name,
+        _config(study, study.continued, arm.overrides, fixed),
+        study.num_updates,
+        start.name,
+        Cell(arm_name, updates, start.config.seed),
+    )
+
+
+def _config(study: Study, *layers: Mapping[str, Any]) -> Config:
+    return load_config(study.base, [line for layer in (study.common, *layers) for line in _dotted(layer)])
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Nested values as the overrides KEY=VALUE."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value)}"
+
+
+def check_runs(runs: Sequence[StudyRun]) -> None:
+    """Raises UserError, before anything starts, when a run's folder was made with another configuration."""
+    for run in runs:
+        try:
+            check_resumable(run.config, run.directory)
+        except UserError as error:
+            raise UserError(f"{run.name}: {error}") from None

@@ -1,0 +1,60 @@
+"""A sample of every update's tokens, for the paper's Figures 5 and 10 (arXiv 2510.18927).
+
+Legend: N response tokens of a micro-batch on this rank, K the chosen ones of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from megatron_bapo.metrics.token_table import COLUMNS, TokenTable
+from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, gather_objects
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.trainer.micro_batches import Example, MicroBatch
+
+
+@dataclass
+class TokenReservoir:
+    """The chosen tokens of one step's updates, on the devices until they are gathered.
+
+    The choice is made from the whole minibatch, before it is split: it depends on the seed, not on the layout.
+    """
+
+    num_tokens: int
+    """Of each update."""
+    seed: tuple[int, ...]
+    _update: int = 0
+    _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def choose(self, examples: Sequence[Example]) -> list[Example]:
+        """Begin an update: its examples, with the chosen tokens marked."""
+        self._update += 1
+        starts = np.cumsum([0, *(len(e.trajectory.response_token_ids) for e in examples)])
+        rng = np.random.default_rng((*self.seed, self._update))
+        chosen = np.sort(rng.choice(starts[-1], min(self.num_tokens, starts[-1]), replace=False))
+        edges = np.searchsorted(chosen, starts)
+        return [
+            replace(example, recorded=tuple((chosen[first:last] - start).tolist()))
+            for example, start, first, last in zip(examples, starts[:-1], edges[:-1], edges[1:], strict=True)
+        ]
+
+    def add(self, micro_batch: MicroBatch, log_probs_N: torch.Tensor, entropy_N: torch.Tensor) -> None:
+        """Keep a micro-batch's chosen tokens; a repeated pass over it replaces the first one's."""
+        columns = (log_probs_N - micro_batch.behaviour_log_probs_N, log_probs_N.exp(), entropy_N)
+        values = torch.stack([*columns, micro_batch.advantages_N.sign()])[:, micro_batch.recorded_K]
+        update_K = torch.full_like(values[:1], self._update)
+        self._chosen[self._update, id(micro_batch)] = torch.cat([update_K, values])
+
+    def gather(self, groups: ParallelGroups) -> TokenTable:
+        """All ranks' tokens on every rank, in an order that does not depend on the layout."""
+        table = None
+        if groups.is_last_stage:
+            own = [part.cpu().numpy() for part in self._chosen.values()]
+            parts = gather_objects(own, groups.data_context)
+            rows = np.concatenate([np.zeros((len(COLUMNS), 0), np.float32), *(x for part in parts for x in part)], 1)
+            table = dict(zip(COLUMNS, rows[:, np.lexsort(rows[::-1])], strict=True))
+        return broadcast_object_from_last_stage(table, groups)

@@ -1,0 +1,63 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
+from megatron_bapo.algorithm.policy_loss import policy_loss
+from megatron_bapo.config.schema import ClipBoundsSettings
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics
+from tests.unit.trainer.test_token_reservoir import example
+
+LOG_RATIO = [0.5, -1.0, 0.1, float("nan"), 3.0]
+ADVANTAGES = [1.0, -2.0, -1.0, 1.0, 2.0]
+WEIGHTS = [1.0, 1.0, 1.0, 1.0, 0.0]
+LOW, HIGH = 0.8, 1.2
+
+
+def metrics(log_ratio: list[float], advantages: list[float], weights: list[float]) -> dict[str, float]:
+    ratio, advantage, weight = (
+        torch.tensor(values, dtype=torch.float64) for values in (log_ratio, advantages, weights)
+    )
+    behaviour = torch.full_like(ratio, -1.0)
+    loss, sums = policy_loss(behaviour + ratio, behaviour, advantage, weight, torch.tensor(LOW), torch.tensor(HIGH))
+    return scalars(loss_metrics(loss, weight, sums, torch.ones_like(ratio), ratio))
+
+
+def test_absent_and_dropped_tokens_show_in_no_metric_but_their_count():
+    found = metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
+
+    assert found["actor/ratio_max"] == pytest.approx(math.exp(0.5))
+    assert found["actor/num_dropped_tokens"] == 1
+    assert (found["actor/num_positive_tokens"], found["actor/num_negative_tokens"]) == (1, 2)
+    assert (found["actor/pg_clipfrac_upper"], found["actor/pg_clipfrac_lower"]) == pytest.approx((1 / 3, 1 / 3))
+    positive, negative = 1.2, 2 * 0.8 + math.exp(0.1)
+    assert found["actor/positive_loss_share"] == pytest.approx(positive / (positive + negative))
+
+
+def test_a_micro_batch_of_padding_has_no_largest_ratio():
+    assert metrics([], [], [])["actor/ratio_max"] == 0.0
+
+
+def test_the_share_of_the_loss_is_the_share_that_the_bounds_were_found_with():
+    ratio, advantages = torch.tensor([0.5, -1.0, 0.1, 2.0]), torch.tensor([1.0, -2.0, -1.0, 0.5])
+    bounds = find_clip_bounds(ratio, advantages, ClipBoundsSettings())
+    _, sums = policy_loss(ratio, torch.zeros(4), advantages, torch.ones(4), bounds.low, bounds.high)
+
+    found = scalars(bounds_metrics(bounds))
+    of_loss = {name: float(getattr(sums, name)) for name in ("positive_sum", "negative_sum")}
+    assert of_loss["positive_sum"] == pytest.approx(found["actor/bapo_positive_sum"], rel=1e-6)
+    assert of_loss["negative_sum"] == pytest.approx(found["actor/bapo_negative_sum"], rel=1e-6)
+
+
+def test_lengths_are_means_over_the_trajectories_of_each_sign_that_count():
+    examples = [example(3, 1.0), example(5, -2.0), example(9, -1.0), example(4, 0.0)]
+    absent = dataclasses.replace(example(100, 1.0), weight=0.0)
+
+    assert scalars(length_metrics([*examples, absent])) == {
+        "response_length/negative": 7.0,
+        "response_length/positive": 3.0,
+    }
+    assert math.isnan(scalars(length_metrics(examples[1:]))["response_length/positive"])
