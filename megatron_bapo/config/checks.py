@@ -269,7 +269,7 @@ def _clip_bounds_warnings(config: Config) -> Iterator[str]:
 def _other_warnings(config: Config) -> Iterator[str]:
     trainer, warmup = config.trainer, config.optimizer.lr_warmup_steps
     num_updates = trainer.total_steps * trainer.updates_per_step
-    if warmup >= num_updates:
+    if 0 < num_updates <= warmup:
         yield (
             f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates; the learning rate "
             f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"

@@ -234,7 +234,7 @@ class WarmStartConfig(Section):
 
 class TrainerConfig(Section):
     total_steps: NonNegativeInt
-    """Rollout batches."""
+    """Rollout batches; 0 ends after the warm start, with an evaluation and the export."""
     train_batch_size: PositiveInt
     """Trajectories per rollout batch."""
     ppo_mini_batch_size: PositiveInt

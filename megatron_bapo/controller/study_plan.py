@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PositiveInt, ValidationError
 
+from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config, Section
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
@@ -88,6 +89,11 @@ class StudyRun:
         """Exists when the run has ended well."""
         return self.config.run_dir / "finished"
 
+    def checkable(self, runs: Sequence[StudyRun]) -> Config:
+        """The configuration with the model of the run that it needs, because that run's export is not there yet."""
+        models = [run.config.model for run in runs if run.name == self.needs]
+        return self.config.model_copy(update={"model": models[0]}) if models else self.config
+
     def num_updates_done(self) -> int:
         if self.finished.exists():
             return self.num_updates
@@ -106,14 +112,32 @@ def load_study(path: Path) -> Study:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
         raise UserError("\n".join([f"{path}: the study's keys are {', '.join(Study.model_fields)}", *lines])) from None
-    for name, arm in study.arms.items():
-        for updates in arm.updates_per_step or study.updates_per_step:
-            if study.num_updates % updates:
-                raise UserError(
-                    f"{path}: num_updates={study.num_updates} must be a multiple of every updates_per_step, and arm "
-                    f"{name} has {updates}; all runs take equally many updates"
-                )
+    if problems := list(_problems(study)):
+        raise UserError("\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]))
     return study
+
+
+def _problems(study: Study) -> Iterator[str]:
+    """Values that do not fit together."""
+    for updates in study.updates_per_step:
+        if study.num_updates % updates:
+            yield (
+                f"num_updates={study.num_updates} must be a multiple of updates_per_step={updates}: all runs take "
+                f"equally many updates"
+            )
+    for name, arm in study.arms.items():
+        for updates in set(arm.updates_per_step or ()) - set(study.updates_per_step):
+            yield f"arms.{name}.updates_per_step={updates} must be one of the study's, {list(study.updates_per_step)}"
+    for name in study.tokens_of:
+        if name not in study.arms:
+            yield f"tokens_of.{name}: no such arm; there are {', '.join(study.arms)}"
+    for column in set(study.summary) - set(study.columns):
+        yield f"summary: no such column {column}; there are {', '.join(study.columns)}"
+    for name, figure in study.figures.items():
+        for arm in set(figure.arms) - set(study.arms):
+            yield f"figures.{name}: no such arm {arm}; there are {', '.join(study.arms)}"
+        for column in set(figure.panels) - set(study.columns):
+            yield f"figures.{name}: no such column {column}; there are {', '.join(study.columns)}"
 
 
 def expand(study: Study) -> list[StudyRun]:
@@ -173,9 +197,10 @@ def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def check_runs(runs: Sequence[StudyRun]) -> None:
-    """Raises UserError, before anything starts, when a run's folder was made with another configuration."""
+    """Raises UserError for a run that breaks a rule, or whose folder was made with another configuration."""
     for run in runs:
         try:
+            check_config(run.checkable(runs))
             check_resumable(run.config, run.directory)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None

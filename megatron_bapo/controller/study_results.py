@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from megatron_bapo.controller.study_plan import Figure, Study, StudyRun
-from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.sinks import replace_text
 from megatron_bapo.metrics.study_figures import (
     Curve,
@@ -30,7 +29,8 @@ def collect(study: Study, runs: Sequence[StudyRun], console: Console) -> None:
         ]
         console.print(f"left out: seed {seed} at {updates} updates per step; not finished: {', '.join(missing)}")
     if not kept:
-        raise UserError("no seed is complete at any number of updates per step; run the study first")
+        console.print("no seed is complete at any number of updates per step: there is nothing to collect yet")
+        return
     rows = (row for cell, run in kept for row in update_rows(cell, run.config.run_dir, study.columns))
     write_csv(study.output / "updates.csv", rows)
     sampled = [(c, run) for c, run in kept if c.updates_per_step in study.tokens_of.get(c.arm, ())]

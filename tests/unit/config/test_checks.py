@@ -240,6 +240,7 @@ def test_clip_bounds_that_move_or_are_unused_are_not_warned_about(algorithm: dic
 
 def test_a_warm_up_longer_than_the_run_is_warned_about() -> None:
     assert check_config(config(optimizer__lr_warmup_steps=19)) == []
+    assert check_config(config(optimizer__lr_warmup_steps=19, trainer__total_steps=0)) == []
     (warning,) = check_config(config(optimizer__lr_warmup_steps=21))
     assert "optimizer.lr_warmup_steps=21 is not less than the run's 20 updates" in warning
     assert "Lower lr_warmup_steps or train longer" in warning
