@@ -6,7 +6,7 @@ import torch
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.algorithm.policy_loss import policy_loss
-from megatron_bapo.config.schema import ClipBoundsSettings
+from megatron_bapo.config.algorithm import ClipBoundsSettings
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics
 from tests.unit.trainer.test_token_reservoir import example
