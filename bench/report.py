@@ -11,15 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 
-def medians_s(tasks: dict[str, Callable[[], object]], *, num_repeats: int, num_warmups: int = 1) -> dict[str, float]:
+def medians_s(
+    tasks: dict[str, Callable[[], object]],
+    *,
+    num_repeats: int,
+    num_warmups: int = 1,
+    clock: Callable[[], float] = perf_counter,
+) -> dict[str, float]:
     """Median seconds of each task, their repeats interleaved, so that all see the same state of the machine."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(num_warmups + num_repeats):
         for name, task in tasks.items():
-            start = perf_counter()
+            start = clock()
             task()
             if repeat >= num_warmups:
-                times[name].append(perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: median(values) for name, values in times.items()}
 
 

@@ -190,7 +190,7 @@ def _config(study: Study, *layers: Mapping[str, Any]) -> Config:
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Nested values as the overrides KEY=VALUE."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}={json.dumps(value)}"

@@ -100,14 +100,14 @@ def token_scatter_figure(tokens: StudyTable, cells: Sequence[Cell], title: str) 
         flat.set_title("probability", loc="left", fontsize=10.5, color=STYLE["axes.labelcolor"])
         other.scatter(prob, entropy, **dots)
         other.axhline(percentile, color=STYLE["text.color"], linewidth=1.1, dashes=(4, 3))
-        other.annotate(
-            "80th percentile", (0.98, percentile), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+        flat.plot(
+            [], [], color=STYLE["text.color"], linewidth=1.1, dashes=(4, 3), label="80th percentile of the entropy"
         )
         other.set_xlabel("probability")
         other.set_title("entropy, nats", loc="left", fontsize=10.5, color=STYLE["axes.labelcolor"])
         for name, colour in (("A > 0", POSITIVE), ("A < 0", NEGATIVE)):
             flat.scatter([], [], c=colour, s=20, label=name)
-        figure.legend(*flat.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+        figure.legend(*flat.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     return figure
 
 

@@ -14,7 +14,8 @@ from examples import LEARNING_RATE, make_config, make_examples
 from launching import TIMEOUT_S, run_cases
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
-from megatron_bapo.config.schema import ClipBoundsSettings, Config
+from megatron_bapo.config.algorithm import ClipBoundsSettings
+from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups

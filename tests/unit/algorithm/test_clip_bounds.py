@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, ClipBoundsSettings, find_clip_bounds
-from megatron_bapo.algorithm.policy_loss import policy_loss
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.config.algorithm import AlgorithmConfig
 
 ORACLE = json.loads((Path(__file__).parent / "clip_bounds_cases.json").read_text())["cases"]
 PAPER = ClipBoundsSettings()
@@ -439,11 +440,12 @@ def test_new_bounds_do_not_recompile_the_loss() -> None:
         return module.forward
 
     compiled = torch.compile(policy_loss, backend=count, fullgraph=True)
-    weights, seen = torch.ones(2), set()
+    weights, seen, settings = torch.ones(2), set(), AlgorithmConfig()
     for ratio in (1.3, 1.6, 2.0, 2.5):
         log_probs, advantages = tensor([ratio, 1], torch.float32).log(), torch.tensor([1.0, -2.0])
         found = find_clip_bounds(log_probs, advantages, PAPER)
         seen.add((found.low.item(), found.high.item()))
-        compiled(log_probs, torch.zeros(2), advantages, weights, found.low.float(), found.high.float())
+        tokens = LossTokens(torch.zeros(2), advantages, weights)
+        compiled(log_probs, torch.zeros(2), tokens, found.low.float(), found.high.float(), settings)
     assert len(seen) > 1
     assert num_compiled == 1

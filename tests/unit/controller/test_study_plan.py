@@ -92,9 +92,9 @@ def test_a_folder_of_another_configuration_is_refused_before_anything_starts(tmp
 
 
 def test_a_run_that_breaks_a_rule_is_named_before_anything_starts(tmp_path):
-    _, runs = make_study(tmp_path, arms={"alone": {"label": "a", "overrides": {"rollout": {"n": 1}}}})
+    _, runs = make_study(tmp_path, continued={"rollout": {"n": 1}, "parallel": {"tensor_model_parallel_size": 1}})
 
-    with pytest.raises(UserError, match=r"alone-4x-seed1: the configuration breaks these rules:\n  rollout\.n=1"):
+    with pytest.raises(UserError, match=r"fixed-4x-seed1: the configuration breaks these rules:\n  rollout\.n=1"):
         check_runs(runs)
 
 

@@ -8,7 +8,10 @@ from tests.unit.controller.studies import make_study, write_run
 
 def test_a_failed_run_is_named_with_its_reason_and_those_that_need_it_wait(tmp_path):
     """The real command, which refuses the task before it starts anything."""
-    start = {"data": {"train": {"reasoning_gym": {"no_such_task": {}}}}, "parallel": {"tensor_model_parallel_size": 1}}
+    start = {
+        "data": {"train": {"reasoning_gym": {"no_such_task": {"size_": 1}}}},
+        "parallel": {"tensor_model_parallel_size": 1},
+    }
     _, runs = make_study(tmp_path, start=start, seeds=[1])
     console = Console(record=True, width=300, file=StringIO())
 

@@ -1,0 +1,153 @@
+"""The whole BAPO loss, bounds and all, against a plain PPO-clip loss.
+
+The plain loss is what a textbook has: exp, clamp, minimum, weighted sum; no mask, no dropped tokens, no statistics.
+BAPO's is the search for the bounds over all tokens, `policy_loss` with them, and the statistics of an update. Three
+views:
+
+- `whole loss`: from hidden states through the output layer to the gradients of both, in chunks, as an update runs it;
+- `train step`: one update of a small model on data of its own (no scoring pass: `bench.bound_scopes` has that), against
+  the same with fixed bounds;
+- `loss alone`: on a million precomputed log-probs, forward and backward, where a loss costs next to nothing.
+
+One thread, float32, medians of interleaved repeats; times are CPU times.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import process_time
+
+import torch
+from torch import Tensor
+
+from bench.report import medians_s, report
+from bench.train_step import LEARNING_RATE, LENGTHS, SHAPES, make_config, make_examples, make_model
+from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
+from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
+from megatron_bapo.parallel.groups import Axis, ParallelGroups, create_groups
+from megatron_bapo.parallel.platform import start_distributed
+from megatron_bapo.trainer.policy_update import update_policy
+from megatron_bapo.trainer.worker import Worker, create_worker
+
+NUM_LOSS_TOKENS = 1_000_000
+NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, CHUNK_SIZE = 4096, 256, 16_384, 1024
+BAPO = AlgorithmConfig(objective="bapo")
+LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
+
+
+def make_tokens(current_T: Tensor) -> LossTokens:
+    """Behaviour log-probs near the current ones: a few percent of the tokens lie beyond the bounds."""
+    generator, num = torch.Generator().manual_seed(0), len(current_T)
+    behaviour_T = current_T.detach() + 0.1 * torch.randn(num, generator=generator)
+    return LossTokens(behaviour_T, torch.randn(num, generator=generator), torch.full((num,), 1 / num))
+
+
+def plain_loss(log_probs_T: Tensor, tokens: LossTokens) -> Tensor:
+    ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).exp()
+    surrogate_T = torch.minimum(ratio_T * tokens.advantages_T, ratio_T.clamp(LOW, HIGH) * tokens.advantages_T)
+    return -(tokens.weights_T * surrogate_T).sum()
+
+
+def bounds(log_probs_T: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    found = find_clip_bounds(log_probs_T - tokens.behaviour_log_probs_T, tokens.advantages_T, BAPO.clip_bounds)
+    return found.low.float(), found.high.float()
+
+
+def loss_alone() -> dict[str, Callable[[], object]]:
+    """On precomputed log-probs; the search's are detached."""
+    current_T = (torch.randn(NUM_LOSS_TOKENS, generator=torch.Generator().manual_seed(1)) - 5).requires_grad_()
+    tokens, entropy_T = make_tokens(current_T), torch.zeros(NUM_LOSS_TOKENS)
+
+    def plain() -> None:
+        current_T.grad = None
+        plain_loss(current_T, tokens).backward()
+
+    def bapo() -> None:
+        current_T.grad = None
+        low, high = bounds(current_T.detach(), tokens)
+        policy_loss(current_T, entropy_T, tokens, low, high, BAPO).backward()
+        policy_statistics(current_T.detach(), tokens, low, high, BAPO)
+
+    return {"plain": plain, "bapo": bapo}
+
+
+def whole_loss(axis: Axis) -> dict[str, Callable[[], object]]:
+    """From hidden states; the search has the log-probs of an earlier pass."""
+    torch.manual_seed(0)
+    hidden_TH = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
+    weight_VH = torch.randn(VOCAB_SIZE, HIDDEN_SIZE).mul_(HIDDEN_SIZE**-0.5).requires_grad_()
+    labels_T = torch.randint(VOCAB_SIZE, (NUM_TOKENS,))
+    layer = OutputLayer(weight_VH, VOCAB_SIZE, axis, CHUNK_SIZE)
+    with torch.no_grad():
+        _, current_T, _ = token_loss(hidden_TH, layer, labels_T, lambda x, _, __: x.sum(), temperature=1.0)
+    tokens = make_tokens(current_T)
+
+    def run(loss_of: Callable[[Tensor, Tensor, slice], Tensor]) -> Tensor:
+        hidden_TH.grad = weight_VH.grad = None
+        loss, log_probs_T, _ = token_loss(hidden_TH, layer, labels_T, loss_of, temperature=1.0)
+        loss.backward()
+        return log_probs_T
+
+    def plain() -> None:
+        run(lambda log_probs_C, _, chunk: plain_loss(log_probs_C, tokens[chunk]))
+
+    def bapo() -> None:
+        low, high = bounds(current_T, tokens)
+        log_probs_T = run(lambda *args: policy_loss(*args[:2], tokens[args[2]], low, high, BAPO))
+        policy_statistics(log_probs_T, tokens, low, high, BAPO)
+
+    return {"plain": plain, "bapo": bapo}
+
+
+def train_step(groups: ParallelGroups, folder: Path) -> dict[str, Callable[[], object]]:
+    """Updates of one worker on its own data, with fixed bounds and with BAPO's."""
+    shape = SHAPES["4M"]
+    make_model(folder, shape)
+    config = make_config(folder, folder / "run")
+    worker = create_worker(config, folder, groups)
+    advantages = torch.randn(len(LENGTHS["ragged lengths"]), generator=torch.Generator().manual_seed(2)).tolist()
+    examples = [
+        replace(example, advantage=advantage)
+        for example, advantage in zip(
+            make_examples(LENGTHS["ragged lengths"], shape["vocab_size"]), advantages, strict=True
+        )
+    ]
+
+    def update(of: Worker) -> None:
+        update_policy(of, examples, lr=LEARNING_RATE, on_policy=True)
+
+    ppo = config.model_copy(update={"algorithm": AlgorithmConfig(objective="ppo")})
+    return {"plain": partial(update, replace(worker, config=ppo)), "bapo": partial(update, worker)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        start_distributed(timeout_s=60.0, store_file=root / "rendezvous")
+        groups = create_groups(make_config(root, root).parallel, seed=0, timeout_s=60.0)
+        views = {
+            "whole loss": medians_s(whole_loss(groups.tensor), num_repeats=7, clock=process_time),
+            "train step": medians_s(train_step(groups, root / "model"), num_repeats=7, clock=process_time),
+            "loss alone": medians_s(loss_alone(), num_repeats=15, clock=process_time),
+        }
+        torch.distributed.destroy_process_group()
+    rows, ratios, figures = [], {}, {}
+    for name, seconds in views.items():
+        key = name.replace(" ", "_")
+        ratios[key] = round(seconds["bapo"] / seconds["plain"], 3)
+        figures |= {f"{key}_{version}_s": value for version, value in seconds.items()}
+        rows.append([name, seconds["plain"], seconds["bapo"], ratios[key]])
+    report("policy_loss", ["view", "PPO-clip, s", "BAPO, s", "ratio"], rows, ratios=ratios, figures=figures)
+
+
+if __name__ == "__main__":
+    main()
