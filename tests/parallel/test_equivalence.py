@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from tests.parallel.examples import make_examples
-from tests.parallel.faults import FAULTS
 from tests.parallel.launching import launch
 from tests.parallel.layouts import CASES, LAYOUTS, MODELS, Layout
 from tests.parallel.tensors import largest_difference, load_folder, same_bits, save_random_model
@@ -124,7 +123,7 @@ def test_metrics_and_clip_bounds_match_one_process(results: Path, model: str, la
             assert ours[update][bound] == reference[update][bound]
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault])
+@pytest.mark.parametrize("fault", FAULTY_CASES)
 def test_a_planted_fault_fails_the_matrix(
     results: Path, fault: str, record_property: Callable[[str, object], None]
 ) -> None:
