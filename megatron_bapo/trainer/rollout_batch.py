@@ -41,8 +41,8 @@ def make_examples(
     if reference is not None:
         references = score_trajectories(worker, trajectories, temperature, reference)
     examples = [
-        Example(trajectory, 0.0, 0.0, *log_probs)
-        for trajectory, *log_probs in zip(trajectories, proximal, references, strict=True)
+        Example(trajectory, 0.0, 0.0, proximal_log_probs=own, reference_log_probs=frozen)
+        for trajectory, own, frozen in zip(trajectories, proximal, references, strict=True)
     ]
     if algorithm.rollout_correction.active:
         correction = _correction(worker.config, examples)
