@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
-from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.checks import check_config, check_planned
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
@@ -22,9 +24,22 @@ from megatron_bapo.errors import RunError, UserError
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
+
+class GpuName(StrEnum):
+    A100 = "A100"
+    H100 = "H100"
+    H200 = "H200"
+    B200 = "B200"
+
+
+class PlacementName(StrEnum):
+    colocated = "colocated"
+    separate = "separate"
+
+
 app = typer.Typer(
     help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
-    "Start with [bold]doctor[/], look at a plan with [bold]train CONFIG --dry-run[/], then train.",
+    "Start with [bold]doctor[/], see whether it fits with [bold]plan CONFIG[/], then train.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -96,6 +111,73 @@ def train(
     raise typer.Exit(code)
 
 
+@app.command(
+    epilog="Examples: [bold]plan configs/recipes/qwen2.5-7b_8gpus.yaml[/] says whether it fits on H100; "
+    "[bold]plan CONFIG --gpu H200 --search --num-gpus 32[/] ranks layouts; "
+    "[bold]plan CONFIG parallel.tensor_model_parallel_size=4 --json[/] tries a change. "
+    "Exit codes: 0 it fits, 2 it does not, with the keys to change, or the input is wrong."
+)
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration; model and prompts may be absent.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Dotted keys over the file's values.", show_default=False),
+    ] = None,
+    gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = GpuName.H100,
+    placement: Annotated[
+        PlacementName,
+        typer.Option(help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own."),
+    ] = PlacementName.colocated,
+    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="For --search; by default those of CONFIG.")] = None,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Part of the peak FLOP/s that the trainer's kernels reach.")
+    ] = 0.55,
+    mean_response: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Mean answer over rollout.max_response_length.")
+    ] = 0.5,
+    host_gib: Annotated[float, typer.Option(min=1.0, help="Host memory of a node.")] = 1800.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes, seconds and counts for programs.")] = False,
+) -> None:
+    """Say before anything is queued whether CONFIG fits, and how long a step takes: no GPU needed.
+
+    Checks every divisibility, then adds up parameters, gradients, optimizer, activations, the output layer, engines and
+    host memory for every pipeline stage, as Megatron and vLLM allocate them, and names the worst GPU. Of the model only
+    config.json is read; well-known models are recognised by the name of their folder.
+    """
+    with messages():
+        from megatron_bapo.planning.advice import advice
+        from megatron_bapo.planning.hardware import Assumptions
+        from megatron_bapo.planning.known_models import architecture_of
+        from megatron_bapo.planning.plan import Plan
+        from megatron_bapo.planning.rendering import as_data, print_plan, print_search
+        from megatron_bapo.planning.search import changes
+        from megatron_bapo.planning.search import search as search_layouts
+
+        resolved = load_config(config, overrides or [])
+        architecture, where = architecture_of(resolved.model)
+        assumptions = Assumptions(
+            compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
+        )
+        planned = Plan(resolved, architecture, gpu.value, placement.value, assumptions)
+        if search:
+            total = num_gpus or planned.num_gpus
+            found = search_layouts(planned, total)
+            if as_json:
+                typer.echo(json.dumps([as_data(each, changes(resolved, each.config)) for each in found]))
+            else:
+                print_search(Console(), planned, found, total)
+            raise typer.Exit(0 if found else USER_ERROR)
+        warnings = check_planned(resolved, architecture, where)
+        would_fit = [] if planned.fits else advice(planned)
+        if as_json:
+            typer.echo(json.dumps(as_data(planned, would_fit)))
+        else:
+            print_plan(Console(), planned, where, would_fit)
+            _print_warnings(warnings)
+    raise typer.Exit(0 if planned.fits else USER_ERROR)
+
+
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, e.g. runs/quickstart.")],
@@ -125,5 +207,10 @@ def _print_plan(config: Config, warnings: Sequence[str]) -> None:
     for name, explanation in [("run directory", str(config.run_dir)), *batch_arithmetic(config)]:
         table.add_row(name, Text(explanation))
     console.print(table)
+    _print_warnings(warnings)
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    console = Console()
     for warning in warnings:
         console.print(Text("warning: ", "yellow").append(warning, "default"), soft_wrap=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import ParallelConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     name: str
     """Megatron's, with the whole model's layer and expert numbers; experts count from 0 on each rank."""
@@ -47,9 +48,13 @@ def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: in
 
 def chunk_parameters(architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape) -> list[Parameter]:
     """What one rank of the stage holds of a chunk, in Megatron's order."""
-    return list(_chunk_parameters(architecture, parallel, chunk))
+    # What else the layout says changes nothing here; a search over layouts asks for the same chunk again and again.
+    split = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    key = ParallelConfig.model_validate(parallel.model_dump(include={*split, "pipeline_model_parallel_size"}))
+    return _chunk_parameters(architecture, key, chunk)
 
 
+@lru_cache
 def num_parameters(architecture: Architecture) -> int:
     """Of the whole model, tied weights once and without padding of the vocabulary."""
     whole = ChunkShape(range(architecture.num_hidden_layers), has_embedding=True, has_output=True)
@@ -64,7 +69,12 @@ def num_active_parameters(architecture: Architecture) -> int:
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
 
-def _chunk_parameters(
+@lru_cache(maxsize=32)
+def _chunk_parameters(architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape) -> list[Parameter]:
+    return list(_each_parameter(architecture, parallel, chunk))
+
+
+def _each_parameter(
     architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape
 ) -> Iterator[Parameter]:
     tp = parallel.tensor_model_parallel_size

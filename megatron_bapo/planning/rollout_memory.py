@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -59,6 +60,7 @@ def engine_memory(
     )
 
 
+@lru_cache
 def engine_parameters(architecture: Architecture, tensor_parallel_size: int) -> int:
     """On one GPU. Where they are fewer than the GPUs, each has a whole key/value head."""
     parallel = ParallelConfig(world_size=tensor_parallel_size, tensor_model_parallel_size=tensor_parallel_size)

@@ -17,7 +17,8 @@ from megatron_bapo.planning.plan import Plan
 SIZES = (1, 2, 4, 8)
 EXPERT_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_SIZES = (1, 2, 4)
-RECOMPUTE = ((None, ("core_attn",)), ("selective", ("core_attn", "mlp", "moe")), ("full", ("core_attn",)))
+RECOMPUTE = (None, "selective", "full")
+"""`selective`: the MLPs or experts, which hold most; FlashAttention recomputes its own."""
 TOKEN_ROUNDING = 1024
 TRAINER_SHARES = (0.25, 0.5, 0.75)
 """Of the GPUs, where the engines have their own."""
@@ -27,12 +28,9 @@ LOWEST_UTILIZATION = 0.1
 def search(plan: Plan, num_gpus: int) -> list[Plan]:
     """Every layout of the trainer and its engines that fits, by estimated seconds of a step.
 
-    The model, the batch and the lengths stay. The optimizer is moved to host memory only where nothing fits otherwise.
+    The model, the batch and the lengths stay.
     """
-    for offload in (False, True):
-        if found := list(_fitting(plan, num_gpus, offload)):
-            return sorted(found, key=lambda candidate: candidate.time.total)
-    return []
+    return sorted(_fitting(plan, num_gpus), key=lambda candidate: candidate.time.total)
 
 
 def changes(old: Config, new: Config) -> list[str]:
@@ -60,9 +58,9 @@ def largest_engine(plan: Plan) -> Plan:
     return _with_engine(plan, {"gpu_memory_utilization": free, "kv_cache_gib": None})
 
 
-def _fitting(plan: Plan, num_gpus: int, offload: bool) -> Iterator[Plan]:
+def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     for settings in _layouts(plan, num_gpus):
-        config = with_settings(plan.config, {**settings, "optimizer": {"cpu_offload": offload}})
+        config = with_settings(plan.config, settings)
         try:
             check_planned(config, plan.architecture, "the model")
         except UserError:
@@ -77,10 +75,11 @@ def _fitting(plan: Plan, num_gpus: int, offload: bool) -> Iterator[Plan]:
 
 def _layouts(plan: Plan, num_gpus: int) -> Iterator[dict[str, dict[str, Any]]]:
     config, has_experts = plan.config, bool(plan.architecture.moe_layers)
+    modules = ("mlp",) * plan.architecture.has_dense_layers + ("moe",) * has_experts
     worlds = [num_gpus] if plan.placement == "colocated" else [int(num_gpus * share) for share in TRAINER_SHARES]
     expert_sizes = EXPERT_SIZES if has_experts else (1,)
-    for world, tp, pp, vpp, cp, ep, (granularity, modules) in product(
-        worlds, SIZES, SIZES, VIRTUAL_SIZES, SIZES, expert_sizes, RECOMPUTE
+    for world, tp, pp, vpp, cp, ep, granularity, offload in product(
+        worlds, SIZES, SIZES, VIRTUAL_SIZES, SIZES, expert_sizes, RECOMPUTE, (False, True)
     ):
         if world < 1 or world % (tp * pp * cp) or (vpp > 1 and pp == 1):
             continue
@@ -95,11 +94,16 @@ def _layouts(plan: Plan, num_gpus: int) -> Iterator[dict[str, dict[str, Any]]]:
             "sequence_parallel": tp > 1,
             "use_distributed_optimizer": True,
             "recompute_granularity": granularity,
-            "recompute_modules": modules,
         }
+        if granularity == "selective":
+            parallel["recompute_modules"] = modules
         needed = round_up(-(-config.max_model_len // cp), TOKEN_ROUNDING)
         for budget in {needed, max(needed, config.trainer.max_tokens_per_gpu)}:
-            yield {"parallel": parallel, "trainer": {"max_tokens_per_gpu": budget}}
+            yield {
+                "parallel": parallel,
+                "trainer": {"max_tokens_per_gpu": budget},
+                "optimizer": {"cpu_offload": offload},
+            }
 
 
 def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
@@ -129,4 +133,4 @@ def _changes(prefix: str, old: Section, new: Section) -> Iterator[str]:
 
 def _written(value: Any) -> str:
     """As YAML on the command line."""
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else json.dumps(value).strip('"')
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else json.dumps(value, default=str).strip('"')

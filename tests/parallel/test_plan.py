@@ -135,4 +135,3 @@ def test_activations_are_the_tensors_that_autograd_saves(results: Path, model: s
             if rank["output"]:
                 kept, _ = output_layer_bytes(architecture, config.parallel, batch, config.trainer.logprob_chunk_size)
                 assert kept == pytest.approx(rank["output"], rel=0.1)
-        print(model, name, stage, [a / b for a, b in zip(ours, theirs, strict=True)], [kept / r["output"] for r in of_stage if r["output"]])
