@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from megatron_bapo.planning.plan import Plan
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -36,6 +39,16 @@ class PlacementName(StrEnum):
     colocated = "colocated"
     separate = "separate"
 
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Dotted keys over the file's values, e.g. seed=2 optimizer.lr=2e-6; null brings a default back.",
+        show_default=False,
+    ),
+]
 
 app = typer.Typer(
     help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
@@ -83,15 +96,8 @@ def main(
     "Exit codes: 0 done, 1 a part of the run failed, 2 the input is wrong, 130 interrupted."
 )
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Dotted keys over the file's values, e.g. seed=2 optimizer.lr=2e-6; null brings a default back.",
-            show_default=False,
-        ),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, start nothing.")] = False,
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
@@ -118,11 +124,8 @@ def train(
     "Exit codes: 0 it fits, 2 it does not, with the keys to change, or the input is wrong."
 )
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration; model and prompts may be absent.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Dotted keys over the file's values.", show_default=False),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = GpuName.H100,
     placement: Annotated[
         PlacementName,
@@ -146,13 +149,9 @@ def plan(
     config.json is read; well-known models are recognised by the name of their folder.
     """
     with messages():
-        from megatron_bapo.planning.advice import advice
         from megatron_bapo.planning.hardware import Assumptions
         from megatron_bapo.planning.known_models import architecture_of
         from megatron_bapo.planning.plan import Plan
-        from megatron_bapo.planning.rendering import as_data, print_plan, print_search
-        from megatron_bapo.planning.search import changes
-        from megatron_bapo.planning.search import search as search_layouts
 
         resolved = load_config(config, overrides or [])
         architecture, where = architecture_of(resolved.model)
@@ -161,21 +160,10 @@ def plan(
         )
         planned = Plan(resolved, architecture, gpu.value, placement.value, assumptions)
         if search:
-            total = num_gpus or planned.num_gpus
-            found = search_layouts(planned, total)
-            if as_json:
-                typer.echo(json.dumps([as_data(each, changes(resolved, each.config)) for each in found]))
-            else:
-                print_search(Console(), planned, found, total)
-            raise typer.Exit(0 if found else USER_ERROR)
-        warnings = check_planned(resolved, architecture, where)
-        would_fit = [] if planned.fits else advice(planned)
-        if as_json:
-            typer.echo(json.dumps(as_data(planned, would_fit)))
+            fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
         else:
-            print_plan(Console(), planned, where, would_fit)
-            _print_warnings(warnings)
-    raise typer.Exit(0 if planned.fits else USER_ERROR)
+            fits = _print_memory_and_time(planned, where, as_json=as_json)
+    raise typer.Exit(0 if fits else USER_ERROR)
 
 
 @app.command()
@@ -197,6 +185,32 @@ def doctor(
     from megatron_bapo.controller.doctor import run_doctor
 
     raise typer.Exit(run_doctor(Console(), deep=deep))
+
+
+def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
+    from megatron_bapo.planning.rendering import as_data, print_search
+    from megatron_bapo.planning.search import changes, search
+
+    found = search(plan, num_gpus)
+    if as_json:
+        typer.echo(json.dumps([as_data(each, changes(plan.config, each.config)) for each in found]))
+    else:
+        print_search(Console(), plan, found, num_gpus)
+    return bool(found)
+
+
+def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
+    from megatron_bapo.planning.advice import advice
+    from megatron_bapo.planning.rendering import as_data, print_plan
+
+    warnings = check_planned(plan.config, plan.architecture, where)
+    would_fit = [] if plan.fits else advice(plan)
+    if as_json:
+        typer.echo(json.dumps(as_data(plan, would_fit)))
+    else:
+        print_plan(Console(), plan, where, would_fit)
+        _print_warnings(warnings)
+    return plan.fits
 
 
 def _print_plan(config: Config, warnings: Sequence[str]) -> None:

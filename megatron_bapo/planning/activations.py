@@ -20,22 +20,6 @@ INDEX = 8
 """Bytes of an index: int64."""
 Terms = Counter[str]
 """Bytes by part of the model."""
-ATTENTION = "attention kernel"
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """How the two operators that differ between devices keep what their backward passes need."""
-
-    fused_norms: bool
-    """Their input alone; else an fp32 copy of it and of the result, as torch's RMSNorm does on a CPU."""
-    flash_attention: bool
-    """Grouped keys and values of this rank's own tokens; else, as `model/packed_attention.py` on a CPU, keys and values
-    of all context-parallel ranks, repeated for every query head, and with context parallelism a mask."""
-
-
-CPU_KERNELS = Kernels(fused_norms=False, flash_attention=False)
-GPU_KERNELS = Kernels(fused_norms=True, flash_attention=True)
 
 
 @dataclass(frozen=True)
@@ -45,6 +29,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """Tokens of its sequences on all context-parallel ranks together, padding included."""
     dtype_bytes: int
+    fused_norms: bool
+    """Norms keep their input alone, as torch's kernel for GPUs does; else an fp32 copy of it and of the result."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
 
@@ -59,7 +45,7 @@ class MicroBatch:
 
 
 def chunk_activations(
-    architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape, batch: MicroBatch, kernels: Kernels
+    architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape, batch: MicroBatch
 ) -> Terms:
     """Of one model chunk and one micro-batch, under the layout's recompute settings."""
     terms: Terms = Counter()
@@ -69,25 +55,25 @@ def chunk_activations(
     num_moe = len(architecture.moe_layers.intersection(chunk.layers))
     for has_experts, count in (False, len(chunk.layers) - num_moe), (True, num_moe):
         if count:
-            of_layer = layer_activations(architecture, parallel, batch, kernels, has_experts=has_experts)
+            of_layer = layer_activations(architecture, parallel, batch, has_experts=has_experts)
             terms += Counter({name: count * num_bytes for name, num_bytes in of_layer.items()})
     if parallel.recompute_granularity == "full":
         terms["rotary angles"] += tokens * architecture.head_dim * FP32
     if chunk.has_output:
-        terms["norms"] += _norm(split, architecture.hidden_size, batch, kernels)
+        terms["norms"] += _norm(split, architecture.hidden_size, batch)
     return terms
 
 
 def layer_activations(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, kernels: Kernels, *, has_experts: bool
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
 ) -> Terms:
     """Of one layer, under the layout's recompute settings."""
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     if parallel.recompute_granularity == "full":
         return Counter({"layer inputs": hidden})
     modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
-    terms = _attention(architecture, parallel, batch, kernels, recompute="core_attn" in modules)
-    terms["norms"] += _norm(batch.split_tokens(parallel), architecture.hidden_size, batch, kernels)
+    terms = _attention(architecture, parallel, batch, recompute="core_attn" in modules)
+    terms["norms"] += _norm(batch.split_tokens(parallel), architecture.hidden_size, batch)
     if ("moe" if has_experts else "mlp") in modules:
         terms["layer inputs"] += hidden
     elif has_experts:
@@ -121,15 +107,13 @@ def output_layer_bytes(
     return hidden + weight * b, workspace + gathered
 
 
-def _norm(rows: int, width: int, batch: MicroBatch, kernels: Kernels) -> int:
+def _norm(rows: int, width: int, batch: MicroBatch) -> int:
     """Input, what is kept of the result, and a factor for each row."""
-    kept = batch.dtype_bytes if kernels.fused_norms else 2 * FP32
+    kept = batch.dtype_bytes if batch.fused_norms else 2 * FP32
     return rows * width * kept + rows * FP32
 
 
-def _attention(
-    arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, kernels: Kernels, *, recompute: bool
-) -> Terms:
+def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, recompute: bool) -> Terms:
     tp, b = parallel.tensor_model_parallel_size, batch.dtype_bytes
     tokens, split, d = batch.tokens(parallel), batch.split_tokens(parallel), arch.head_dim
     heads, groups = arch.num_attention_heads // tp, max(1, arch.num_key_value_heads // tp)
@@ -138,13 +122,13 @@ def _attention(
     projection = tokens * (arch.num_attention_heads + 2 * arch.num_key_value_heads) // tp * gathered * d * b
     query, key = tokens * heads * d * b, tokens * groups * d * b
     terms: Terms = Counter()
-    terms["norms"] += _norm(split, arch.hidden_size, batch, kernels)
+    terms["norms"] += _norm(split, arch.hidden_size, batch)
     terms["attention projections"] += split * arch.hidden_size * b
     terms["rotary angles"] += 4 * tokens * d * b
-    keeps_projection = kernels.flash_attention or recompute
+    keeps_projection = recompute  # as a whole, wherever something keeps a part of it that is no copy
     if arch.family.qk_norm:
         factors = tokens * (heads + groups) * FP32
-        if kernels.fused_norms:
+        if batch.fused_norms:
             terms["norms"] += factors  # their inputs are parts of the projection's output
             keeps_projection = True
         else:
@@ -153,17 +137,17 @@ def _attention(
                 terms["norms"] -= tokens * groups * d * FP32
                 keeps_projection = True
     context = tokens * heads * d * b
-    if kernels.flash_attention or recompute:
-        terms[ATTENTION] += query + key + context
-        terms[ATTENTION] += 0 if recompute else tokens * heads * FP32
+    if recompute:
+        terms["attention kernel"] += query + key + context
     else:
-        copies = heads != groups or parallel.context_parallel_size > 1
-        keys = tokens * parallel.context_parallel_size * heads * d * b if copies else key
+        cp = parallel.context_parallel_size
+        copies = heads != groups or cp > 1
+        keys = tokens * cp * heads * d * b if copies else key
         values = keys if copies else 0
         keeps_projection |= not copies
-        terms[ATTENTION] += query + keys + values + 2 * context + tokens * heads * FP32
-        if parallel.context_parallel_size > 1:  # besides, what was gathered, before it is repeated
-            terms[ATTENTION] += 2 * key * parallel.context_parallel_size + _mask_elements(batch.lengths, parallel) * b
+        terms["attention kernel"] += query + keys + values + 2 * context + tokens * heads * FP32
+        if cp > 1:  # besides, what was gathered, before it is repeated
+            terms["attention kernel"] += 2 * key * cp + _mask_elements(batch.lengths, parallel) * b
     terms["attention projections"] += projection * keeps_projection
     return terms
 

@@ -33,6 +33,6 @@ def architecture_of(model: ModelConfig) -> tuple[Architecture, str]:
         return read_architecture(FOLDER / path.name), f"{path.name}, as published"
     raise UserError(
         f"model.path={path} has no config.json here, and {path.name} is not among the models whose shape is known "
-        f"({', '.join(known_models())}); copy the checkpoint's config.json into that folder, or name the folder like one "
-        "of these"
+        f"({', '.join(known_models())}); copy the checkpoint's config.json into that folder, or name the folder "
+        "like one of these"
     )

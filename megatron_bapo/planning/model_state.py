@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.planning.parameters import Parameter, chunk_parameters, stage_chunks
+from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
 
 FP32 = 4
 NUM_MOMENTS = 2
@@ -38,6 +39,8 @@ class ModelState:
     moments: int
     offloaded: int
     """In host memory: fp32 parameters, moments and a copy of the gradients, pinned."""
+    reference: int
+    """The frozen policy's parameters, where a KL coefficient asks for one."""
 
     @property
     def optimizer(self) -> int:
@@ -45,7 +48,7 @@ class ModelState:
 
     @property
     def on_device(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.reference
 
 
 def model_state(
@@ -53,8 +56,9 @@ def model_state(
 ) -> ModelState:
     """Of the rank at these places among those that share the dense parameters and those that share the experts."""
     dtype = DTYPE_BYTES[config.model.dtype]
-    layout = config.parallel.model_copy(update={"recompute_granularity": None})
-    num_allocated, num_own = _num_elements(architecture, layout, stage, data_rank, expert_data_rank)
+    # The cache's key leaves out what changes nothing, so that a search asks for few distinct ones.
+    layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
+    num_elements, num_allocated, num_own = _num_elements(architecture, layout, stage, data_rank, expert_data_rank)
     optimizer = num_own * FP32
     main = optimizer if config.model.dtype != "float32" else 0
     offload = config.optimizer.cpu_offload
@@ -64,27 +68,29 @@ def model_state(
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * optimizer,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
+        reference=num_elements * dtype if config.algorithm.needs_reference else 0,
     )
 
 
 @lru_cache(maxsize=4096)
 def _num_elements(
     architecture: Architecture, parallel: ParallelConfig, stage: int, data_rank: int, expert_data_rank: int
-) -> tuple[int, int]:
-    """(parameters that are allocated, padding included; those that the rank's optimizer updates)."""
-    num_allocated = num_own = 0
+) -> tuple[int, int, int]:
+    """(elements of parameters; those allocated, padding included; those that the rank's optimizer updates)."""
+    num_elements = num_allocated = num_own = 0
     for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
-        parameters = chunk_parameters(architecture, parallel, chunk)
+        parameters = chunk_parameters(architecture, Split.of(parallel), chunk)
+        num_elements += sum(parameter.numel for parameter in parameters)
         if not parallel.use_distributed_optimizer:
-            num_unpadded = sum(parameter.numel for parameter in parameters)
-            num_allocated, num_own = num_allocated + num_unpadded, num_own + num_unpadded
             continue
         bucket_size = None if index or stage else _bucket_size(parallel)
         for is_expert, size, rank in _groups(parallel, data_rank, expert_data_rank):
             buckets = _buckets([p for p in parameters if p.is_expert == is_expert], size, bucket_size)
             num_allocated += buckets[-1].stop if buckets else 0
             num_own += sum(bucket.num_owned(rank, size) for bucket in buckets)
-    return num_allocated, num_own
+    if not parallel.use_distributed_optimizer:
+        return num_elements, num_elements, num_elements
+    return num_elements, num_allocated, num_own
 
 
 def data_context_size(parallel: ParallelConfig) -> int:

@@ -46,19 +46,39 @@ def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: in
     ]
 
 
-def chunk_parameters(architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape) -> list[Parameter]:
+@dataclass(frozen=True)
+class Split:
+    """All that a layout says about the size of a parameter on one rank."""
+
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Split:
+        return cls(
+            tensor=parallel.tensor_model_parallel_size,
+            expert=parallel.expert_model_parallel_size,
+            expert_tensor=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,
+            pipeline=parallel.pipeline_model_parallel_size,
+        )
+
+
+@lru_cache(maxsize=32)
+def chunk_parameters(architecture: Architecture, split: Split, chunk: ChunkShape) -> tuple[Parameter, ...]:
     """What one rank of the stage holds of a chunk, in Megatron's order."""
-    # What else the layout says changes nothing here; a search over layouts asks for the same chunk again and again.
-    split = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-    key = ParallelConfig.model_validate(parallel.model_dump(include={*split, "pipeline_model_parallel_size"}))
-    return _chunk_parameters(architecture, key, chunk)
+    return tuple(_each_parameter(architecture, split, chunk))
+
+
+def whole_model(architecture: Architecture) -> ChunkShape:
+    return ChunkShape(range(architecture.num_hidden_layers), has_embedding=True, has_output=True)
 
 
 @lru_cache
 def num_parameters(architecture: Architecture) -> int:
     """Of the whole model, tied weights once and without padding of the vocabulary."""
-    whole = ChunkShape(range(architecture.num_hidden_layers), has_embedding=True, has_output=True)
-    return sum(parameter.numel for parameter in _chunk_parameters(architecture, ParallelConfig(), whole))
+    return sum(parameter.numel for parameter in chunk_parameters(architecture, Split(), whole_model(architecture)))
 
 
 def num_active_parameters(architecture: Architecture) -> int:
@@ -69,29 +89,21 @@ def num_active_parameters(architecture: Architecture) -> int:
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
 
-@lru_cache(maxsize=32)
-def _chunk_parameters(architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape) -> list[Parameter]:
-    return list(_each_parameter(architecture, parallel, chunk))
-
-
-def _each_parameter(
-    architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape
-) -> Iterator[Parameter]:
-    tp = parallel.tensor_model_parallel_size
-    vocabulary = architecture.padded_vocab_size(tp) // tp * architecture.hidden_size
-    spread = architecture.tie_word_embeddings and parallel.pipeline_model_parallel_size > 1
+def _each_parameter(architecture: Architecture, split: Split, chunk: ChunkShape) -> Iterator[Parameter]:
+    vocabulary = architecture.padded_vocab_size(split.tensor) // split.tensor * architecture.hidden_size
+    spread = architecture.tie_word_embeddings and split.pipeline > 1
     if chunk.has_embedding:
         yield Parameter("embedding.word_embeddings.weight", vocabulary, shares_embedding=spread)
     for layer in chunk.layers:
-        yield from _layer_parameters(architecture, parallel, layer)
+        yield from _layer_parameters(architecture, split, layer)
     if chunk.has_output:
         yield Parameter("decoder.final_layernorm.weight", architecture.hidden_size)
     if chunk.has_output and (spread or not architecture.tie_word_embeddings):
         yield Parameter("output_layer.weight", vocabulary, shares_embedding=spread)
 
 
-def _layer_parameters(architecture: Architecture, parallel: ParallelConfig, layer: int) -> Iterator[Parameter]:
-    arch, prefix, tp = architecture, f"decoder.layers.{layer}.", parallel.tensor_model_parallel_size
+def _layer_parameters(arch: Architecture, split: Split, layer: int) -> Iterator[Parameter]:
+    prefix, tp = f"decoder.layers.{layer}.", split.tensor
     qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
     yield Parameter(f"{prefix}input_layernorm.weight", arch.hidden_size)
     proj = arch.hidden_size * arch.num_attention_heads * arch.head_dim // tp
@@ -109,10 +121,9 @@ def _layer_parameters(architecture: Architecture, parallel: ParallelConfig, laye
         yield Parameter(f"{prefix}mlp.linear_fc2.weight", mlp)
         return
     yield Parameter(f"{prefix}mlp.router.weight", arch.num_experts * arch.hidden_size)
-    ep, expert_tp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
-    mlp = arch.moe_intermediate_size * arch.hidden_size // expert_tp
-    for expert in range(arch.num_experts // ep):
+    mlp = arch.moe_intermediate_size * arch.hidden_size // split.expert_tensor
+    for expert in range(arch.num_experts // split.expert):
         name = f"{prefix}mlp.experts.local_experts.{expert}."
         # Without expert parallelism Megatron sums experts' gradients like any other's.
-        yield Parameter(f"{name}linear_fc1.weight", 2 * mlp, is_expert=ep > 1)
-        yield Parameter(f"{name}linear_fc2.weight", mlp, is_expert=ep > 1)
+        yield Parameter(f"{name}linear_fc1.weight", 2 * mlp, is_expert=split.expert > 1)
+        yield Parameter(f"{name}linear_fc2.weight", mlp, is_expert=split.expert > 1)

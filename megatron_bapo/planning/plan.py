@@ -29,7 +29,7 @@ class Plan:
     architecture: Architecture
     gpu_name: str
     placement: Placement
-    assumptions: Assumptions = Assumptions()
+    assumptions: Assumptions
 
     @property
     def gpu(self) -> Gpu:

@@ -1,58 +1,43 @@
-"""A plan as tables for people and as plain data for programs.
-
-A section is a title and its rows; a new one is one more function in `SECTIONS`.
-"""
+"""A plan for people, as lines that fit a terminal of 80 columns, and for programs, as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
-from megatron_bapo.planning.activations import ATTENTION, Kernels
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
 from megatron_bapo.planning.plan import STORED_VERSIONS, Plan, gib
 from megatron_bapo.planning.search import changes
 from megatron_bapo.planning.timing import sync_bytes
-from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches, stage_memory
+from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches
 
-PYTORCH_ATTENTION = Kernels(fused_norms=True, flash_attention=False)
-"""Of `model/packed_attention.py` on a GPU."""
 NUM_SHOWN = 8
 """Layouts of a search."""
+Rows = Sequence[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Section:
-    title: str
-    rows: Sequence[tuple[str, str]]
-
-
-def print_plan(console: Console, plan: Plan, where: str, overrides: Iterable[str]) -> None:
-    """Every section, the stages' table, then whether it fits; `overrides` are those with which it would."""
-    print_section(console, model_section(plan, where))
-    print_section(console, Section("batch", batch_arithmetic(plan.config)))
+def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str]) -> None:
+    """Everything about the plan, then whether it fits; `overrides` are those with which it would."""
+    _print_section(console, f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}", _model_rows(plan, where))
+    _print_section(console, "batch", batch_arithmetic(plan.config))
     console.print(_stage_table(plan))
-    for section in (function(plan) for function in SECTIONS):
-        print_section(console, section)
-    print_section(console, assumption_section(plan.assumptions))
-    _print_verdict(console, plan, list(overrides))
-
-
-def print_section(console: Console, section: Section) -> None:
-    console.print(Text(section.title, "bold"))
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in section.rows:
-        table.add_row(f"  {name}", Text(value))
-    console.print(table)
+    _print_section(console, f"activations of stage {plan.worst_stage.stage}, the worst", _activation_rows(plan))
+    rollout = plan.config.rollout
+    _print_section(
+        console, f"engines: {rollout.num_engines} of {rollout.tensor_parallel_size} GPUs", _engine_rows(plan)
+    )
+    _print_section(console, "host memory and weight sync", _host_rows(plan))
+    _print_section(console, "one step, estimated", _time_rows(plan))
+    _print_section(console, "assumed", _assumption_rows(plan.assumptions))
+    _print_verdict(console, plan, overrides)
 
 
 def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int) -> None:
@@ -60,29 +45,25 @@ def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: 
     if not found:
         console.print(f"No layout that is searched fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
         return
-    table = Table(title=f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the fastest", title_justify="left")
-    for name in ("s/step", "generate", "train", "MFU", "TP", "PP", "VPP", "CP", "EP", "DP", "recompute"):
+    table = Table(
+        box=SIMPLE_HEAD, title=f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}", title_justify="left"
+    )
+    for name in ("s/step", "train", "MFU", "GiB", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("tokens/GPU", "GiB", "engines"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("layout", "engines"):
+        table.add_column(name, no_wrap=True)
     for candidate in found[:NUM_SHOWN]:
         table.add_row(*_search_row(candidate))
     console.print(table)
     console.print("the first one's overrides:")
-    console.print("  " + " ".join(changes(plan.config, found[0].config)), soft_wrap=True, highlight=False, markup=False)
+    _print_line(console, " ".join(changes(plan.config, found[0].config)))
 
 
 def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
     """For programs: bytes, seconds and counts."""
     stages = [
-        {
-            "stage": stage.stage,
-            **asdict(stage.state),
-            "activations": dict(stage.activations),
-            "in_flight": stage.in_flight,
-            "backward": stage.backward,
-            "output_layer": stage.output_layer,
-            "reserved": stage.reserved,
+        asdict(stage)
+        | {
             "peak_while_training": plan.while_training(stage),
             "peak_while_generating": plan.while_generating(stage),
         }
@@ -99,186 +80,154 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         "parameters": num_parameters(plan.architecture),
         "stages": stages,
         "worst_stage": plan.worst_stage.stage,
-        "engine": {**asdict(engine), "kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
+        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
         "host_bytes": plan.host_bytes,
         "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
-        "seconds": {**asdict(time), "training": time.training, "total": time.total},
+        "seconds": asdict(time) | {"training": time.training, "total": time.total},
         "mfu": time.mfu,
         "tokens_per_s": time.tokens_per_s,
         "assumptions": asdict(plan.assumptions),
     }
 
 
-def model_section(plan: Plan, where: str) -> Section:
+def _print_section(console: Console, title: str, rows: Rows) -> None:
+    console.print(Text(title, "bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(f"  {name}", Text(value))
+    console.print(table)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _model_rows(plan: Plan, where: str) -> Rows:
     arch, gpu = plan.architecture, plan.gpu
     count, active = num_parameters(arch), num_active_parameters(arch)
     shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
-    return Section(
-        f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}",
-        [
-            ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
-            ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
-            (
-                "each GPU",
-                f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s, {gpu.memory_tb_s} TB/s, NVLink "
-                f"{gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
-            ),
-        ],
-    )
-
-
-def activation_section(plan: Plan) -> Section:
-    worst, config = plan.worst_stage, plan.config
-    batch = largest_micro_batch(config, plan.assumptions)
-    pytorch = stage_memory(config, plan.architecture, plan.assumptions, PYTORCH_ATTENTION)[worst.stage]
-    ours, theirs = (stage.activations[ATTENTION] + stage.backward for stage in (worst, pytorch))
-    rows = [
-        (name, gib(num_bytes)) for name, num_bytes in worst.activations.most_common() if num_bytes > 0.05 * GIB
-    ]
-    rows += [
-        ("held at once", _in_flight(worst.in_flight, len(batch.lengths), sum(batch.lengths))),
+    return [
+        ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
+        ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
         (
-            "attention kernel",
-            f"counted as FlashAttention's, {gib(ours)} with its backward pass; PyTorch's attention, which repeats keys "
-            f"and values for every head and gathers them over context ranks, takes {gib(theirs)}",
+            "each GPU",
+            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s, {gpu.memory_tb_s} TB/s, NVLink "
+            f"{gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
         ),
     ]
-    return Section(f"activations of stage {worst.stage}, the worst", rows)
-
-
-def engine_section(plan: Plan) -> Section:
-    engine, rollout = plan.engine, plan.config.rollout
-    return Section(
-        f"engines: {rollout.num_engines} of {rollout.tensor_parallel_size} GPUs",
-        [
-            ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
-            (
-                "keys, values",
-                f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
-                f"longest prompt and answer have {engine.max_model_len:,}",
-            ),
-            (
-                "at once",
-                f"{engine.num_concurrent} answers of mean length (rollout.max_num_seqs={engine.max_num_seqs})",
-            ),
-        ],
-    )
-
-
-def host_section(plan: Plan) -> Section:
-    offloaded = max(stage.state.offloaded for stage in plan.stages)
-    moved = sync_bytes(plan.config, plan.architecture)
-    return Section(
-        "host memory and weight sync",
-        [
-            ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
-            ("optimizer", f"{gib(offloaded)} of each rank in host memory" if offloaded else "on the GPUs"),
-            ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in shared memory"),
-            ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
-        ],
-    )
-
-
-def time_section(plan: Plan) -> Section:
-    time = plan.time
-    parts = {
-        "compute": time.compute,
-        "pipeline bubble": time.bubble,
-        "tensor": time.tensor,
-        "context": time.context,
-        "expert": time.expert,
-        "pipeline": time.pipeline,
-        "data": time.data,
-        "optimizer": time.optimizer,
-    }
-    shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in parts.items() if seconds >= 0.5)
-    return Section(
-        "one step, estimated",
-        [
-            ("seconds", f"{time.total:,.0f} = generation {time.generation:,.0f} + training {time.training:,.0f} + sync "
-             f"{time.weight_sync:,.0f}"),
-            ("training", shown),
-            ("FLOPs", f"{time.model_flops:.2e} of the model; MFU {time.mfu:.0%} while training"),
-            ("tokens/s", f"{time.tokens_per_s:,.0f}, {time.tokens_per_s / plan.num_gpus:,.0f} on each GPU"),
-            ("micro-batches", f"{num_micro_batches(plan.config, plan.assumptions)} in an update of mean lengths"),
-        ],
-    )  # fmt: skip
-
-
-def assumption_section(assumptions: Assumptions) -> Section:
-    """What the estimate takes for granted; each is explained in planning/hardware.py."""
-    shown = ", ".join(f"{field.name}={getattr(assumptions, field.name):.4g}" for field in fields(assumptions))
-    return Section("assumed", [("values", shown)])
-
-
-SECTIONS: tuple[Callable[[Plan], Section], ...] = (activation_section, engine_section, host_section, time_section)
 
 
 def _stage_table(plan: Plan) -> Table:
-    table = Table(title="GiB on the fullest GPU of each pipeline stage", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title="GiB on the fullest GPU of each pipeline stage", title_justify="left")
     table.add_column("stage", no_wrap=True)
-    for name in ("parameters", "gradients", "optimizer", "activations", "backward", "output", "other"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("training", justify="right", no_wrap=True)
-    table.add_column("generating", justify="right", no_wrap=True)
-    for row in _stage_rows(plan):
-        table.add_row(*row)
+    for stage in plan.stages:
+        table.add_column(f"{stage.stage}{'*' * (stage is plan.worst_stage)}", justify="right", no_wrap=True)
+    parts = {
+        "parameters": [stage.state.parameters for stage in plan.stages],
+        "gradients": [stage.state.gradients for stage in plan.stages],
+        "optimizer": [stage.state.optimizer for stage in plan.stages],
+        "reference policy": [stage.state.reference for stage in plan.stages],
+        "activations": [sum(stage.activations.values()) for stage in plan.stages],
+        "a layer's backward pass": [stage.backward for stage in plan.stages],
+        "output layer": [stage.output_layer for stage in plan.stages],
+        "reserved": [plan.while_training(stage) - stage.peak + stage.reserved for stage in plan.stages],
+        f"training, of {plan.gpu.memory_gib}": [plan.while_training(stage) for stage in plan.stages],
+        f"generating, of {plan.gpu.memory_gib}": [plan.while_generating(stage) for stage in plan.stages],
+    }
+    for name, sizes in parts.items():
+        if any(sizes):
+            table.add_row(name, *(f"{size / GIB:.1f}" for size in sizes))
     return table
 
 
-def _stage_rows(plan: Plan) -> Iterator[list[str]]:
-    for stage in plan.stages:
-        training, generating = plan.while_training(stage), plan.while_generating(stage)
-        parts = (
-            stage.state.parameters,
-            stage.state.gradients,
-            stage.state.optimizer,
-            sum(stage.activations.values()),
-            stage.backward,
-            stage.output_layer,
-            training - stage.peak + stage.reserved,
-        )
-        worst = " worst" if stage is plan.worst_stage else ""
-        totals = (f"{num / GIB:.1f} of {plan.gpu.memory_gib}" for num in (training, generating))
-        yield [f"{stage.stage}{worst}", *(f"{num / GIB:.1f}" for num in parts), *totals]
-
-
-def _in_flight(counts: tuple[int, ...], num_sequences: int, num_tokens: int) -> str:
+def _activation_rows(plan: Plan) -> Rows:
+    worst, batch = plan.worst_stage, largest_micro_batch(plan.config, plan.assumptions)
+    counts = worst.in_flight
     chunks = f" of {len(counts)} model chunks" if len(counts) > 1 else ""
-    return (
-        f"{' + '.join(map(str, counts))} micro-batches{chunks}; the largest has {num_tokens:,} tokens in {num_sequences} "
-        "sequences on all context-parallel ranks"
+    rows = [(name, gib(num_bytes)) for name, num_bytes in worst.activations.most_common() if num_bytes > 0.05 * GIB]
+    in_flight = (
+        f"{' + '.join(map(str, counts))} micro-batches{chunks}; the largest has {sum(batch.lengths):,} tokens in "
+        f"{len(batch.lengths)} sequences on all context-parallel ranks"
     )
+    return [*rows, ("held at once", in_flight)]
 
 
-def _search_row(plan: Plan) -> list[str]:
-    parallel, time = plan.config.parallel, plan.time
-    sizes = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-        parallel.data_parallel_size,
-    )
-    rollout = plan.config.rollout
+def _engine_rows(plan: Plan) -> Rows:
+    engine = plan.engine
     return [
-        f"{time.total:,.0f}", f"{time.generation:,.0f}", f"{time.training:,.0f}", f"{time.mfu:.0%}", *map(str, sizes),
-        parallel.recompute_granularity or "none", f"{plan.config.trainer.max_tokens_per_gpu:,}",
-        f"{plan.while_training(plan.worst_stage) / GIB:.0f}",
-        f"{rollout.num_engines} x {rollout.tensor_parallel_size}",
-    ]  # fmt: skip
+        ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
+        (
+            "keys, values",
+            f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
+            f"longest prompt and answer have {engine.max_model_len:,}",
+        ),
+        ("at once", f"{engine.num_concurrent} answers of mean length (rollout.max_num_seqs={engine.max_num_seqs})"),
+    ]
 
 
-def _print_verdict(console: Console, plan: Plan, overrides: list[str]) -> None:
+def _host_rows(plan: Plan) -> Rows:
+    offloaded = max(stage.state.offloaded for stage in plan.stages)
+    moved = sync_bytes(plan.config, plan.architecture)
+    return [
+        ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
+        ("optimizer", f"{gib(offloaded)} of each rank in host memory" if offloaded else "on the GPUs"),
+        ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in shared memory"),
+        ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
+    ]
+
+
+def _time_rows(plan: Plan) -> Rows:
+    time = plan.time
+    shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in time.training_parts.items() if seconds >= 0.5)
+    parts = f"generation {time.generation:,.0f} + training {time.training:,.0f} + sync {time.weight_sync:,.0f}"
+    return [
+        ("seconds", f"{time.total:,.0f} = {parts}"),
+        ("training", shown or f"{time.training:.2g}"),
+        ("FLOPs", f"{time.model_flops:.2e} of the model; MFU {time.mfu:.0%} while training"),
+        ("tokens/s", f"{time.tokens_per_s:,.0f}, {time.tokens_per_s / plan.num_gpus:,.0f} on each GPU"),
+        ("micro-batches", f"{num_micro_batches(plan.config, plan.assumptions)} in an update of mean lengths"),
+    ]
+
+
+def _assumption_rows(assumptions: Assumptions) -> Rows:
+    return [
+        ("--efficiency", f"{assumptions.compute_efficiency:g} of the peak FLOP/s"),
+        ("--mean-response", f"{assumptions.mean_response_fraction:g} of rollout.max_response_length"),
+        ("--host-gib", f"{assumptions.host_memory_gib:,g} in each node of {assumptions.gpus_per_node} GPUs"),
+        ("the rest", "in planning/hardware.py, and printed by --json"),
+    ]
+
+
+def _search_row(plan: Plan) -> Iterator[str]:
+    config, time = plan.config, plan.time
+    parallel, rollout = config.parallel, config.rollout
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "VPP": parallel.virtual_pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "DP": parallel.data_parallel_size,
+    }
+    layout = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    layout += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
+    layout += ["offload"] if config.optimizer.cpu_offload else []
+    yield from (f"{time.total:,.0f}", f"{time.training:,.0f}", f"{time.mfu:.0%}")
+    yield from (f"{plan.while_training(plan.worst_stage) / GIB:.0f}", f"{config.trainer.max_tokens_per_gpu:,}")
+    yield from (" ".join(layout), f"{rollout.num_engines} x {rollout.tensor_parallel_size}")
+
+
+def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> None:
     if plan.fits:
         console.print(Text(f"fits on {plan.num_gpus} {plan.gpu_name}", "bold green"))
         return
     console.print(Text(f"does not fit on {plan.num_gpus} {plan.gpu_name}:", "bold red"))
     for problem in plan.problems:
-        console.print(f"  {problem}", soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, problem)
     if overrides:
         console.print("this would fit:", style="bold")
-        console.print("  " + " ".join(overrides), soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, " ".join(overrides))
     else:
         console.print("No layout that is searched fits on so many; take more or larger GPUs, or shorter answers.")

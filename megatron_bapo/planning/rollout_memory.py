@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.model_state import DTYPE_BYTES
-from megatron_bapo.planning.parameters import ChunkShape, chunk_parameters
+from megatron_bapo.planning.parameters import Split, chunk_parameters, whole_model
 from megatron_bapo.planning.trainer_memory import mean_length
 
 
@@ -39,9 +39,7 @@ class EngineMemory:
         return min(self.max_num_seqs, int(self.kv_tokens / (0.5 * self.mean_length)))
 
 
-def engine_memory(
-    config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions
-) -> EngineMemory:
+def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
     """As vLLM divides its share of a GPU: weights, workspace, and keys and values in the rest."""
     rollout, dtype = config.rollout, DTYPE_BYTES[config.model.dtype]
     weights = engine_parameters(architecture, rollout.tensor_parallel_size) * dtype
@@ -63,9 +61,8 @@ def engine_memory(
 @lru_cache
 def engine_parameters(architecture: Architecture, tensor_parallel_size: int) -> int:
     """On one GPU. Where they are fewer than the GPUs, each has a whole key/value head."""
-    parallel = ParallelConfig(world_size=tensor_parallel_size, tensor_model_parallel_size=tensor_parallel_size)
-    whole = ChunkShape(range(architecture.num_hidden_layers), has_embedding=True, has_output=True)
-    split = sum(p.numel for p in chunk_parameters(architecture, parallel, whole))
+    split = Split(tensor=tensor_parallel_size, expert_tensor=tensor_parallel_size)
+    own = sum(parameter.numel for parameter in chunk_parameters(architecture, split, whole_model(architecture)))
     repeated = max(0.0, 1 - architecture.num_key_value_heads / tensor_parallel_size)
     rows = architecture.hidden_size + architecture.family.qkv_bias
-    return split + int(2 * repeated * architecture.head_dim * rows * architecture.num_hidden_layers)
+    return own + int(2 * repeated * architecture.head_dim * rows * architecture.num_hidden_layers)

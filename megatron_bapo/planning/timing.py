@@ -1,8 +1,8 @@
 """FLOPs of a step, and an estimate of its seconds.
 
 Work over what the hardware is assumed to give (`hardware.Assumptions`), one part after another: good to a few tens of
-percent, and good for ranking layouts, which share the errors. Sources of the counts: Megatron-LM's (arXiv 2104.04473) for
-FLOPs and the pipeline's bubble, 2205.05198 for sequence parallelism's collectives.
+percent, and good for ranking layouts, which share the errors. Sources of the counts: Megatron-LM's paper (arXiv
+2104.04473) for FLOPs and the pipeline's bubble, 2205.05198 for sequence parallelism's collectives.
 """
 
 from __future__ import annotations
@@ -51,11 +51,22 @@ class StepTime:
     """Of one GPU."""
 
     @property
+    def training_parts(self) -> dict[str, float]:
+        """What the trainer's seconds go to, by name."""
+        return {
+            "compute": self.compute,
+            "pipeline bubble": self.bubble,
+            "tensor parallelism": self.tensor,
+            "context": self.context,
+            "expert": self.expert,
+            "pipeline": self.pipeline,
+            "data": self.data,
+            "optimizer": self.optimizer,
+        }
+
+    @property
     def training(self) -> float:
-        return (
-            self.compute + self.bubble + self.tensor + self.context + self.expert + self.pipeline + self.data
-            + self.optimizer
-        )  # fmt: skip
+        return sum(self.training_parts.values())
 
     @property
     def total(self) -> float:
@@ -86,9 +97,11 @@ def step_time(
     length, peak = mean_length(config, assumptions), gpu.bf16_tflops * 1e12
     trajectories = trainer.train_batch_size * trainer.ppo_epochs
     products, attention = forward_flops(architecture, length, assumptions.square_over_mean * length**2)
-    scored = (trainer.updates_per_step - 1) / trainer.updates_per_step * (config.algorithm.objective == "bapo")
+    scored = _scoring_passes(config)
     model_flops = trajectories * (3 + scored) * (products + attention)
     again = trajectories * _recomputed(config, architecture, products, attention)
+    if parallel.context_parallel_size > 1:  # the mask hides the future, and no kernel leaves it out
+        again += trajectories * (3 + scored) * attention
     compute = (model_flops + again) / (parallel.world_size * peak * assumptions.compute_efficiency)
     busy = num_micro_batches(config, assumptions) * parallel.virtual_pipeline_model_parallel_size
     passes = 3 + scored + (parallel.recompute_granularity == "full")
@@ -113,6 +126,20 @@ def step_time(
     )
 
 
+def _scoring_passes(config: Config) -> float:
+    """Forward passes over a trajectory for each time that it is trained on.
+
+    Those of `bound_scopes.py`: a step's first update has every ratio at 1 and needs none. What speculation saves of
+    them, nobody knows beforehand.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
+    once = (algorithm.behaviour_policy == "recomputed") + algorithm.needs_reference
+    return (
+        finds_bounds * (1 - 1 / trainer.updates_per_step) + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
+    )
+
+
 def generation_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
 ) -> float:
@@ -120,8 +147,12 @@ def generation_seconds(
     rollout = config.rollout
     answers = config.trainer.train_batch_size / rollout.num_engines
     concurrent = max(1.0, min(answers, engine.num_concurrent))
-    prefill = 2.0 * num_active_parameters(architecture) * config.data.max_prompt_length * assumptions.mean_prompt_fraction
-    prefill *= answers / rollout.n / (rollout.tensor_parallel_size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
+    prefill = (
+        2.0 * num_active_parameters(architecture) * config.data.max_prompt_length * assumptions.mean_prompt_fraction
+    )
+    prefill *= (
+        answers / rollout.n / (rollout.tensor_parallel_size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
+    )
     waves = answers / concurrent * mean_response(config, assumptions)
     full = waves * _decode_seconds(config, architecture, gpu, engine, assumptions, concurrent)
     alone = rollout.max_response_length * _decode_seconds(
@@ -140,7 +171,9 @@ def _decode_seconds(
     weights = engine.weights - experts // size * DTYPE_BYTES[config.model.dtype] * (1.0 - read_share)
     cache = batch * 0.5 * engine.mean_length * engine.kv_per_token
     reading = (weights + cache) / (gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency)
-    computing = 2.0 * num_active_parameters(arch) * batch / (size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
+    computing = (
+        2.0 * num_active_parameters(arch) * batch / (size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
+    )
     collectives = 2 * arch.num_hidden_layers * LATENCY_S * (size > 1)
     return max(reading, computing) + collectives + assumptions.decode_overhead_ms / 1e3
 
@@ -202,7 +235,9 @@ def _layer_collectives(
         seconds(layers * passes * 4 * hidden * (tp - 1) / tp, tp),
         seconds(layers * passes * keys * (cp - 1), tp * cp),
         seconds(moe * passes * 2 * routed * ((ep - 1) / ep + (etp - 1)), etp * ep),
-        seconds(passes * sent * parallel.virtual_pipeline_model_parallel_size * (pp > 1), assumptions.gpus_per_node + 1),
+        seconds(
+            passes * sent * parallel.virtual_pipeline_model_parallel_size * (pp > 1), assumptions.gpus_per_node + 1
+        ),
     )
 
 

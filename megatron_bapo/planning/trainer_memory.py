@@ -9,8 +9,6 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.activations import (
-    GPU_KERNELS,
-    Kernels,
     MicroBatch,
     Terms,
     chunk_activations,
@@ -58,7 +56,8 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
     lengths = [longest] * (usable // longest)
     rest = usable - sum(lengths)
     imbalance = assumptions.expert_imbalance if config.parallel.expert_model_parallel_size > 1 else 1.0
-    return MicroBatch((*lengths, *([rest] if rest else [])), DTYPE_BYTES[config.model.dtype], imbalance)
+    lengths += [rest] if rest else []
+    return MicroBatch(tuple(lengths), DTYPE_BYTES[config.model.dtype], fused_norms=True, expert_imbalance=imbalance)
 
 
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
@@ -79,12 +78,10 @@ def mean_response(config: Config, assumptions: Assumptions) -> float:
     return config.rollout.max_response_length * assumptions.mean_response_fraction
 
 
-def stage_memory(
-    config: Config, architecture: Architecture, assumptions: Assumptions, kernels: Kernels = GPU_KERNELS
-) -> list[StageMemory]:
+def stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions) -> list[StageMemory]:
     """Of each pipeline stage."""
     stages = range(config.parallel.pipeline_model_parallel_size)
-    return [_stage_memory(config, architecture, assumptions, kernels, stage) for stage in stages]
+    return [_stage_memory(config, architecture, assumptions, stage) for stage in stages]
 
 
 def in_flight(parallel: ParallelConfig, stage: int, num_micro_batches: int) -> tuple[int, ...]:
@@ -102,22 +99,20 @@ def in_flight(parallel: ParallelConfig, stage: int, num_micro_batches: int) -> t
     return tuple(chunks[chunk] for chunk in range(vpp))
 
 
-def _stage_memory(
-    config: Config, architecture: Architecture, assumptions: Assumptions, kernels: Kernels, stage: int
-) -> StageMemory:
+def _stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions, stage: int) -> StageMemory:
     parallel, batch = config.parallel, largest_micro_batch(config, assumptions)
     chunks = stage_chunks(architecture, parallel, stage)
     counts = in_flight(parallel, stage, num_micro_batches(config, assumptions))
     activations: Terms = Counter()
     for chunk, count in zip(chunks, counts, strict=True):
-        for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch, kernels).items():
+        for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch).items():
             activations[name] += count * num_bytes
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     for chunk, count in zip(chunks, counts, strict=True):
         # Megatron holds what a chunk received and what it sent until its backward pass.
         activations["between stages"] += count * hidden * ((not chunk.has_embedding) + (not chunk.has_output))
     kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
-    backward = max(_backward_bytes(architecture, parallel, batch, kernels, kind) for kind in kinds)
+    backward = max(_backward_bytes(architecture, parallel, batch, kind) for kind in kinds)
     output_layer = 0
     if chunks[-1].has_output:
         kept, workspace = output_layer_bytes(architecture, parallel, batch, config.trainer.logprob_chunk_size)
@@ -127,12 +122,10 @@ def _stage_memory(
     return StageMemory(stage, state, counts, activations, backward, output_layer, int(reserved))
 
 
-def _backward_bytes(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, kernels: Kernels, has_experts: bool
-) -> int:
+def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
     """What recompute brings back of a layer, and the gradients of its largest part: no more than its activations."""
     whole, kept = (
-        layer_activations(architecture, layout, batch, kernels, has_experts=has_experts)
+        layer_activations(architecture, layout, batch, has_experts=has_experts)
         for layout in (without_recompute(parallel), parallel)
     )
     gathered = batch.tokens(parallel) * architecture.hidden_size * batch.dtype_bytes * 2 * parallel.sequence_parallel

@@ -1,8 +1,8 @@
-"""Run by torchrun: what ranks really hold, beside what the planner says of them.
+"""Run by torchrun: what ranks really hold, to compare with what the planner says of them.
 
-A case is {"name", "world_size", "model", "parallel", "dtype", "optimizer"}. `out/NAME/RANK.json` gets the rank's place
-and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one micro-batch's forward
-pass saves in every model chunk, without parameters and each storage once.
+A case is {"name", "world_size", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
+rank's place and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one
+micro-batch's forward pass saves in every model chunk, without parameters and each storage once.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from examples import LEARNING_RATE, make_config, make_examples
+from examples import LEARNING_RATE, make_config, make_examples, with_offload_and_reference
 from launching import TIMEOUT_S, run_cases
 
 from megatron_bapo.model.vocab_parallel import token_loss
@@ -24,7 +24,7 @@ from megatron_bapo.parallel.megatron import HybridDeviceOptimizer, parallel_stat
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import supervised_update
-from megatron_bapo.trainer.worker import Worker, create_worker, response_outputs
+from megatron_bapo.trainer.worker import Worker, create_reference, create_worker, response_outputs
 
 LENGTHS = (24, 24, 8)
 """Of the sequences in the micro-batch, which attention on a CPU runs on without padding them to one another."""
@@ -95,9 +95,17 @@ def state_bytes(worker: Worker) -> dict[str, int]:
     }
 
 
+def reference_bytes(worker: Worker) -> int:
+    if not worker.config.algorithm.needs_reference:
+        return 0
+    reference = create_reference(worker.config, worker.config.model_path, worker.groups)
+    return total(storages(p for _, p in reference.named_parameters()))
+
+
 def activation_bytes(worker: Worker) -> tuple[list[int], int]:
     """Of each chunk, and of the output layer with its loss."""
-    batch = worker.lay_out([[make_example(length) for length in LENGTHS]])[0]
+    examples = [make_example(length) for length in LENGTHS]
+    batch = worker.lay_out(examples, [[*range(len(examples))]])[0]
     config, output, by_chunk = worker.model.config, 0, []
     split = len(batch.tokens_T) // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     for chunk in worker.model.chunks:
@@ -121,7 +129,8 @@ def activation_bytes(worker: Worker) -> tuple[list[int], int]:
 
 def run_case(case: dict, out: Path) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=case["optimizer"])})
+    if case["offload_and_reference"]:
+        config = with_offload_and_reference(config)
     groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
@@ -131,7 +140,7 @@ def run_case(case: dict, out: Path) -> None:
         "stage": groups.pipeline.rank,
         "data_rank": groups.data_context.rank,
         "expert_data_rank": groups.expert_data.rank,
-        "state": state_bytes(worker),
+        "state": state_bytes(worker) | {"reference": reference_bytes(worker)},
         "activations": by_chunk,
         "output": output,
         "names": [[name for name, _ in chunk.gpt.named_parameters()] for chunk in worker.model.chunks],
