@@ -22,10 +22,10 @@ SPREAD = {"distributed_optimizer": True}
 DENSE, TIED, EXPERTS = ("qwen2", "qwen3_moe"), ("qwen3", "llama"), ("qwen3_moe",)
 LAYOUTS = {
     "one": Layout(1, models=tuple(MODELS)),
-    "one-full": Layout(1, recompute="full", models=DENSE),
+    "one-full": Layout(1, recompute="full", models=EXPERTS),
     "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe")),
     "one-mlp-moe": Layout(1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=EXPERTS),
-    "one-bf16": Layout(1, **BF16, models=TIED),
+    "one-bf16": Layout(1, **BF16, models=("qwen3",)),
     "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=EXPERTS),
     "tp2": Layout(2, tp=2, **BF16, models=TIED),
     "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=DENSE),
@@ -37,7 +37,6 @@ LAYOUTS = {
     "tp4-sp": Layout(4, tp=4, sp=True, **SPREAD, **BF16, models=("qwen2",)),
     "tp2-sp-pp2-core-attn": Layout(4, tp=2, sp=True, pp=2, recompute="selective", **BF16, models=("qwen2",)),
     "pp2-cp2": Layout(4, pp=2, cp=2, **SPREAD, overlap=True, recompute="full", **BF16, models=("qwen3",)),
-    "tp2-sp-ep2": Layout(4, tp=2, sp=True, ep=2, **SPREAD, **BF16, models=EXPERTS),
     "tp2-sp-ep2-etp1": Layout(4, tp=2, sp=True, ep=2, etp=1, **SPREAD, **BF16, models=EXPERTS),
     "ep2-dp4": Layout(4, ep=2, **SPREAD, overlap=True, **BF16, models=EXPERTS),
 }
