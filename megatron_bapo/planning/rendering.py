@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
 from megatron_bapo.planning.plan import STORED_VERSIONS, Plan, gib
@@ -28,8 +29,9 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
     """Everything about the plan, then whether it fits; `overrides` are those with which it would."""
     _print_section(console, f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}", _model_rows(plan, where))
     _print_section(console, "batch", batch_arithmetic(plan.config))
+    console.print(Text("GiB on the fullest GPU of each pipeline stage; * is the worst", "bold"))
     console.print(_stage_table(plan))
-    _print_section(console, f"activations of stage {plan.worst_stage.stage}, the worst", _activation_rows(plan))
+    _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
     rollout = plan.config.rollout
     _print_section(
         console, f"engines: {rollout.num_engines} of {rollout.tensor_parallel_size} GPUs", _engine_rows(plan)
@@ -45,9 +47,8 @@ def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: 
     if not found:
         console.print(f"No layout that is searched fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
         return
-    table = Table(
-        box=SIMPLE_HEAD, title=f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}", title_justify="left"
-    )
+    console.print(Text(f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the fastest", "bold"))
+    table = Table(box=SIMPLE_HEAD)
     for name in ("s/step", "train", "MFU", "GiB", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("layout", "engines"):
@@ -64,6 +65,7 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
     stages = [
         asdict(stage)
         | {
+            "activations": dict(stage.activations),  # asdict counts a Counter's pairs
             "peak_while_training": plan.while_training(stage),
             "peak_while_generating": plan.while_generating(stage),
         }
@@ -120,7 +122,7 @@ def _model_rows(plan: Plan, where: str) -> Rows:
 
 
 def _stage_table(plan: Plan) -> Table:
-    table = Table(box=SIMPLE_HEAD, title="GiB on the fullest GPU of each pipeline stage", title_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
     for stage in plan.stages:
         table.add_column(f"{stage.stage}{'*' * (stage is plan.worst_stage)}", justify="right", no_wrap=True)
@@ -202,7 +204,14 @@ def _assumption_rows(assumptions: Assumptions) -> Rows:
 
 def _search_row(plan: Plan) -> Iterator[str]:
     config, time = plan.config, plan.time
-    parallel, rollout = config.parallel, config.rollout
+    yield from (f"{time.total:,.0f}", f"{time.training:,.0f}", f"{time.mfu:.0%}")
+    yield from (f"{plan.while_training(plan.worst_stage) / GIB:.0f}", f"{config.trainer.max_tokens_per_gpu:,}")
+    yield from (layout_name(config), f"{config.rollout.num_engines} x {config.rollout.tensor_parallel_size}")
+
+
+def layout_name(config: Config) -> str:
+    """Sizes of the mesh that exceed 1, and how memory is saved."""
+    parallel = config.parallel
     sizes = {
         "TP": parallel.tensor_model_parallel_size,
         "PP": parallel.pipeline_model_parallel_size,
@@ -211,12 +220,10 @@ def _search_row(plan: Plan) -> Iterator[str]:
         "EP": parallel.expert_model_parallel_size,
         "DP": parallel.data_parallel_size,
     }
-    layout = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    layout += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
-    layout += ["offload"] if config.optimizer.cpu_offload else []
-    yield from (f"{time.total:,.0f}", f"{time.training:,.0f}", f"{time.mfu:.0%}")
-    yield from (f"{plan.while_training(plan.worst_stage) / GIB:.0f}", f"{config.trainer.max_tokens_per_gpu:,}")
-    yield from (" ".join(layout), f"{rollout.num_engines} x {rollout.tensor_parallel_size}")
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    parts += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
+    parts += ["offload"] if config.optimizer.cpu_offload else []
+    return " ".join(parts)
 
 
 def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> None:
