@@ -147,13 +147,10 @@ def _stage_table(plan: Plan) -> Table:
 def _activation_rows(plan: Plan) -> Rows:
     worst, batch = plan.worst_stage, largest_micro_batch(plan.config, plan.assumptions)
     counts = worst.in_flight
-    chunks = f" of {len(counts)} model chunks" if len(counts) > 1 else ""
+    chunks = " by model chunk" if len(counts) > 1 else ""
     rows = [(name, gib(num_bytes)) for name, num_bytes in worst.activations.most_common() if num_bytes > 0.05 * GIB]
-    in_flight = (
-        f"{' + '.join(map(str, counts))} micro-batches{chunks}; the largest has {sum(batch.lengths):,} tokens in "
-        f"{len(batch.lengths)} sequences on all context-parallel ranks"
-    )
-    return [*rows, ("held at once", in_flight)]
+    held = f"{' + '.join(map(str, counts))}{chunks} at once, each of {sum(batch.lengths):,} tokens on all context ranks"
+    return [*rows, ("micro-batches", held)]
 
 
 def _engine_rows(plan: Plan) -> Rows:
