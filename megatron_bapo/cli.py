@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,23 +20,15 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.hardware import Assumptions, GpuName
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.plan import Placement, Plan
+from megatron_bapo.planning.rendering import as_data, print_plan, print_search
+from megatron_bapo.planning.search import changes
+from megatron_bapo.planning.search import search as search_layouts
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
-
-
-class GpuName(StrEnum):
-    A100 = "A100"
-    H100 = "H100"
-    H200 = "H200"
-    B200 = "B200"
-
-
-class PlacementName(StrEnum):
-    colocated = "colocated"
-    separate = "separate"
 
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
@@ -126,39 +117,35 @@ def train(
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = GpuName.H100,
+    gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = "H100",
     placement: Annotated[
-        PlacementName,
+        Placement,
         typer.Option(help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own."),
-    ] = PlacementName.colocated,
+    ] = "colocated",
     search: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="For --search; by default those of CONFIG.")] = None,
     efficiency: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Part of the peak FLOP/s that the trainer's kernels reach.")
-    ] = 0.55,
+    ] = Assumptions.compute_efficiency,
     mean_response: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Mean answer over rollout.max_response_length.")
-    ] = 0.5,
-    host_gib: Annotated[float, typer.Option(min=1.0, help="Host memory of a node.")] = 1800.0,
+    ] = Assumptions.mean_response_fraction,
+    host_gib: Annotated[float, typer.Option(min=1.0, help="Host memory of a node.")] = Assumptions.host_memory_gib,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes, seconds and counts for programs.")] = False,
 ) -> None:
-    """Say before anything is queued whether CONFIG fits, and how long a step takes: no GPU needed.
+    """Say without a GPU whether CONFIG fits, and estimate a step's seconds.
 
-    Checks every divisibility, then adds up parameters, gradients, optimizer, activations, the output layer, engines and
-    host memory for every pipeline stage, as Megatron and vLLM allocate them, and names the worst GPU. Of the model only
-    config.json is read; well-known models are recognised by the name of their folder.
+    Adds up what every pipeline stage, the engines and the hosts hold.
+    Of the model only config.json is read; known ones go by the name
+    of their folder.
     """
     with messages():
-        from megatron_bapo.planning.hardware import Assumptions
-        from megatron_bapo.planning.known_models import architecture_of
-        from megatron_bapo.planning.plan import Plan
-
         resolved = load_config(config, overrides or [])
         architecture, where = architecture_of(resolved.model)
         assumptions = Assumptions(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
-        planned = Plan(resolved, architecture, gpu.value, placement.value, assumptions)
+        planned = Plan(resolved, architecture, gpu, placement, assumptions)
         if search:
             fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
         else:
@@ -188,10 +175,7 @@ def doctor(
 
 
 def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
-    from megatron_bapo.planning.rendering import as_data, print_search
-    from megatron_bapo.planning.search import changes, search
-
-    found = search(plan, num_gpus)
+    found = search_layouts(plan, num_gpus)
     if as_json:
         typer.echo(json.dumps([as_data(each, changes(plan.config, each.config)) for each in found]))
     else:
@@ -200,9 +184,6 @@ def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
 
 
 def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
-    from megatron_bapo.planning.advice import advice
-    from megatron_bapo.planning.rendering import as_data, print_plan
-
     warnings = check_planned(plan.config, plan.architecture, where)
     would_fit = [] if plan.fits else advice(plan)
     if as_json:

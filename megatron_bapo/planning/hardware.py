@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 GIB = 2**30
 
@@ -21,7 +22,8 @@ class Gpu:
     source: str
 
 
-GPUS = {
+GpuName = Literal["A100", "H100", "H200", "B200"]
+GPUS: dict[GpuName, Gpu] = {
     "A100": Gpu(79.2, 312, 2.04, 300, 25, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
     "H100": Gpu(79.2, 989, 3.35, 450, 50, "NVIDIA H100 SXM and DGX H100 data sheets"),
     "H200": Gpu(139.8, 989, 4.8, 450, 50, "NVIDIA H200 SXM and DGX H200 data sheets"),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu
+from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time, sync_bytes
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
@@ -27,7 +27,7 @@ class Plan:
 
     config: Config
     architecture: Architecture
-    gpu_name: str
+    gpu_name: GpuName
     placement: Placement
     assumptions: Assumptions
 
@@ -62,12 +62,13 @@ class Plan:
 
     def while_training(self, stage: StageMemory) -> int:
         """Bytes on one of a stage's GPUs."""
-        return stage.peak + (self._reserved("sleeping_engine_gib") if self.placement == "colocated" else 0)
+        asleep = self.assumptions.sleeping_engine_gib if self.placement == "colocated" else 0.0
+        return stage.peak + int(asleep * GIB)
 
     def while_generating(self, stage: StageMemory) -> int:
         """Bytes on one of a stage's GPUs."""
         awake = self.engine.total if self.placement == "colocated" else 0
-        return stage.resident + self._reserved("reserved_gib") + awake
+        return stage.resident + int(self.assumptions.reserved_gib * GIB) + awake
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -92,23 +93,26 @@ class Plan:
         """Why it does not fit, one line each; empty when it does."""
         return [*self._trainer_problems(), *self._engine_problems(), *self._host_problems()]
 
-    def _reserved(self, name: str) -> int:
-        return int(getattr(self.assumptions, name) * GIB)
-
     def _trainer_problems(self) -> Iterator[str]:
         worst = self.worst_stage
         if (needed := self.while_training(worst)) > self.gpu_bytes:
             yield (
-                f"pipeline stage {worst.stage} needs {gib(needed)} while it trains; an {self.gpu_name} has "
+                f"{self._place(worst)} needs {gib(needed)} while it trains; an {self.gpu_name} has "
                 f"{gib(self.gpu_bytes)}"
             )
         fullest = self.fullest_resident_stage
         if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
             yield (
-                f"pipeline stage {fullest.stage} keeps {gib(fullest.resident)} while the engine on its GPU takes "
+                f"{self._place(fullest)} keeps {gib(fullest.resident)} while the engine on its GPU takes "
                 f"{gib(self.engine.total)} (rollout.gpu_memory_utilization="
                 f"{self.config.rollout.gpu_memory_utilization}): together {gib(needed)} of {gib(self.gpu_bytes)}"
             )
+
+    def _place(self, stage: StageMemory) -> str:
+        parallel = self.config.parallel
+        num_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+        first = stage.stage * num_ranks
+        return f"pipeline stage {stage.stage} (ranks {first} to {first + num_ranks - 1})"
 
     def _engine_problems(self) -> Iterator[str]:
         engine, rollout, world = self.engine, self.config.rollout, self.config.parallel.world_size

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import Config, Section
+from megatron_bapo.config.schema import Config
+from megatron_bapo.config.section import Section
 from megatron_bapo.errors import UserError
 from megatron_bapo.planning.plan import Plan
 

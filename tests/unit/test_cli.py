@@ -140,7 +140,7 @@ def test_plan_exits_with_2_where_it_does_not_fit_and_prints_overrides_with_which
     recipe, broken = RECIPES / "qwen2.5-7b_8gpus.yaml", "trainer.max_tokens_per_gpu=40000"
     result = invoke("plan", recipe, broken)
     assert result.exit_code == 2
-    assert "pipeline stage 0 needs" in result.stdout
+    assert "pipeline stage 0 (ranks 0 to 7) needs" in result.stdout
     *_, title, advised = result.stdout.splitlines()
     assert title == "this would fit:"
     assert invoke("plan", recipe, broken, *advised.split()).exit_code == 0

@@ -12,11 +12,11 @@ NAME = "qwen2.5-7b_8gpus"
         (recipe(NAME, gpu="A100", placement="separate"), None),
         (
             recipe(NAME, "parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"),
-            "pipeline stage 0 keeps 63.8 GiB while the engine on its GPU takes 43.6 GiB",
+            "pipeline stage 0 (ranks 0 to 7) keeps 63.8 GiB while the engine on its GPU takes 43.6 GiB",
         ),
         (
             recipe(NAME, "rollout.gpu_memory_utilization=0.9"),
-            "pipeline stage 0 keeps 31.9 GiB while the engine on its GPU takes 71.3 GiB",
+            "pipeline stage 0 (ranks 0 to 7) keeps 31.9 GiB while the engine on its GPU takes 71.3 GiB",
         ),
         (recipe(NAME, "rollout.gpu_memory_utilization=0.9", placement="separate"), None),
         (
