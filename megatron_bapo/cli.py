@@ -25,11 +25,9 @@ from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Placement, Plan
 from megatron_bapo.planning.rendering import as_data, print_plan, print_search
-from megatron_bapo.planning.search import changes
-from megatron_bapo.planning.search import search as search_layouts
+from megatron_bapo.planning.search import changes, search
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
-
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[
@@ -122,7 +120,7 @@ def plan(
         Placement,
         typer.Option(help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own."),
     ] = "colocated",
-    search: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
+    ranked: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="For --search; by default those of CONFIG.")] = None,
     efficiency: Annotated[
         float, typer.Option(min=0.01, max=1.0, help="Part of the peak FLOP/s that the trainer's kernels reach.")
@@ -146,7 +144,7 @@ def plan(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
         planned = Plan(resolved, architecture, gpu, placement, assumptions)
-        if search:
+        if ranked:
             fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
         else:
             fits = _print_memory_and_time(planned, where, as_json=as_json)
@@ -175,7 +173,7 @@ def doctor(
 
 
 def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
-    found = search_layouts(plan, num_gpus)
+    found = search(plan, num_gpus)
     if as_json:
         typer.echo(json.dumps([as_data(each, changes(plan.config, each.config)) for each in found]))
     else:
