@@ -114,7 +114,7 @@ def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "heavy: []" in result.stdout
-    for command in ("train", "report", "doctor"):
+    for command in ("train", "plan", "report", "doctor"):
         assert command in result.stdout
 
 
