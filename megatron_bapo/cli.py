@@ -96,6 +96,32 @@ def train(
     raise typer.Exit(code)
 
 
+@app.command(epilog="Example: [bold]plan configs/quickstart.yaml --weights[/] shows what every weight sync will move.")
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Dotted keys over the file's values.", show_default=False),
+    ] = None,
+    weights: Annotated[bool, typer.Option("--weights", help="The weight sync: bytes per link, memory, time.")] = False,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default all on one.", show_default=False)
+    ] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Engines on the trainer's hosts.")] = False,
+    network_gbit_s: Annotated[float, typer.Option(min=0.001, help="Of each host, in each direction.")] = 400.0,
+    memory_gb_s: Annotated[float, typer.Option(min=0.001, help="Copies into a host's shared memory.")] = 10.0,
+) -> None:
+    """Print what a configuration will do before it runs anywhere; needs no GPU."""
+    with messages():
+        resolved = load_config(config, overrides or [])
+        _print_plan(resolved, check_config(resolved))
+        if weights:
+            from megatron_bapo.controller.weight_plan_tables import print_weight_plan
+
+            bandwidth = {"network_gbit_s": network_gbit_s, "memory_gb_s": memory_gb_s}
+            print_weight_plan(Console(), resolved, ranks_per_host, colocated=colocated, **bandwidth)
+
+
 @app.command()
 def report(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, e.g. runs/quickstart.")],

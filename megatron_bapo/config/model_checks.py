@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, read_architecture
-from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -17,7 +17,7 @@ CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tok
 def model_problems(config: Config) -> Iterator[str]:
     """Every broken rule, one line each."""
     if config.model.create is not None:
-        yield from _shape_problems(config, _created(config.model.create), "model.create")
+        yield from _shape_problems(config, policy_architecture(config), "model.create")
         return
     folder = config.model.path
     assert folder is not None, "the schema requires path or create"
@@ -38,9 +38,11 @@ def model_problems(config: Config) -> Iterator[str]:
     yield from _shape_problems(config, architecture, str(folder / "config.json"))
 
 
-def _created(settings: CreateModelConfig) -> Architecture:
-    """Of the checkpoint that is still to be made."""
-    shape = settings.model_dump(exclude={"initializer_range"})
+def policy_architecture(config: Config) -> Architecture:
+    """Of the checkpoint that the run starts from, which may still have to be made."""
+    if config.model.create is None:
+        return read_architecture(config.model_path)
+    shape = config.model.create.model_dump(exclude={"initializer_range"})
     return Architecture(family=FAMILIES["qwen3"], rms_norm_eps=1e-6, rope_theta=10000.0, **shape)
 
 
