@@ -262,6 +262,11 @@ class TrainerConfig(Section):
 class WeightSyncConfig(Section):
     bucket_mib: PositiveInt = 256
     """Size of one transfer unit."""
+    engine_store: Literal["shared", "own"] = "shared"
+    """`shared`: engines load from the store that the trainer writes; `own`: from one that is filled with what changed,
+    as engines on other hosts must."""
+    full_every: PositiveInt = 16
+    """Every so many versions a store of the engines' own gets everything and not what changed."""
     probe_tolerance: PositiveFloat = 1e-4
     """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32

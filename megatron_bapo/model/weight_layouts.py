@@ -175,8 +175,16 @@ class Placement:
     reader_hosts: tuple[tuple[int, ...], ...]
 
 
+TRAINER_HOST, ENGINE_HOST = 0, 1
+
+
 def one_host(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
-    return Placement((0,) * parallel.world_size, ((0,),) * engine.num_ranks)
+    return Placement((TRAINER_HOST,) * parallel.world_size, ((TRAINER_HOST,),) * engine.num_ranks)
+
+
+def two_hosts(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
+    """The trainer on one, all engines on the other."""
+    return Placement((TRAINER_HOST,) * parallel.world_size, ((ENGINE_HOST,),) * engine.num_ranks)
 
 
 def many_hosts(

@@ -97,9 +97,18 @@ class WeightPlan:
         """Numbers of the buckets that a host's store must get, each from one sender."""
         return [i for i, bucket in enumerate(self.buckets) if host in bucket.hosts]
 
+    def stored_on(self, host: int) -> list[int]:
+        """Numbers of the buckets that lie in a host's store: those that it needs and those that its ranks give away."""
+        return [i for i, bucket in enumerate(self.buckets) if host in (*bucket.hosts, self.sender_hosts[bucket.sender])]
+
     def read_by(self, reader: int, host: int) -> list[int]:
         """Numbers of the buckets that an engine rank reads from its host's store."""
         return [i for i in self.needed_on(host) if reader in self.buckets[i].readers]
+
+    @cached_property
+    def num_readers(self) -> int:
+        """Ranks of an engine."""
+        return 1 + max(reader for bucket in self.buckets for reader in bucket.readers)
 
     def num_bytes(self, buckets: Sequence[int]) -> int:
         return sum(self.buckets[i].num_bytes for i in buckets)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bapo.weight_sync.plan import Box, Shard, WeightPlan, make_plan
@@ -50,6 +50,7 @@ def region(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_every_host_gets_each_element_that_it_needs_once_and_no_other(drawn: tuple):
     plan, held, needed, reader_hosts = drawn
@@ -69,6 +70,7 @@ def test_every_host_gets_each_element_that_it_needs_once_and_no_other(drawn: tup
             np.testing.assert_array_equal(got[name], wanted[name].astype(int))
 
 
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_every_reader_finds_each_element_that_it_needs_and_no_other_in_its_buckets(drawn: tuple):
     plan, _, needed, reader_hosts = drawn
@@ -86,6 +88,7 @@ def test_every_reader_finds_each_element_that_it_needs_and_no_other_in_its_bucke
                 np.testing.assert_array_equal(got[name], wanted)
 
 
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_buckets_hold_no_more_than_the_limit_or_a_row_and_say_their_size(drawn: tuple):
     plan = drawn[0]
@@ -94,6 +97,7 @@ def test_buckets_hold_no_more_than_the_limit_or_a_row_and_say_their_size(drawn: 
         assert bucket.num_bytes <= BUCKET_BYTES or [part.box.shape[0] for part in bucket.slices] == [1]
 
 
+@settings(max_examples=40, deadline=None)
 @given(plans())
 def test_a_plan_survives_json_and_other_plans_have_another_digest(drawn: tuple):
     plan = drawn[0]
