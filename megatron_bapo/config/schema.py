@@ -177,7 +177,7 @@ class RolloutConfig(SamplingConfig):
     """Of each engine, as vLLM calls it; so are the next two."""
     pipeline_parallel_size: PositiveInt = 1
     enable_expert_parallel: bool = False
-    """Give each tensor-parallel rank whole experts in the place of a part of every expert."""
+    """Give each tensor-parallel rank whole experts in the place of a part of every expert. vLLM's CPU build cannot."""
     max_num_seqs: PositiveInt = 256
     kv_cache_gib: PositiveFloat | None = None
     """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""

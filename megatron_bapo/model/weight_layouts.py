@@ -76,6 +76,10 @@ class EngineLayout:
         return cls(rollout.tensor_parallel_size, rollout.pipeline_parallel_size, rollout.enable_expert_parallel)
 
     @property
+    def name(self) -> str:
+        return f"tp{self.tensor_parallel_size}-pp{self.pipeline_parallel_size}{'-ep' * self.expert_parallel}"
+
+    @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
@@ -217,5 +221,6 @@ def weight_plan(
         engine_shards(arch, engine),
         sender_hosts=placement.sender_hosts,
         reader_hosts=placement.reader_hosts,
+        reader_layout=engine.name,
         bucket_bytes=bucket_bytes,
     )

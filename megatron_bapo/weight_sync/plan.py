@@ -87,6 +87,8 @@ class WeightPlan:
     """Of all tensors, as PyTorch spells it, without `torch.`."""
     sender_hosts: tuple[int, ...]
     """The host of each trainer rank."""
+    reader_layout: str
+    """Name of the layout of the engines that the readers' numbers belong to."""
     buckets: tuple[Bucket, ...]
 
     def sent_by(self, rank: int) -> list[int]:
@@ -104,11 +106,6 @@ class WeightPlan:
     def read_by(self, reader: int, host: int) -> list[int]:
         """Numbers of the buckets that an engine rank reads from its host's store."""
         return [i for i in self.needed_on(host) if reader in self.buckets[i].readers]
-
-    @cached_property
-    def num_readers(self) -> int:
-        """Ranks of an engine."""
-        return 1 + max(reader for bucket in self.buckets for reader in bucket.readers)
 
     def num_bytes(self, buckets: Sequence[int]) -> int:
         return sum(self.buckets[i].num_bytes for i in buckets)
@@ -128,6 +125,7 @@ class WeightPlan:
             "dtype": self.dtype,
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "sender_hosts": list(self.sender_hosts),
+            "reader_layout": self.reader_layout,
             "buckets": [
                 [
                     *(bucket.sender, list(bucket.hosts), list(bucket.readers), bucket.num_bytes),
@@ -150,7 +148,7 @@ class WeightPlan:
             for sender, hosts, readers, num_bytes, slices in content["buckets"]
         )
         shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
-        return cls(shapes, content["dtype"], tuple(content["sender_hosts"]), buckets)
+        return cls(shapes, content["dtype"], tuple(content["sender_hosts"]), content["reader_layout"], buckets)
 
 
 def make_plan(
@@ -161,6 +159,7 @@ def make_plan(
     *,
     sender_hosts: Sequence[int],
     reader_hosts: Sequence[Sequence[int]],
+    reader_layout: str,
     bucket_bytes: int,
 ) -> WeightPlan:
     """The plan that brings every tensor from the trainer ranks that hold its shards to the hosts that need them.
@@ -185,7 +184,7 @@ def make_plan(
                     bucket.slices.append(Slice(name, box))
                     bucket.num_bytes += num_bytes
     buckets += [Bucket(*key, tuple(bucket.slices), bucket.num_bytes) for key, bucket in open_buckets.items()]
-    return WeightPlan(dict(shapes), dtype, tuple(sender_hosts), tuple(buckets))
+    return WeightPlan(dict(shapes), dtype, tuple(sender_hosts), reader_layout, tuple(buckets))
 
 
 @dataclass

@@ -19,7 +19,14 @@ def whole_tensors(
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     shards = {name: [Shard(Box.whole(shape), (0,))] for name, shape in shapes.items()}
     return make_plan(
-        shapes, dtype, shards, shards, sender_hosts=[0], reader_hosts=[range(num_hosts)], bucket_bytes=bucket_bytes
+        shapes,
+        dtype,
+        shards,
+        shards,
+        sender_hosts=[0],
+        reader_hosts=[range(num_hosts)],
+        reader_layout="tp1-pp1",
+        bucket_bytes=bucket_bytes,
     )
 
 
@@ -40,6 +47,7 @@ def halves(
         {name: _halves(shape, reader_dim) for name, shape in shapes.items()},
         sender_hosts=sender_hosts,
         reader_hosts=[[host] for host in reader_hosts],
+        reader_layout="tp2-pp1",
         bucket_bytes=bucket_bytes,
     )
 
