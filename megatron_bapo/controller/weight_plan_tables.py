@@ -69,7 +69,7 @@ def _tables(figures: PlanFigures, sender_hosts: tuple[int, ...]) -> list[Table]:
     return [
         _table("trainer to stores", ("from", "to", "over", "bytes"), links),
         _table("stores to engines", ("from", "to each", "over", "bytes"), reads),
-        _table("trainer memory at most", ("rank", "on", "parameters and one bucket"), memory),
+        _table("trainer memory at most", ("rank", "on", "parameters and buckets"), memory),
     ]
 
 

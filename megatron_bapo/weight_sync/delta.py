@@ -16,6 +16,7 @@ import numpy as np
 
 _HEADER = struct.Struct("<BBQQ")
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_BLOCK = 1 << 18
 
 
 class Kind(IntEnum):
@@ -37,15 +38,14 @@ def encode(new: memoryview, old: memoryview | None, item_bytes: int) -> bytes:
         return _message(Kind.WHOLE, item_bytes, size, b"", new)
     assert len(old) == len(new), f"{len(old)} bytes cannot become {len(new)}"
     after = np.frombuffer(new, _INTEGERS[item_bytes])
-    changed = after != np.frombuffer(old, _INTEGERS[item_bytes])
-    positions = np.flatnonzero(changed)
+    positions = _changes(after, np.frombuffer(old, _INTEGERS[item_bytes]))
     gaps = np.diff(positions, prepend=-1) - 1
     sizes = {kind: _num_codes(gaps, dtype) * dtype().itemsize for kind, dtype in _GAPS.items()}
     sizes[Kind.MASK] = -(-size // 8)
     kind = min(sizes, key=sizes.__getitem__)
     if sizes[kind] + len(positions) * item_bytes >= len(new):
         return _message(Kind.WHOLE, item_bytes, size, b"", new)
-    coded = np.packbits(changed) if kind == Kind.MASK else _codes(gaps, _GAPS[kind])
+    coded = _mask(positions, size) if kind == Kind.MASK else _codes(gaps, _GAPS[kind])
     return _message(kind, item_bytes, size, coded.tobytes(), after[positions].tobytes())
 
 
@@ -77,15 +77,32 @@ def _message(kind: Kind, item_bytes: int, size: int, coded: bytes, values: bytes
     return b"".join((_HEADER.pack(kind, item_bytes, size, len(coded)), coded, values))
 
 
+def _changes(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Positions of the elements that differ, a cacheful at a time."""
+    blocks = range(0, len(after), _BLOCK)
+    found = [np.flatnonzero(after[i : i + _BLOCK] != before[i : i + _BLOCK]) + i for i in blocks]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _mask(positions: np.ndarray, size: int) -> np.ndarray:
+    changed = np.zeros(size, np.bool_)
+    changed[positions] = True
+    return np.packbits(changed)
+
+
 def _num_codes(gaps: np.ndarray, dtype: type[np.unsignedinteger]) -> int:
-    return len(gaps) + int((gaps // np.iinfo(dtype).max).sum())
+    largest = np.iinfo(dtype).max
+    return len(gaps) + int((gaps[gaps >= largest] // largest).sum())
 
 
 def _codes(gaps: np.ndarray, dtype: type[np.unsignedinteger]) -> np.ndarray:
     """The largest value of the type skips as many unchanged elements; a smaller one skips those and names a change."""
     largest = np.iinfo(dtype).max
-    codes = np.full(_num_codes(gaps, dtype), largest, dtype)
-    codes[np.cumsum(gaps // largest + 1) - 1] = gaps % largest
+    num_skips = np.zeros(len(gaps), np.int64)
+    is_long = gaps >= largest
+    num_skips[is_long] = gaps[is_long] // largest
+    codes = np.full(len(gaps) + int(num_skips.sum()), largest, dtype)
+    codes[np.cumsum(num_skips + 1) - 1] = gaps - num_skips * largest
     return codes
 
 

@@ -20,6 +20,8 @@ from typing import Any
 Shape = tuple[int, ...]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+NUM_THREADS = 2
+"""Buckets that a process works on at a time."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_bapo.weight_sync.plan import ITEM_BYTES, Shards, WeightPlan
+from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_THREADS, Shards, WeightPlan
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PlanFigures:
     reads: dict[tuple[int, int], int]
     """(host, engine rank) -> bytes that the rank of an engine there reads from the host's store."""
     peak_bytes: tuple[int, ...]
-    """Of each trainer rank: its parameters, and the largest bucket that it fills."""
+    """Of each trainer rank: its parameters, and as many of its largest bucket as it fills at a time."""
     network_bytes: int
     """Between hosts, all together."""
     seconds: float
@@ -60,7 +60,7 @@ def plan_figures(
     return PlanFigures(
         links=dict(sorted(links.items())),
         reads=dict(sorted(reads.items())),
-        peak_bytes=tuple(own + bucket for own, bucket in zip(parameters, largest_bucket, strict=True)),
+        peak_bytes=tuple(own + NUM_THREADS * bucket for own, bucket in zip(parameters, largest_bucket, strict=True)),
         network_bytes=incoming.total(),
         seconds=copying + sending,
     )

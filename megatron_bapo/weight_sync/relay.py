@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from blake3 import blake3
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.delta import decode, encode, is_whole
 from megatron_bapo.weight_sync.plan import ITEM_BYTES, WeightPlan
-from megatron_bapo.weight_sync.transport import Checksums, WeightStore
+from megatron_bapo.weight_sync.transport import Checksums, Filling, WeightStore, in_threads
 from megatron_bapo.weight_sync.version_file import VersionReader, raw_bytes
 
 
@@ -78,11 +77,13 @@ def pull(store: WeightStore, version: int, host: int, sources: Mapping[int, Sour
     """
     plan = next(iter(sources.values())).plan(version)
     base = None if version % full_every == 0 else _base(store, plan, version)
-    transfer = _Transfer(store, plan, version, base, sources)
     numbers = [i for i in plan.needed_on(host) if plan.sender_hosts[plan.buckets[i].sender] != host]
-    store.write_buckets(version, plan, host, "pulled", transfer.buckets(numbers))
+    with store.filling(version, plan, host, "pulled") as filling:
+        transfer = _Transfer(plan, version, base, None if base is None else store.open(base), sources, filling)
+        moved = in_threads(transfer.bring, numbers)
     store.commit(version, plan, host)
-    return Pulled(transfer.num_bytes, transfer.num_whole, len(numbers) - transfer.num_whole)
+    num_whole = sum(is_whole for _, is_whole in moved)
+    return Pulled(sum(num_bytes for num_bytes, _ in moved), num_whole, len(moved) - num_whole)
 
 
 def _base(store: WeightStore, plan: WeightPlan, version: int) -> int | None:
@@ -92,31 +93,31 @@ def _base(store: WeightStore, plan: WeightPlan, version: int) -> int | None:
 
 
 class _Transfer:
-    """Receives buckets, and counts."""
+    """Brings a version's buckets from their senders' stores into the one that is filled."""
 
     def __init__(
-        self, store: WeightStore, plan: WeightPlan, version: int, base: int | None, sources: Mapping[int, Source]
+        self,
+        plan: WeightPlan,
+        version: int,
+        base: int | None,
+        old: VersionReader | None,
+        sources: Mapping[int, Source],
+        filling: Filling,
     ) -> None:
-        self._plan, self._version, self._base, self._sources = plan, version, base, sources
-        self._old = None if base is None else store.open(base)
+        self._plan, self._version, self._base, self._old = plan, version, base, old
+        self._sources, self._filling = sources, filling
         self._expected = {host: source.checksums(version) for host, source in sources.items()}
-        self.num_bytes = 0
-        self.num_whole = 0
 
-    def buckets(self, numbers: list[int]) -> Iterator[tuple[int, Iterator[torch.Tensor]]]:
-        for number in numbers:
-            yield number, split_bucket(self._bucket(number), self._plan, number)
-
-    def _bucket(self, number: int) -> memoryview:
-        host = self._plan.sender_hosts[self._plan.buckets[number].sender]
-        expected = self._expected[host].get(number)
+    def bring(self, number: int) -> tuple[int, bool]:
+        """The bytes that came, and whether they were the whole bucket."""
+        host, num_bytes = self._plan.sender_hosts[self._plan.buckets[number].sender], 0
         for base in dict.fromkeys((self._base, None)):
             message = self._sources[host].message(self._version, number, base)
-            self.num_bytes += len(message)
-            new = memoryview(decode(message, self._old_bytes(number) if base is not None else None))
-            if blake3(new).hexdigest() == expected:
-                self.num_whole += is_whole(message)
-                return new
+            num_bytes += len(message)
+            new = memoryview(decode(message, None if base is None else self._old_bytes(number)))
+            self._filling.write(number, split_bucket(new, self._plan, number))
+            if self._filling.checksums[number] == self._expected[host].get(number):
+                return num_bytes, is_whole(message)
         raise RunError(
             f"bucket {number} of policy version {self._version} did not arrive from host {host} as it was written; "
             "publish the weights again"

@@ -20,17 +20,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from blake3 import blake3
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.plan import Slice, WeightPlan
+from megatron_bapo.weight_sync.plan import NUM_THREADS, Slice, WeightPlan
 from megatron_bapo.weight_sync.version_file import VersionReader, VersionWriter, create, file_bytes, raw_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,6 +42,7 @@ SPARE = "spare.safetensors"
 OWNER = "OWNER.lock"
 FILES = "FILES.lock"
 
+T = TypeVar("T")
 Read = Callable[[Slice], torch.Tensor]
 Checksums = dict[int, str]
 """Number of the bucket in the plan -> BLAKE3 of its slices' bytes, hex."""
@@ -56,6 +58,27 @@ class Manifest:
     host: int
     """This store's host in the plan."""
     checksums: Checksums
+
+
+class Filling:
+    """Writes buckets into the file of a version, several threads at once if need be, and keeps their checksums."""
+
+    def __init__(self, plan: WeightPlan, file: VersionWriter) -> None:
+        self._plan, self._file = plan, file
+        self.checksums: Checksums = {}
+
+    def write(self, number: int, tensors: Iterable[torch.Tensor]) -> int:
+        """Write the values of a bucket's slices, one copied at a time; the number of bytes."""
+        hasher, num_bytes = blake3(), 0
+        for part, tensor in zip(self._plan.buckets[number].slices, tensors, strict=True):
+            value = tensor.detach().cpu().contiguous()
+            assert str(value.dtype) == f"torch.{self._plan.dtype}", f"{part.name} is {value.dtype}"
+            assert value.shape == part.box.shape, f"{part} came as {list(value.shape)}"
+            hasher.update(raw_bytes(value))
+            self._file.write(part, value)
+            num_bytes += value.nbytes
+        self.checksums[number] = hasher.hexdigest()
+        return num_bytes
 
 
 class WeightStore:
@@ -92,22 +115,15 @@ class WeightStore:
     def write(self, version: int, plan: WeightPlan, rank: int, read: Read) -> int:
         """Write what a trainer rank gives to its host's store; the number of bytes.
 
-        `read` gives the value of a slice, on any device. One slice is copied at a time. Raises RunError when the
-        version is not newer than the committed ones, or memory does not suffice.
+        `read` gives the value of a slice, on any device; `NUM_THREADS` of them are copied at a time. Raises RunError
+        when the version is not newer than the committed ones, or memory does not suffice.
         """
-        numbers = plan.sent_by(rank)
-        values = ((number, map(read, plan.buckets[number].slices)) for number in numbers)
-        return self.write_buckets(version, plan, plan.sender_hosts[rank], f"rank-{rank}", values)
+        with self.filling(version, plan, plan.sender_hosts[rank], f"rank-{rank}") as filling:
+            return sum(in_threads(lambda i: filling.write(i, map(read, plan.buckets[i].slices)), plan.sent_by(rank)))
 
-    def write_buckets(
-        self,
-        version: int,
-        plan: WeightPlan,
-        host: int,
-        writer_name: str,
-        values: Iterable[tuple[int, Iterable[torch.Tensor]]],
-    ) -> int:
-        """Write buckets, given by number and the values of their slices; the number of bytes."""
+    @contextmanager
+    def filling(self, version: int, plan: WeightPlan, host: int, writer_name: str) -> Iterator[Filling]:
+        """Write buckets of a version one by one; they count once all that this writer has to write is there."""
         self._refuse_stale(version)
         folder = self._version_folder(version)
         manifest = folder / f"{writer_name}.json"
@@ -117,21 +133,9 @@ class WeightStore:
         plan_file = self.folder / f"plan-{plan.digest}.json"
         if not plan_file.exists():
             _write_json(plan_file, plan.to_json())
-        checksums: Checksums = {}
-        num_bytes = 0
         with closing(VersionWriter(folder / WEIGHTS, plan.shapes, plan.dtype)) as file:
-            for number, tensors in values:
-                hasher = blake3()
-                for part, tensor in zip(plan.buckets[number].slices, tensors, strict=True):
-                    value = tensor.detach().cpu().contiguous()
-                    assert str(value.dtype) == f"torch.{plan.dtype}", f"{part.name} is {value.dtype}"
-                    assert value.shape == part.box.shape, f"{part} came as {list(value.shape)}"
-                    hasher.update(raw_bytes(value))
-                    file.write(part, value)
-                    num_bytes += value.nbytes
-                checksums[number] = hasher.hexdigest()
-        _write_json(manifest, {"plan": plan.digest, "checksums": checksums})
-        return num_bytes
+            yield (filling := Filling(plan, file))
+        _write_json(manifest, {"plan": plan.digest, "checksums": filling.checksums})
 
     def commit(self, version: int, plan: WeightPlan, host: int = 0) -> Manifest:
         """Make a version readable, once all that this host needs is there.
@@ -190,9 +194,9 @@ class WeightStore:
             file = self.open(version)
         except Exception as error:  # safetensors has an error class of its own for a file that was cut
             raise self._damaged(version, "the file", error) from error
-        num_bytes = 0
-        for number in numbers:
-            hasher = blake3()
+
+        def verify_bucket(number: int) -> int:
+            hasher, num_bytes = blake3(), 0
             for part in plan.buckets[number].slices:
                 hasher.update(data := raw_bytes(file.slice(part)))
                 num_bytes += len(data)
@@ -202,7 +206,9 @@ class WeightStore:
                 raise self._damaged(
                     version, f"bucket {number} ({names}, ...)", f"expected {manifest.checksums[number]}, found {found}"
                 )
-        return num_bytes
+            return num_bytes
+
+        return sum(in_threads(verify_bucket, numbers))
 
     def read(self, version: int, reader: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a committed version that an engine rank needs, memory-mapped, neighbours of a layer together.
@@ -282,6 +288,12 @@ class WeightStore:
         return RunError(
             f"policy version {version} in {self.folder} is damaged: {what}: {why}; publish the weights again"
         )
+
+
+def in_threads(task: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+    """What the task gives for each number; raises the first error. Checksums and copies do not hold Python's lock."""
+    with ThreadPoolExecutor(NUM_THREADS) as pool:  # of one call: a process that is forked later has no threads
+        return list(pool.map(task, numbers))
 
 
 def _read_numbers(plan: WeightPlan, host: int, reader: int | None) -> Sequence[int]:

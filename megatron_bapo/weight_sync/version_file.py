@@ -61,7 +61,7 @@ class VersionWriter:
 
     def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: str) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._mapping: mmap.mmap | None = None
+        self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, 0)
         self._shapes, self._dtype = shapes, dtype
         self._starts: dict[str, int] = {}
         end = len(table_of_contents(shapes, dtype))
@@ -80,8 +80,7 @@ class VersionWriter:
             view_of(self._tensor(part.name), part.box).copy_(value)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        if self._mapping is None:
-            self._mapping = mmap.mmap(self._descriptor, 0)
+        assert self._mapping is not None, "the file is closed"
         shape = self._shapes[name]
         dtype = getattr(torch, self._dtype)
         flat = torch.frombuffer(self._mapping, dtype=dtype, count=math.prod(shape), offset=self._starts[name])

@@ -133,5 +133,5 @@ def test_a_plan_shows_what_a_weight_sync_moves(config_file: Path) -> None:
     size = 4 * (4 * layer + 320 * 128 + 128)
     assert f"weight sync: {size / 2**20:.3f} MiB in 46 tensors" in result.stdout
     assert f"{size / 2**20:.3f} MiB cross the network" in result.stdout
-    for words in ("rank 1 │ host 1 │ network", "host 1 │ engine rank 1 │ memory", "parameters and one bucket"):
+    for words in ("rank 1 │ host 1 │ network", "host 1 │ engine rank 1 │ memory", "parameters and buckets"):
         assert words in result.stdout
