@@ -2,10 +2,10 @@
 
 python -m bench.weight_sync [20M] [500M], with requirements-bench.txt on the path
 
-Two gloo ranks (TP 2) hold a random Qwen3 in bfloat16; a vLLM engine of one rank loads it. Seconds are medians until the
-last rank is done. Bytes are those that leave a rank or a store; peak bytes are the most that PyTorch's allocator gave
-out on a rank above the model. Changes are random elements in random places. Last, on paper, by the plan alone:
-published models on clusters of 8-GPU hosts.
+Two gloo ranks (TP 2) hold a random Qwen3 in bfloat16; vLLM engines of one and two ranks load it. Seconds are medians
+until the last rank is done. Bytes are the model's, a relay's messages, or what an engine's ranks read; peak bytes are
+the most memory of its own that a rank took above what it had before. Changes are random elements in random places.
+Last, on paper, by the plan alone: published models on clusters of 8-GPU hosts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -30,22 +32,23 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers.utils.logging import disable_progress_bar
 
-from bench.allocated_bytes import peak_allocated_bytes
 from bench.hf_io import local_names_bridge
 from bench.report import medians_s, report
+from bench.resident_bytes import peak_resident_bytes
 from bench.weight_sync_on_paper import on_paper
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig, RolloutConfig
 from megatron_bapo.model.build import build_policy
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.model.hf_export import stage_shapes, stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
-from megatron_bapo.model.weight_layouts import EngineLayout, one_host, weight_plan
+from megatron_bapo.model.weight_layouts import EngineLayout, Placement, one_host, two_hosts, weight_plan
 from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.rollout.engine import Engine, engine_environment
-from megatron_bapo.weight_sync.plan import Box, Shard, WeightPlan, make_plan
+from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.relay import StoreServer, pull
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.weight_sync.transport import SPARE, WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 
 _COMMON = {"head_dim": 64, "tie_word_embeddings": True, "initializer_range": 0.02}
@@ -61,7 +64,7 @@ MODELS = {
 }  # fmt: skip
 SHARES = (0.001, 0.01, 0.03, 0.1)
 BUCKET_BYTES = 64 << 20
-NUM_RANKS, NUM_REPEATS, NUM_WARMUPS = 2, 3, 2
+NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 5, 2
 """The first two files of a store wait for the machine to give out shared memory."""
 
 
@@ -115,9 +118,9 @@ def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> 
     seconds = medians_s(together, num_repeats=NUM_REPEATS, num_warmups=NUM_WARMUPS)
     results = {}
     for name, task in tasks.items():
-        peak = torch.tensor(peak_allocated_bytes(task))
+        peak = torch.tensor(peak_resident_bytes(task))
         dist.all_reduce(peak, dist.ReduceOp.MAX)
-        results[name] = (seconds[name], int(peak))
+        results[name] = (seconds[name], plan.total_bytes, int(peak))
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -128,14 +131,11 @@ def _until_all_are_done(task: Callable[[], object]) -> None:
     dist.barrier()
 
 
-def _whole(tensors: dict[str, torch.Tensor], engine_host: int) -> WeightPlan:
-    """One trainer rank gives everything to a host's engines of one rank."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shards = {name: [Shard(Box.whole(shape), (0,))] for name, shape in shapes.items()}
-    return make_plan(
-        shapes, "bfloat16", shards, shards, sender_hosts=[0], reader_hosts=[[engine_host]],
-        reader_layout=EngineLayout().name, bucket_bytes=BUCKET_BYTES,
-    )  # fmt: skip
+def _plan(checkpoint: Path, engine: EngineLayout, place: Callable[..., Placement]) -> WeightPlan:
+    """Of one trainer rank."""
+    parallel, architecture = ParallelConfig(world_size=1), read_architecture(checkpoint)
+    placement = place(parallel, engine)
+    return weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
 
 
 def _publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor], plan: WeightPlan) -> None:
@@ -150,9 +150,9 @@ def _change(tensors: dict[str, torch.Tensor], share: float, generator: np.random
         elements[generator.choice(len(elements), max(1, round(share * len(elements))), replace=False)] ^= 1
 
 
-def _relayed(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
+def _relayed(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
     """From one store to another: task -> seconds and bytes, by share of changed elements; `full` without an old one."""
-    plan, generator, versions = _whole(tensors, engine_host=1), np.random.default_rng(0), count(1)
+    plan, generator, versions = _plan(checkpoint, EngineLayout(), two_hosts), np.random.default_rng(0), count(1)
     found: dict[str, list[tuple[float, int]]] = {}
     with closing(WeightStore.create()) as trainers, closing(WeightStore.create()) as engines:
         sources = {0: StoreServer(trainers.folder)}
@@ -170,79 +170,137 @@ def _relayed(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
     return {name: min(values) for name, values in found.items()}
 
 
-def _engine_side(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Seconds of a sync of one rank and one engine, part by part, and of a plain copy through the store's files."""
-    os.environ.update(engine_environment(has_gpu=False))
-    plan = _whole(tensors, engine_host=0)
-    found: dict[str, list[float]] = {}
+Figures = dict[str, list[float]]
 
-    def timed(name: str, start: float) -> None:
-        found.setdefault(name, []).append(perf_counter() - start)
 
-    async def measure(store: WeightStore) -> None:
-        engine = Engine()
-        settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.1)
-        await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, store_folder=store.folder)
-        server: Any = engine._server
-        for version in range(1, NUM_WARMUPS + NUM_REPEATS + 1):
+async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
+    """Seconds of a sync of one trainer rank and one engine, of the engine's part, and of a plain copy into a file."""
+    plan, found = _plan(checkpoint, EngineLayout(), one_host), {"sync": [], "reload": [], "copy": []}
+    async with _engine(checkpoint, 1, store) as engine:
+        for version in range(1, NUM_WARMUPS + NUM_ENGINE_REPEATS + 1):
             start = perf_counter()
             _publish(store, version, tensors, plan)
             await engine.load_weights(version)
-            timed("sync", start)
+            found["sync"].append(perf_counter() - start)
             start = perf_counter()
-            await server.load(store.folder, version)
-            timed("reload", start)
+            await engine._server.load(store.folder, version)
+            found["reload"].append(perf_counter() - start)
             store.discard_before(version)
             start = perf_counter()
-            _copy(store.folder / "spare.safetensors", tensors)
-            timed("copy", start)
-        await engine.shutdown()
+            _copy(store.folder / SPARE, tensors)
+            found["copy"].append(perf_counter() - start)
+    return {name: values[NUM_WARMUPS:] for name, values in found.items()}
 
-    with closing(WeightStore.create()) as store:
-        asyncio.run(measure(store))
-    return {name: float(np.median(values[NUM_WARMUPS:])) for name, values in found.items()}
+
+async def _two_ranks(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
+    """Seconds in which an engine of two ranks takes over a version, and the bytes that its ranks read."""
+    layouts = {"its slices": EngineLayout(2), "whole": EngineLayout()}
+    plans = {name: _plan(checkpoint, layout, one_host) for name, layout in layouts.items()}
+    found: Figures = {f"{name}, {unit}": [] for name in plans for unit in ("seconds", "bytes")}
+    async with _engine(checkpoint, 2, store) as engine:
+        versions = count(1)
+        for _ in range(NUM_WARMUPS + NUM_ENGINE_REPEATS):
+            for name, plan in plans.items():
+                _publish(store, version := next(versions), tensors, plan)
+                start = perf_counter()
+                num_bytes = await engine.load_weights(version)
+                found[f"{name}, seconds"].append(perf_counter() - start)
+                found[f"{name}, bytes"].append(num_bytes)
+                store.discard_before(version)
+    return {name: values[NUM_WARMUPS:] for name, values in found.items()}
+
+
+@asynccontextmanager
+async def _engine(checkpoint: Path, num_ranks: int, store: WeightStore) -> AsyncIterator[Any]:
+    engine = Engine()
+    settings = RolloutConfig(tensor_parallel_size=num_ranks, max_num_seqs=8, kv_cache_gib=0.1)
+    await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, store_folder=store.folder)
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
 
 
 def _copy(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     """The same bytes into a file of shared memory that has its pages already."""
-    if not file.exists():
+    if not file.exists():  # after the first version
         return
     with file.open("r+b") as opened:
         for tensor in tensors.values():
             opened.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
+@dataclass
+class Results:
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def _trainers_part(name: str, folder: Path, checkpoint: Path, results: Results) -> None:
+    with closing(WeightStore.create()) as store:
+        mp.spawn(_trainers, args=(folder, checkpoint, store.folder), nprocs=NUM_RANKS)
+    found = json.loads((folder / "results.json").read_text())
+    for task, (seconds, num_bytes, peak) in found.items():
+        results.rows.append((name, task, seconds, num_bytes / 2**20, round(peak / 2**20, 1)))
+    ours = found["store, every rank its slices"]
+    for task, key in (("gather on rank 0, broadcast", "gather"), ("mbridge export_weights", "mbridge")):
+        results.ratios[f"time_{name}_to_{key}"] = round(ours[0] / found[task][0], 3)
+        results.ratios[f"peak_bytes_{name}_to_{key}"] = round(ours[2] / found[task][2], 3)
+
+
+def _relays_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
+    found = _relayed(checkpoint, tensors)
+    full_s, full_bytes = found["relay, full"]
+    for task, (seconds, num_bytes) in found.items():
+        results.rows.append((name, task, seconds, num_bytes / 2**20, ""))
+        if task != "relay, full":
+            key = f"{name}_{task.split(', ')[1].replace(' ', '_')}_to_full"
+            results.ratios |= {
+                f"bytes_{key}": round(num_bytes / full_bytes, 4),
+                f"time_{key}": round(seconds / full_s, 3),
+            }
+
+
+def _engines_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with closing(WeightStore.create()) as store:
+        one = asyncio.run(_one_rank(checkpoint, tensors, store))
+    for part, seconds in one.items():
+        results.rows.append((name, f"engine of one rank, {part}", median(seconds), size / 2**20, ""))
+        results.figures[f"engine_{part}_{name}_s"] = round(median(seconds), 3)
+    repeats = list(zip(one["sync"], one["copy"], one["reload"], strict=True))
+    with closing(WeightStore.create()) as store:
+        two = asyncio.run(_two_ranks(checkpoint, tensors, store))
+    direct_s, direct_bytes, whole_s, whole_bytes = map(median, two.values())
+    results.rows += [
+        (name, "engine of two ranks, its slices", direct_s, direct_bytes / 2**20, ""),
+        (name, "engine of two ranks, whole tensors", whole_s, whole_bytes / 2**20, ""),
+    ]
+    results.ratios |= {
+        f"sync_{name}_to_copy_and_reload": round(median(s / (c + r) for s, c, r in repeats), 3),
+        f"sync_{name}_to_1.5_copies_and_reload": round(median(s / (1.5 * c + r) for s, c, r in repeats), 3),
+        f"time_{name}_direct_to_whole": round(direct_s / whole_s, 3),
+        f"bytes_{name}_direct_to_whole": round(direct_bytes / whole_bytes, 3),
+    }
+
+
 def main() -> None:
-    names = sys.argv[1:] or list(MODELS)
-    rows, ratios, figures = [], {}, {}
+    results = Results()
     disable_progress_bar()
+    os.environ.update(engine_environment(has_gpu=False))
     with tempfile.TemporaryDirectory() as temporary:
-        for name in names:
+        for name in sys.argv[1:] or MODELS:
             folder = Path(temporary) / name
+            checkpoint = folder / "checkpoint"
             folder.mkdir()
-            create_checkpoint(folder / "checkpoint", MODELS[name], ["a", "b"], seed=0)
-            tensors = {n: t.bfloat16() for n, t in load_file(folder / "checkpoint" / "model.safetensors").items()}
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            with closing(WeightStore.create()) as store:
-                mp.spawn(_trainers, args=(folder, folder / "checkpoint", store.folder), nprocs=NUM_RANKS)
-            results = json.loads((folder / "results.json").read_text())
-            for task, (seconds, peak) in results.items():
-                rows.append((name, task, seconds, size / 2**20, round(peak / 2**20, 1)))
-            ours = results["store, every rank its slices"]
-            for task, key in (("gather on rank 0, broadcast", "gather"), ("mbridge export_weights", "mbridge")):
-                ratios[f"time_{name}_to_{key}"] = round(ours[0] / results[task][0], 3)
-                ratios[f"peak_bytes_{name}_to_{key}"] = round(ours[1] / results[task][1], 3)
-            for task, (seconds, num_bytes) in _relayed(tensors).items():
-                rows.append((name, task, seconds, num_bytes / 2**20, ""))
-                ratios[f"bytes_{name}_{task.split(', ')[1].replace(' ', '_')}"] = round(num_bytes / size, 4)
-            parts = _engine_side(folder / "checkpoint", tensors)
-            for part, seconds in parts.items():
-                rows.append((name, f"one engine, {part}", seconds, size / 2**20, ""))
-                figures[f"engine_{part}_{name}_s"] = round(seconds, 3)
-            ratios[f"sync_{name}_to_1.5_copies_and_reload"] = round(
-                parts["sync"] / (1.5 * parts["copy"] + parts["reload"]), 3
-            )
-    report("weight_sync", ("model", "task", "seconds", "MiB", "peak MiB a rank"), rows, ratios=ratios, figures=figures)
+            create_checkpoint(checkpoint, MODELS[name], ["a", "b"], seed=0)
+            _trainers_part(name, folder, checkpoint, results)
+            tensors = {n: t.bfloat16() for n, t in load_file(checkpoint / "model.safetensors").items()}
+            _relays_part(name, checkpoint, tensors, results)
+            _engines_part(name, checkpoint, tensors, results)
+    columns = ("model", "task", "seconds", "MiB", "peak MiB a rank")
+    report("weight_sync", columns, results.rows, ratios=results.ratios, figures=results.figures)
     on_paper()
 
 

@@ -56,7 +56,7 @@ def on_paper() -> None:
                 row = _row(model, architecture, num_gpus, colocated=colocated)
                 if row is not None:
                     table.add_row(*row)
-    Console(width=120).print(table)
+    Console(width=130).print(table)
 
 
 def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bool) -> tuple[str, ...] | None:
@@ -73,7 +73,7 @@ def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bo
     crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
     return (
         model,
-        f"{num_gpus}, {'colocated' if colocated else 'half and half'}",
+        f"{num_gpus} {'colocated' if colocated else 'in halves'}",
         f"{num_engines} x {engine.name}",
         *(f"{size / 2**30:.1f}" for size in (plan.total_bytes, figures.network_bytes)),
         *(f"{size / 2**30:.2f}" for size in (max(crossing, default=0), max(figures.peak_bytes))),
