@@ -49,16 +49,17 @@ def encode(new: memoryview, old: memoryview | None, item_bytes: int) -> bytes:
     return _message(kind, item_bytes, size, coded.tobytes(), after[positions].tobytes())
 
 
-def decode(message: bytes | memoryview, old: memoryview | None) -> bytes | memoryview:
-    """The new bytes. Raises ValueError for a message that does not fit `old` or was cut."""
+def decode(message: bytes | memoryview, old: memoryview | None) -> memoryview:
+    """The new bytes, in the place of the old ones. Raises ValueError for a message that does not fit or was cut."""
     message = memoryview(message)
     kind, item_bytes, size, num_coded = _HEADER.unpack_from(message)
     coded, values = message[_HEADER.size :][:num_coded], message[_HEADER.size + num_coded :]
     if kind == Kind.WHOLE:
         _check(len(values) == size * item_bytes, f"{len(values)} bytes of {size * item_bytes}")
         return values
-    _check(old is not None and len(old) == size * item_bytes, "the old bytes are of another size, or there are none")
-    elements = np.frombuffer(bytearray(old or b""), _INTEGERS[item_bytes])
+    if old is None or len(old) != size * item_bytes:
+        raise ValueError("not a message for these bytes: the old bytes are of another size, or there are none")
+    elements = np.frombuffer(old, _INTEGERS[item_bytes])
     if kind == Kind.MASK:
         positions = np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), count=size))
     else:
@@ -66,7 +67,7 @@ def decode(message: bytes | memoryview, old: memoryview | None) -> bytes | memor
     _check(len(values) == len(positions) * item_bytes, f"{len(values)} bytes for {len(positions)} changes")
     _check(len(positions) == 0 or positions[-1] < size, f"a change behind the last of {size} elements")
     elements[positions] = np.frombuffer(values, _INTEGERS[item_bytes])
-    return elements.view(np.uint8).data
+    return old
 
 
 def is_whole(message: bytes | memoryview) -> bool:

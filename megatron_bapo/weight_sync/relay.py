@@ -114,7 +114,7 @@ class _Transfer:
         for base in dict.fromkeys((self._base, None)):
             message = self._sources[host].message(self._version, number, base)
             num_bytes += len(message)
-            new = memoryview(decode(message, None if base is None else self._old_bytes(number)))
+            new = decode(message, None if base is None else self._old_bytes(number))
             self._filling.write(number, split_bucket(new, self._plan, number))
             if self._filling.checksums[number] == self._expected[host].get(number):
                 return num_bytes, is_whole(message)
@@ -124,13 +124,18 @@ class _Transfer:
         )
 
     def _old_bytes(self, number: int) -> memoryview | None:
-        return None if self._old is None else bucket_bytes(self._old, self._plan, number)
+        """A copy, which the changes may go into."""
+        return None if self._old is None else raw_bytes(torch.cat(_flat_parts(self._old, self._plan, number)))
 
 
 def bucket_bytes(file: VersionReader, plan: WeightPlan, number: int) -> memoryview:
     """The bytes of a bucket's slices, one after the other."""
-    parts = [file.slice(part).reshape(-1) for part in plan.buckets[number].slices]
+    parts = _flat_parts(file, plan, number)
     return raw_bytes(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+def _flat_parts(file: VersionReader, plan: WeightPlan, number: int) -> list[torch.Tensor]:
+    return [file.slice(part).reshape(-1) for part in plan.buckets[number].slices]
 
 
 def split_bucket(data: memoryview, plan: WeightPlan, number: int) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ INTEGERS = {2: np.uint16, 4: np.uint32}
 
 def brought(new: np.ndarray, old: np.ndarray) -> tuple[bytes, np.ndarray]:
     message = encode(new.data.cast("B"), old.data.cast("B"), new.itemsize)
-    return message, np.frombuffer(decode(message, old.data.cast("B")), new.dtype)
+    return message, np.frombuffer(decode(message, old.copy().data.cast("B")), new.dtype)
 
 
 def changed(size: int, share: float, dtype: type = np.uint16) -> tuple[np.ndarray, np.ndarray]:
