@@ -94,9 +94,8 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
             engine_store = stack.enter_context(closing(WeightStore.create()))
             num_actors += 2
         address = stack.enter_context(local_cluster(num_actors))
-        _actors, starting = _place_actors(
-            config, directory, engine_store.folder
-        )  # an actor lives as long as its handle
+        # Held: an actor lives as long as its handle.
+        _actors, starting = _place_actors(config, directory, engine_store.folder)
         if engine_store is not store:
             _actors += _place_relay(config, directory, store.folder, engine_store.folder)
         with _trainer(config, directory, address, store.folder) as trainer:
@@ -130,12 +129,9 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
 def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engines: Path) -> list[Any]:
     """What fills the engines' store from the trainer's."""
     server = place(StoreServer, trainers, name=STORE_SERVER)
-    settings, log_file = config.weight_sync, directory.logs / "weight-store.log"
-    timeout_s = config.rollout.start_timeout_s
-    return [
-        server,
-        place(HostStore, engines, server, settings.full_every, timeout_s, log_file, name=HOST_STORE),
-    ]
+    full_every, timeout_s = config.weight_sync.full_every, config.rollout.start_timeout_s
+    log_file = directory.logs / "weight-store.log"
+    return [server, place(HostStore, engines, server, full_every, timeout_s, log_file, name=HOST_STORE)]
 
 
 @contextmanager
