@@ -129,6 +129,14 @@ def plan(
         float, typer.Option(min=0.01, max=1.0, help="Mean answer over rollout.max_response_length.")
     ] = Assumptions.mean_response_fraction,
     host_gib: Annotated[float, typer.Option(min=1.0, help="Host memory of a node.")] = Assumptions.host_memory_gib,
+    weights: Annotated[bool, typer.Option("--weights", help="The weight sync: bytes per link, memory, time.")] = False,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(min=1, help="For --weights; by default all on one host.", show_default=False)
+    ] = None,
+    network_gbit_s: Annotated[
+        float, typer.Option(min=0.001, help="For --weights: of each host and direction.")
+    ] = 400.0,
+    memory_gb_s: Annotated[float, typer.Option(min=0.001, help="For --weights: copies into shared memory.")] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes, seconds and counts for programs.")] = False,
 ) -> None:
     """Say without a GPU whether CONFIG fits, and estimate a step's seconds.
@@ -144,6 +152,12 @@ def plan(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
         planned = Plan(resolved, architecture, gpu, placement, assumptions)
+        if weights:
+            from megatron_bapo.controller.weight_plan_tables import print_weight_plan
+
+            check_planned(resolved, architecture, where)
+            print_weight_plan(Console(), planned, ranks_per_host, network_gbit_s, memory_gb_s)
+            return
         if ranked:
             fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
         else:

@@ -185,3 +185,16 @@ def test_a_plan_for_programs_has_bytes_and_seconds() -> None:
     (stage,) = plan["stages"]
     assert stage["state"]["parameters"] < stage["peak_while_training"] < 79.2 * 2**30
     assert plan["assumptions"]["compute_efficiency"] == 0.4
+
+
+def test_a_plan_shows_what_a_weight_sync_moves(config_file: Path) -> None:
+    layout = ("parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2")
+    result = invoke("plan", config_file, *layout, "--weights", "--ranks-per-host", "2", "--placement", "separate")
+    assert result.exit_code == 0, result.output
+    # 4 layers, hidden 128, MLP 384, 4 query and 2 key/value heads of 32, vocabulary 320, q/k norms; float32.
+    layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384 + 2 * 32 + 2 * 128
+    size = 4 * (4 * layer + 320 * 128 + 128)
+    assert f"weight sync: {size / 2**20:.3f} MiB in 46 tensors" in result.stdout
+    assert f"{size / 2**20:.3f} MiB cross the network" in result.stdout
+    for words in ("rank 1 │ host 1 │ network", "host 1 │ engine rank 1 │ memory", "parameters and buckets"):
+        assert words in result.stdout
