@@ -66,8 +66,8 @@ class Assumptions:
     """Of each decoding step, for launching, sampling and scheduling."""
     host_copy_gb_s: float = 20.0
     """Between a GPU and pinned host memory."""
-    store_gb_s: float = 1.5
-    """Of one process that writes or reads the weight store, checksum included."""
+    store_gb_s: float = 10.0
+    """Of one node, into its weight store or out of it, checksums included."""
     host_adam_gb_s: float = 25.0
     """Host memory bandwidth of one rank's offloaded Adam, which moves 32 bytes per parameter."""
     process_gib: float = 6.0

@@ -172,7 +172,7 @@ def _host_rows(plan: Plan) -> Rows:
     return [
         ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
         ("optimizer", f"{gib(offloaded)} of each rank in host memory" if offloaded else "on the GPUs"),
-        ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in shared memory"),
+        ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in each node's shared memory"),
         ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
     ]
 

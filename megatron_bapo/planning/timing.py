@@ -118,7 +118,7 @@ def step_time(
         pipeline=pipeline,
         data=trainer.updates_per_step * data,
         optimizer=trainer.updates_per_step * optimizer,
-        weight_sync=sync_seconds(config, architecture, assumptions),
+        weight_sync=sync_seconds(config, architecture, gpu, assumptions),
         model_flops=model_flops,
         num_tokens=trainer.train_batch_size * length,
         num_gpus=parallel.world_size,
@@ -178,10 +178,16 @@ def _decode_seconds(
     return max(reading, computing) + collectives + assumptions.decode_overhead_ms / 1e3
 
 
-def sync_seconds(config: Config, architecture: Architecture, assumptions: Assumptions) -> float:
-    """The weight store: pipeline stages write their parts side by side, then every engine worker reads everything."""
-    seconds = sync_bytes(config, architecture) / (assumptions.store_gb_s * 1e9)
-    return seconds / config.parallel.pipeline_model_parallel_size + seconds
+def sync_seconds(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
+    """Every node's store is filled with a whole version, then every engine worker there reads its own part.
+
+    `plan --weights` says which bytes go where.
+    """
+    num_bytes, rollout, node = sync_bytes(config, architecture), config.rollout, assumptions.gpus_per_node
+    workers = min(rollout.num_engines * rollout.tensor_parallel_size, node)
+    copies = 1 + workers / rollout.tensor_parallel_size
+    arriving = num_bytes / (gpu.network_gb_s * 1e9 * assumptions.link_efficiency)  # over one adapter
+    return copies * num_bytes / (assumptions.store_gb_s * 1e9) + arriving * (config.parallel.world_size > node)
 
 
 def sync_bytes(config: Config, architecture: Architecture) -> int:
