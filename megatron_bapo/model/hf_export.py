@@ -21,7 +21,7 @@ from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
-from megatron_bapo.weight_sync.version_file import table_of_contents
+from megatron_bapo.weight_sync.version_file import raw_bytes, table_of_contents
 
 COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -145,7 +145,7 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
             assert (name, tensor.shape, tensor.dtype) == (due_name, due_shape, dtype), (
                 f"{name} {list(tensor.shape)} {tensor.dtype} came where {due_name} {list(due_shape)} {dtype} was due"
             )
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.write(raw_bytes(tensor.contiguous()))
             del tensor  # before the next one takes its memory
     absent = [name for name, _ in due]
     assert not absent, f"{len(absent)} of {len(shapes)} tensors did not come, first {absent[0]}"

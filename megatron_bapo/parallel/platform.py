@@ -45,3 +45,19 @@ def now_s() -> float:
     if has_gpu():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def host_buffer(num_bytes: int) -> torch.Tensor:
+    """Uninitialised bytes in host memory, page-locked where a GPU copies from and to them."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_gpu())
+
+
+def release_cached_memory() -> None:
+    """Give freed device memory back to the device, where other processes can have it; waits for queued work."""
+    if has_gpu():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -196,6 +196,10 @@ class Optimizer:
                 member.optimizer._sync_sub_optimizers_state_to_hdo()
         self.num_steps = 0
 
+    def states(self) -> Iterator[torch.Tensor]:
+        """This rank's pieces of all states, live."""
+        return (piece.tensor(state) for piece in self._pieces.values() for state in STATES)
+
     def _parameters(self) -> list[torch.Tensor]:
         """What the optimizers of the chain update on this rank, with its gradients."""
         return list(chain.from_iterable(member.get_parameters() for member in self._members))

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -113,7 +114,8 @@ def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Of a contiguous tensor in host memory, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # Tensor.numpy() would make the storage one that cannot be resized, and trainer/offload.py resizes them.
+    return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 
 
 def _write_all(descriptor: int, data: memoryview, start: int) -> None:

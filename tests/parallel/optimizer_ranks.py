@@ -19,7 +19,9 @@ from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.offload import TrainerMemory
 from megatron_bapo.trainer.optimizer import STATES
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
@@ -88,6 +90,22 @@ def poisoned_update(worker: Worker) -> dict[str, bool]:
     }
 
 
+def offloaded(worker: Worker) -> dict[str, bool]:
+    """To host memory and back: the device has nothing meanwhile, then every bit as before."""
+    finish_param_gather([chunk.ddp for chunk in worker.model.chunks])
+    memory, before = TrainerMemory(worker), everything(worker)
+    tensors = [*(p for _, p in worker.model.named_parameters()), *worker.optimizer.states()]
+    on_device = [tensor for tensor in tensors if tensor.device == local_device()]
+    memory.offload()
+    empty = all(tensor.untyped_storage().size() == 0 for tensor in on_device)
+    memory.onload()
+    complete = memory.parameters.num_bytes > 0 and memory.gradients.num_bytes > 0
+    return {
+        "offload_empties": on_all_ranks(empty and complete),
+        "offload_returns": on_all_ranks(same_bits(before, everything(worker))),
+    }
+
+
 def run_case(case: dict, out: Path) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=case["optimizer"])})
@@ -97,7 +115,8 @@ def run_case(case: dict, out: Path) -> None:
     updates = [update(worker, reservoir) for _ in range(2)]
     tokens = {name: column.tolist() for name, column in reservoir.gather(groups).items()}
     save_checkpoint(worker, out / "checkpoints", 2, {}, keep=1)
-    facts = {"replicas_agree": replicas_agree(worker), **poisoned_update(worker)}
+    # The third update, and what the tests make of it, comes after the way to host memory and back.
+    facts = {"replicas_agree": replicas_agree(worker), **poisoned_update(worker), **offloaded(worker)}
     updates.append(update(worker))
     save_hugging_face(worker.model, groups, config.model_path, out / "continued")
     if "resume_from" in case:

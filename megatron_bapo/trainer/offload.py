@@ -1,0 +1,106 @@
+"""Moves a rank's parameters and optimizer states to host memory and back, while engines use its device.
+
+Megatron keeps views of flat buffers in many places. So a storage is emptied and filled again in place: every view of it
+is valid afterwards, and nobody has to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_bapo.model.build import PolicyModel, finish_param_gather
+from megatron_bapo.parallel.platform import host_buffer, local_device, release_cached_memory
+from megatron_bapo.trainer.worker import Worker
+
+
+class Storages:
+    """Device storages that can be emptied, and be filled again with what they held, or with zeros."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep_values: bool = True) -> None:
+        """Of tensors on this rank's device, live; those that share a storage count once."""
+        storages = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.device == local_device() and storage.size():
+                storages[storage.data_ptr()] = storage
+        self._storages = list(storages.values())
+        self._sizes = [storage.size() for storage in self._storages]
+        self._copies = [host_buffer(size) for size in self._sizes] if keep_values else None
+        self.is_offloaded = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def addresses(self) -> set[int]:
+        """While they are on the device."""
+        return {storage.data_ptr() for storage in self._storages}
+
+    def offload(self) -> None:
+        if self.is_offloaded:
+            return
+        if self._copies is not None:
+            for storage, copy in zip(self._storages, self._copies, strict=True):
+                copy.copy_(_bytes(storage), non_blocking=True)
+        release_cached_memory()  # the copies are done before what they read is freed
+        for storage in self._storages:
+            storage.resize_(0)
+        release_cached_memory()
+        self.is_offloaded = True
+
+    def onload(self) -> None:
+        if not self.is_offloaded:
+            return
+        for index, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+            storage.resize_(size)
+            if self._copies is None:
+                _bytes(storage).zero_()
+            else:
+                _bytes(storage).copy_(self._copies[index], non_blocking=True)
+        release_cached_memory()  # a copy is complete before the next offload writes where it comes from
+        self.is_offloaded = False
+
+
+class TrainerMemory:
+    """What this rank keeps on its device between updates. Made when all of it exists."""
+
+    def __init__(self, worker: Worker, reference: PolicyModel | None = None) -> None:
+        self._worker = worker
+        chunks = [*worker.model.chunks, *(reference.chunks if reference is not None else ())]
+        self.parameters = Storages(p.data for chunk in chunks for p in chunk.gpt.parameters())
+        shared = self.parameters.addresses  # an fp32 model's parameters are their own main parameters
+        self.optimizer = Storages(
+            state for state in worker.optimizer.states() if state.untyped_storage().data_ptr() not in shared
+        )
+        self.gradients = Storages(_gradient_buffers(worker.model), keep_values=False)
+
+    def offload_all_but_parameters(self) -> None:
+        """What no reader of the weights needs. Gradients are dropped, as the next update drops them anyway."""
+        if not self.gradients.is_offloaded:
+            self._worker.optimizer.zero_grad()
+        self.optimizer.offload()
+        self.gradients.offload()
+
+    def offload(self) -> None:
+        finish_param_gather([chunk.ddp for chunk in self._worker.model.chunks])
+        self.offload_all_but_parameters()
+        self.parameters.offload()
+
+    def onload(self) -> None:
+        self.parameters.onload()
+        self.gradients.onload()
+        self.optimizer.onload()
+
+
+def _gradient_buffers(model: PolicyModel) -> Iterator[torch.Tensor]:
+    for chunk in model.chunks:
+        ddp: Any = chunk.ddp
+        yield from (buffer.grad_data for buffer in ddp.buffers + ddp.expert_parallel_buffers)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportArgumentType]
