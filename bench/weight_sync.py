@@ -48,6 +48,7 @@ from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.relay import StoreServer, pull
+from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import SPARE, WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 
@@ -214,7 +215,7 @@ async def _two_ranks(checkpoint: Path, tensors: dict[str, torch.Tensor], store: 
 async def _engine(checkpoint: Path, num_ranks: int, store: WeightStore) -> AsyncIterator[Any]:
     engine = Engine()
     settings = RolloutConfig(tensor_parallel_size=num_ranks, max_num_seqs=8, kv_cache_gib=0.1)
-    await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, store_folder=store.folder)
+    await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, route=WeightRoute(store.folder))
     try:
         yield engine
     finally:
@@ -288,7 +289,7 @@ def _engines_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor],
 def main() -> None:
     results = Results()
     disable_progress_bar()
-    os.environ.update(engine_environment(has_gpu=False))
+    os.environ.update(engine_environment())
     with tempfile.TemporaryDirectory() as temporary:
         for name in sys.argv[1:] or MODELS:
             folder = Path(temporary) / name

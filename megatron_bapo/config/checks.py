@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_warnings
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.colocation_checks import colocation_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.errors import UserError
@@ -26,6 +27,7 @@ FREE_ON_RESUME = (
     *("trainer.packing", "trainer.collective_timeout_s"),
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
+    *("rollout.colocate", "rollout.sleep_level", "trainer.offload"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
     *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload", "algorithm.clip_bounds.method"),
 )
@@ -49,7 +51,10 @@ def check_planned(config: Config, architecture: Architecture, where: str) -> lis
 
 
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
-    rules = (_layout_problems, _optimizer_problems, _batch_problems, algorithm_problems, _data_problems)
+    rules = (
+        *(_layout_problems, _optimizer_problems, _batch_problems),
+        *(algorithm_problems, _data_problems, colocation_problems),
+    )
     problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))

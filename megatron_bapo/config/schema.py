@@ -182,6 +182,13 @@ class RolloutConfig(SamplingConfig):
     kv_cache_gib: PositiveFloat | None = None
     """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
     gpu_memory_utilization: Fraction = 0.85
+    colocate: bool = False
+    """Engines have the trainer's GPUs, and not the next ones."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
+    memory (1), or both for good (2)."""
+    quantization: Literal["fp8_per_block"] | None = None
+    """Have vLLM quantise linear layers to FP8 in blocks of 128 x 128, anew at each weight sync."""
     start_timeout_s: PositiveFloat = 900.0
     request_timeout_s: PositiveFloat = 3600.0
     """A batch of requests that is not answered within this time ends the run."""
@@ -251,6 +258,8 @@ class TrainerConfig(Section):
     """`false` pads every sequence of a micro-batch to the longest."""
     logprob_chunk_size: PositiveInt = 1024
     """Tokens whose logits exist at a time."""
+    offload: bool = False
+    """Keep parameters and optimizer states in host memory while colocated engines work."""
     collective_timeout_s: PositiveFloat = 7200.0
     """A rank that waits longer for another ends the run; must exceed rollout.request_timeout_s."""
 
@@ -260,6 +269,9 @@ class TrainerConfig(Section):
 
 
 class WeightSyncConfig(Section):
+    transport: Literal["store", "cuda_ipc", "nccl"] = "store"
+    """`store`: through shared memory, from which an engine that was restarted loads, too; `cuda_ipc`: colocated engines
+    read the trainer's parameters where they are; `nccl`: from GPUs to other GPUs, by gloo where there are none."""
     bucket_mib: PositiveInt = 256
     """Size of one transfer unit."""
     engine_store: Literal["shared", "own"] = "shared"
@@ -319,6 +331,11 @@ class Config(Section):
     @property
     def prompts_per_step(self) -> int:
         return self.trainer.train_batch_size // self.rollout.n
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Of all engines together, one per GPU."""
+        return self.rollout.num_engines * self.rollout.tensor_parallel_size * self.rollout.pipeline_parallel_size
 
     @property
     def padding_rule(self) -> PaddingRule:

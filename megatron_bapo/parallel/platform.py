@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from megatron_bapo.errors import RunError
 
 
 def has_gpu() -> bool:
@@ -60,4 +65,59 @@ def release_cached_memory() -> None:
     """Give freed device memory back to the device, where other processes can have it; waits for queued work."""
     if has_gpu():
         torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+
+def share_storage(storage: torch.UntypedStorage) -> list[Any]:
+    """What another process on this machine opens the storage by, in JSON's types; on a CPU it moves to shared memory.
+
+    After torch/multiprocessing/reductions.py. The memory is freed when both sides have given it up.
+    """
+    if storage.device.type == "cpu":
+        manager, handle, size = storage._share_filename_cpu_()
+        return [_text(manager), _text(handle), size]
+    index, *fields = storage._share_cuda_()
+    fields = [_text(field) if isinstance(field, bytes) else field for field in fields]
+    return [str(torch.cuda.get_device_properties(index).uuid), *fields]
+
+
+def open_storage(shared: list[Any]) -> torch.UntypedStorage:
+    """A storage that another process has shared. Raises RunError when its GPU is not visible here."""
+    if len(shared) == 3:
+        manager, handle, size = shared
+        return torch.UntypedStorage._new_shared_filename_cpu(_raw(manager), _raw(handle), size)
+    uuid, handle, size, offset, counter, counter_offset, event, must_wait = shared
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(num_gpus())]
+    if uuid not in visible:
+        raise RunError(
+            f"the trainer's parameters are on GPU {uuid}, and this engine sees {', '.join(visible)}; it must see all "
+            "GPUs of its host, or use weight_sync.transport=store"
+        )
+    return torch.UntypedStorage._new_shared_cuda(
+        visible.index(uuid), _raw(handle), size, offset, _raw(counter), counter_offset, _raw(event), must_wait
+    )
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _raw(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def transfer_group(url: str, rank: int, size: int, timeout_s: float) -> Any:
+    """A process group beside the default one: NCCL on GPUs, gloo on CPUs. Has `send` and `recv` as torch's backends do.
+
+    The ranks meet at `url`, file:///path or tcp://host:port. All of them must call this within the time limit.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous(url, rank, size, timeout=limit))
+    store.set_timeout(limit)
+    store = dist.distributed_c10d.PrefixStore("weights", store)
+    if not has_gpu():
+        return dist.ProcessGroupGloo(store, rank, size, limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)

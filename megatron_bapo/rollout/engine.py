@@ -1,7 +1,10 @@
-"""One vLLM engine: samples, scores, and takes over new weights between batches.
+"""One vLLM engine: samples, scores, takes over new weights between batches, and sleeps while others need its GPU.
 
 The controller places it as an actor; here it is plain asyncio. While weights load, and after a load that failed, it
 serves nothing: no answer is ever of unknown weights.
+
+    serving ──sleep(1)──► asleep ──wake(weights)──► loads weights, or not ──wake(kv_cache)──► serving
+    serving ──sleep(2)──► asleep ──wake(weights)──► has to load weights ────wake(kv_cache)──► serving
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from safetensors import safe_open
@@ -20,13 +23,16 @@ from megatron_bapo.config.schema import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.messages import Generated, GenerationRequest, SequenceScore
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.rollout.weight_sources import plan_of
+from megatron_bapo.weight_sync.route import WeightRoute
 
 if TYPE_CHECKING:
     from megatron_bapo.rollout.vllm_adapter import VllmServer
 
 INITIAL_VERSION = 0
 """The policy version of the checkpoint that an engine starts from."""
+MEMORY = ("weights", "kv_cache")
+"""What an engine frees when it sleeps, by vLLM's tags; keys and values are worth nothing without weights."""
 
 
 def engine_environment(has_gpu: bool) -> dict[str, str]:
@@ -60,10 +66,13 @@ class Engine:
             redirect_output(log_file)
         self._server: VllmServer | None = None
         self._policy_version: int | None = None
+        self._newest_version = INITIAL_VERSION
+        self._asleep: tuple[str, ...] = ()
+        self._weights_discarded = False
         self._num_in_flight = 0
 
     async def start(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, store_folder: Path
+        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
     ) -> None:
         """Load the checkpoint and get ready to serve it as policy version 0.
 
@@ -74,9 +83,15 @@ class Engine:
 
         self._server = VllmServer(model_path, settings, dtype, max_model_len, seed)
         self._timeout_s = settings.request_timeout_s
-        self._store = WeightStore(store_folder)
+        await self.connect(route)
         self._expected_shapes = _checkpoint_shapes(model_path)
         self._policy_version = INITIAL_VERSION
+
+    async def connect(self, route: WeightRoute) -> None:
+        """From now on weights come by this route."""
+        assert self._server is not None, "start comes first"
+        self._route = route
+        await self._server.connect(route)
 
     async def generate(self, request: GenerationRequest) -> Generated:
         """Sample `n` completions; the same request under the same weights gets the same answer."""
@@ -96,37 +111,59 @@ class Engine:
             return SequenceScore(version, await server.score(token_ids))
 
     async def load_weights(self, version: int) -> int:
-        """Take over a committed version from the store; the bytes that vLLM's workers read there.
+        """Take over a version as the route says; the bytes that vLLM's workers read.
 
-        Raises RunError, and serves on, for a version that is not newer, not committed, damaged or not of this model,
-        and while requests are in flight. Raises RunError, and never serves again, when the load itself fails.
+        Raises RunError, and serves on, for a version that is not newer, not there, damaged or not of this model, and
+        while requests are in flight. Raises RunError, and never serves again, when the load itself fails.
         """
-        server, current = self._running()
-        if version <= current:
-            raise RunError(f"the engine has policy version {current}; it does not go back to {version}")
-        if self._num_in_flight:
-            raise RunError(f"{self._num_in_flight} batch(es) in flight; load policy version {version} after them")
+        server, current = self._loadable()
+        if version <= self._newest_version:
+            raise RunError(f"the engine has policy version {self._newest_version}; it does not go back to {version}")
+        self._refuse_in_flight(f"load policy version {version}")
         self._check_complete(version)
-        self._policy_version = None
+        self._policy_version, self._weights_discarded = None, False
         try:
             async with asyncio.timeout(self._timeout_s):
                 num_bytes = await self._verify(server, version, current)
-                await server.load(self._store.folder, version)
+                await server.load(version)
         except TimeoutError:
             raise RunError(f"vLLM's workers did not load policy version {version} in {self._timeout_s:.0f} s") from None
         except RunError:
             raise
         except Exception as error:  # a failure inside vLLM's processes arrives as a bare Exception
             raise RunError(f"policy version {version} was not loaded, the engine stops serving: {error}") from error
-        self._policy_version = version
+        self._policy_version = self._newest_version = version
         return num_bytes
 
-    async def _verify(self, server: VllmServer, version: int, current: int) -> int:
+    async def _verify(self, server: VllmServer, version: int, current: int | None) -> int:
         try:
-            return await server.verify(self._store.folder, version)
+            return await server.verify(version)
         except Exception as error:
-            self._policy_version = current  # no worker has touched its weights
+            # No worker has touched its weights.
+            self._policy_version, self._weights_discarded = current, current is None
             raise RunError(f"policy version {version} was not loaded, {current} serves on: {error}") from error
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Free this engine's GPU memory; at level 2 the weights are lost, and new ones come before it serves again.
+
+        Raises RunError while requests are in flight.
+        """
+        server, _ = self._running()
+        self._refuse_in_flight("let the engine sleep")
+        self._asleep = MEMORY
+        if level == 2:
+            self._policy_version, self._weights_discarded = None, True
+        async with self._bounded(f"did not free its memory (sleep level {level})"):
+            await server.sleep(level)
+
+    async def wake(self, tags: Sequence[str] = MEMORY) -> None:
+        """Take the memory of `tags` again; what is awake stays so."""
+        waking = [tag for tag in self._asleep if tag in tags]
+        if self._server is None or not waking:
+            return
+        async with self._bounded(f"did not wake up ({', '.join(waking)})"):
+            await self._server.wake(waking)
+        self._asleep = tuple(tag for tag in self._asleep if tag not in waking)
 
     async def shutdown(self) -> None:
         """End vLLM's processes."""
@@ -135,27 +172,49 @@ class Engine:
             self._server.shutdown()
 
     def _running(self) -> tuple[VllmServer, int]:
+        if self._asleep:
+            raise RunError(f"the engine sleeps: it has no memory for {' and '.join(self._asleep)}; wake it first")
+        if self._weights_discarded:
+            raise RunError("the engine has slept at level 2, which loses its weights; load a policy version first")
         if self._server is None or self._policy_version is None:
             raise RunError(
                 "the engine has no known weights: it is not started, is loading, or a load failed; start it anew"
             )
         return self._server, self._policy_version
 
+    def _loadable(self) -> tuple[VllmServer, int | None]:
+        """The server and the version that it has, None where sleep has discarded it."""
+        if "weights" in self._asleep:
+            raise RunError("the engine sleeps: it has no memory for weights; wake it first")
+        if self._server is not None and (self._weights_discarded or self._policy_version is not None):
+            return self._server, self._policy_version
+        return self._running()
+
+    def _refuse_in_flight(self, purpose: str) -> None:
+        if self._num_in_flight:
+            raise RunError(f"{self._num_in_flight} batch(es) in flight; {purpose} after them")
+
+    @asynccontextmanager
+    async def _bounded(self, failure: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            raise RunError(f"vLLM {failure} in rollout.request_timeout_s={self._timeout_s:.0f}") from None
+
     @asynccontextmanager
     async def _serving(self, what: str) -> AsyncIterator[tuple[VllmServer, int]]:
         server, version = self._running()
         self._num_in_flight += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._bounded(f"did not answer {what}"):
                 yield server, version
-        except TimeoutError:
-            raise RunError(f"vLLM did not answer {what} in rollout.request_timeout_s={self._timeout_s:.0f}") from None
         finally:
             self._num_in_flight -= 1
 
     def _check_complete(self, version: int) -> None:
         # vLLM only warns about weights that did not come, and keeps the old ones.
-        found = self._store.plan(version).shapes
+        found = plan_of(self._route, version).shapes
         for name in sorted(found.keys() ^ self._expected_shapes.keys()):
             raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
         for name, shape in self._expected_shapes.items():

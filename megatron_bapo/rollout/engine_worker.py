@@ -1,50 +1,106 @@
-"""What runs inside vLLM's worker processes, and the faults of vLLM that are worked around there."""
+"""What runs inside vLLM's worker processes, and the faults of vLLM that are worked around there.
+
+vLLM 0.32's weight transfer (vllm/distributed/weight_transfer) has workers start an update, receive weights and finish;
+start and finish take each layer's packing, sharding and quantisation back and do it again. Here is the engine for it
+that knows the project's sources of weights.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.parallel.platform import release_cached_memory
+from megatron_bapo.rollout.weight_sources import WeightSource, weight_source
+from megatron_bapo.weight_sync.route import WeightRoute
+
+BACKEND = "megatron_bapo"
+
+
+@dataclass
+class RouteInfo(WeightTransferInitInfo):
+    route: dict[str, Any]
+
+
+@dataclass
+class VersionInfo(WeightTransferUpdateInfo):
+    version: int
+
+
+class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
+    """Overwrites a worker's weights in place with its part of a policy version."""
+
+    init_info_cls = RouteInfo
+    update_info_cls = VersionInfo
+    source: WeightSource
+
+    def init_transfer_engine(self, init_info: RouteInfo) -> None:
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        layout = EngineLayout(
+            tensor.world_size, pipeline.world_size, self.vllm_config.parallel_config.enable_expert_parallel
+        )
+        rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
+        self.source = weight_source(WeightRoute.from_json(init_info.route), layout, rank, self.device)
+
+    def start_weight_update(self) -> None:
+        if current_platform.is_cpu():
+            _forget_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: VersionInfo) -> None:
+        """vLLM's loaders cut each worker's part out of whole tensors."""
+        self._version = update_info.version
+        self.model.load_weights(self.source.read(self._version))  # pyright: ignore[reportCallIssue]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu() and self.model_config.hf_config.tie_word_embeddings:
+            _repack_tied_lm_head(self.model)
+        self.source.finish(self._version)
+        release_cached_memory()
+
+    def shutdown(self) -> None:
+        pass
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, PolicyReceiver)
 
 
 class WeightLoader:
     """vLLM adds this to its worker class (`worker_extension_cls`); the engine calls it through `collective_rpc`."""
 
-    model_runner: Any
+    weight_transfer_engine: PolicyReceiver
 
-    def verify_policy(self, store_folder: str, version: int) -> int:
-        """Compare the checksums of what this worker will read of a committed version; the number of bytes."""
-        store = WeightStore(Path(store_folder))
-        return store.verify(version, self._reader(store, version))
+    def verify_policy(self, version: int) -> int | str:
+        """Check what this worker will read of a version: the number of bytes, or what is wrong.
 
-    def load_policy(self, store_folder: str, version: int) -> None:
-        """Overwrite the model's weights in place with this worker's part of a version that was verified.
-
-        vLLM's loaders cut each worker's part out of whole tensors; these are mapped, so that only the part is read.
+        Returned and not raised: vLLM 0.32.0 passes the first worker's exception on at once, and takes the other
+        workers' answers for those to the next call (collective_rpc in vllm/v1/executor/multiproc_executor.py).
         """
-        store = WeightStore(Path(store_folder))
-        if current_platform.is_cpu():
-            _forget_expert_kernels(self.model_runner.get_model())
-        self.model_runner.reload_weights(weights_iterator=store.read(version, self._reader(store, version)))
-        if current_platform.is_cpu() and self.model_runner.model_config.hf_config.tie_word_embeddings:
-            _repack_tied_lm_head(self.model_runner.get_model())
-        store.manifest(version)  # gone if the version was overwritten meanwhile
-
-    def _reader(self, store: WeightStore, version: int) -> int | None:
-        """This worker's number in the plan; None, which stands for all parts, when the plan is for another layout."""
-        tensor, pipeline = get_tp_group(), get_pp_group()
-        expert_parallel = self.model_runner.vllm_config.parallel_config.enable_expert_parallel
-        layout = EngineLayout(tensor.world_size, pipeline.world_size, expert_parallel)
-        if store.plan(version).reader_layout != layout.name:
-            return None
-        return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
+        try:
+            return self.weight_transfer_engine.source.verify(version)
+        except RunError as error:
+            return str(error)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

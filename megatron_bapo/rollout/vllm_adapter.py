@@ -9,10 +9,12 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
@@ -25,7 +27,9 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, GenerationRequest
+from megatron_bapo.weight_sync.route import WeightRoute
 
 
 class VllmServer:
@@ -70,16 +74,33 @@ class VllmServer:
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return np.asarray(output.prompt_logprobs.logprobs, np.float32)
 
-    async def verify(self, store_folder: Path, version: int) -> int:
-        """Compare the checksums of a version that is to be loaded; the bytes that all workers will read."""
-        return sum(await self._llm.collective_rpc("verify_policy", args=(str(store_folder), version)))
+    async def connect(self, route: WeightRoute) -> None:
+        """Tell the workers where new weights will come from; comes before `verify` and `load`."""
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"route": route.to_json()}))
 
-    async def load(self, store_folder: Path, version: int) -> None:
-        """Take over a version's weights from the store and forget every key and value of the old ones."""
-        await self._llm.collective_rpc("load_policy", args=(str(store_folder), version))
+    async def verify(self, version: int) -> int:
+        """Check a version that is to be loaded; the bytes that all workers will read. RunError says what is wrong."""
+        found = await self._llm.collective_rpc("verify_policy", args=(version,))
+        if problems := [answer for answer in found if isinstance(answer, str)]:
+            raise RunError(problems[0])
+        return sum(found)
+
+    async def load(self, version: int) -> None:
+        """Take over a version's weights and forget every key and value of the old ones."""
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+        await self._llm.finish_weight_update(str(version))
         # Keys and values of the old weights would answer for prompts that were seen before.
         if not await self._llm.reset_prefix_cache():
             raise RunError("vLLM did not clear its prefix cache")
+
+    async def sleep(self, level: Literal[1, 2]) -> None:
+        """Free the memory of weights and of keys and values; at level 1 weights are kept in host memory."""
+        await self._llm.sleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take memory for `weights` or `kv_cache` again; vLLM serves when it has both."""
+        await self._llm.wake_up(list(tags))
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
@@ -116,6 +137,9 @@ def _engine_args(
         # After the temperature: the log-probs of the distribution that was sampled from.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        enable_sleep_mode=settings.sleep_level > 0,
+        quantization=settings.quantization,
         # vLLM refuses lengths above this field, which Qwen's recipe for YaRN leaves at the unscaled length.
         hf_overrides={"max_position_embeddings": read_architecture(model_path).context_length},
         trust_remote_code=False,

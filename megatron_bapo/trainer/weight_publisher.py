@@ -1,32 +1,84 @@
-"""Writes this rank's share of every policy version to its host's weight store."""
+"""The trainer's side of each of `weight_sync.transport`: how a policy version gets from these ranks to the engines."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_bapo.config.schema import Config
 from megatron_bapo.model.build import finish_param_gather
-from megatron_bapo.model.weight_layouts import EngineLayout, one_host, two_hosts, weight_plan
+from megatron_bapo.model.weight_layouts import EngineLayout, Placement, many_hosts, one_host, two_hosts, weight_plan
 from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.platform import local_device, release_cached_memory, share_storage, transfer_group
 from megatron_bapo.trainer.worker import Worker
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.plan_files import announce, withdraw
+from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.shared_parameters import offer_parameters
+from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.transport import WeightStore
+
+Load = Callable[[], int]
+"""Has every engine load the version; returns when all have."""
+
+
+class WeightTransport(Protocol):
+    """Holds the plan, made once, and where its slices lie in this rank's parameters."""
+
+    plan: WeightPlan
+
+    def deliver(self, policy_version: int, load: Load | None) -> int:
+        """Bring the parameters to every engine as `policy_version`. Collective; what `load` returns, elsewhere 0.
+
+        `load` is None on all ranks but the main one. Parameters may change afterwards.
+        """
+        ...
+
+
+def weight_transport(worker: Worker, folder: Path) -> WeightTransport:
+    """The configured one; `folder` is that of the run's weight store."""
+    match worker.config.weight_sync.transport:
+        case "store":
+            return WeightPublisher(worker, WeightStore(folder))
+        case "cuda_ipc":
+            return ParameterSharing(worker, folder)
+        case "nccl":
+            return SliceStreaming(worker, folder)
+
+
+def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute:
+    """The engines' side of `weight_transport`."""
+    first = 0 if config.rollout.colocate else config.parallel.world_size
+    return WeightRoute(
+        folder,
+        config.weight_sync.transport,
+        first_place=first + engine_index * EngineLayout.of(config.rollout).num_ranks,
+        num_places=first + config.num_engine_ranks,
+        timeout_s=config.rollout.start_timeout_s,
+    )
 
 
 class WeightPublisher:
-    """Holds the plan, made once, and where its slices lie in this rank's parameters."""
+    """Through the weight store of this rank's host."""
 
     def __init__(self, worker: Worker, store: WeightStore) -> None:
         config, self.store = worker.config, store
         self._model, self._groups = worker.model, worker.groups
         self._slices = LocalSlices(worker.model, worker.groups)
-        engine = EngineLayout.of(config.rollout)
         place = one_host if config.weight_sync.engine_store == "shared" else two_hosts
-        self.plan = weight_plan(
-            worker.model.architecture,
-            config.parallel,
-            engine,
-            place(config.parallel, engine),
-            dtype=config.model.dtype,
-            bucket_bytes=config.weight_sync.bucket_mib << 20,
-        )
+        self.plan = _plan(worker, place(config.parallel, EngineLayout.of(config.rollout)))
+
+    def deliver(self, policy_version: int, load: Load | None) -> int:
+        self.publish(policy_version)
+        num_bytes = 0
+        if load is not None:
+            num_bytes = load()
+            self.store.discard_before(policy_version)
+        return num_bytes
 
     def publish(self, policy_version: int) -> int:
         """Write a version: every rank its slices, nothing is gathered; then rank 0 commits. The bytes of this rank."""
@@ -37,3 +89,72 @@ class WeightPublisher:
             self.store.commit(policy_version, self.plan)
         barrier(self._groups)  # a rank that went on to the next version would take this one for given up
         return num_bytes
+
+
+class ParameterSharing:
+    """Engines on the trainer's GPUs read the parameters where they are."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        self._model, self._groups, self._folder = worker.model, worker.groups, folder
+        self._slices = LocalSlices(worker.model, worker.groups)
+        self.plan = _plan(worker, _every_gpu_a_host(worker.config))
+
+    def deliver(self, policy_version: int, load: Load | None) -> int:
+        finish_param_gather([chunk.ddp for chunk in self._model.chunks])
+        release_cached_memory()  # which waits for the optimizer's last step
+        rank = self._groups.global_rank
+        offer_parameters(self._folder, policy_version, self.plan, rank, self._slices, share_storage)
+        barrier(self._groups)
+        num_bytes = 0 if load is None else load()
+        barrier(self._groups)
+        withdraw(self._folder, policy_version, rank)
+        return num_bytes
+
+
+class SliceStreaming:
+    """Trainer ranks send to engine ranks, over a process group that both join at the first version."""
+
+    def __init__(self, worker: Worker, folder: Path) -> None:
+        self._model, self._groups, self._folder = worker.model, worker.groups, folder
+        self._slices = LocalSlices(worker.model, worker.groups)
+        self._route = engine_route(worker.config, folder, 0)
+        self.plan = _plan(worker, _every_gpu_a_host(worker.config))
+
+    @cached_property
+    def _group(self) -> Any:
+        route = self._route
+        return transfer_group(route.rendezvous, self._groups.global_rank, route.num_places, route.timeout_s)
+
+    def deliver(self, policy_version: int, load: Load | None) -> int:
+        finish_param_gather([chunk.ddp for chunk in self._model.chunks])
+        rank = self._groups.global_rank
+        announce(self._folder, policy_version, rank, self.plan)
+        barrier(self._groups)
+        executor = ThreadPoolExecutor(1)
+        try:
+            loading = None if load is None else executor.submit(load)
+            send_slices(self.plan, rank, self._slices, self._group, local_device())
+            num_bytes = 0 if loading is None else loading.result()
+        finally:
+            executor.shutdown(wait=False)  # an engine that waits for a dead sender must not keep this rank
+        barrier(self._groups)
+        withdraw(self._folder, policy_version, rank)
+        return num_bytes
+
+
+def _every_gpu_a_host(config: Config) -> Placement:
+    rollout = config.rollout
+    engine = EngineLayout.of(rollout)
+    return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
+
+
+def _plan(worker: Worker, placement: Placement) -> WeightPlan:
+    config = worker.config
+    return weight_plan(
+        worker.model.architecture,
+        config.parallel,
+        EngineLayout.of(config.rollout),
+        placement,
+        dtype=config.model.dtype,
+        bucket_bytes=config.weight_sync.bucket_mib << 20,
+    )

@@ -25,6 +25,7 @@ from transformers import (
 from megatron_bapo.config.schema import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
+from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import WeightStore
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.weight_sync.examples import publish
@@ -148,7 +149,9 @@ def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
         engine = Engine()
         model = AutoModelForCausalLM.from_pretrained(folder)
         run = Running(engine, model, store, lambda work: runner.run(waited(work)))
-        run.wait_for(engine.start(folder, settings, "float32", max_model_len=200, seed=0, store_folder=store.folder))
+        run.wait_for(
+            engine.start(folder, settings, "float32", max_model_len=200, seed=0, route=WeightRoute(store.folder))
+        )
         try:
             yield run
         finally:
@@ -293,9 +296,9 @@ def test_after_a_version_that_is_given_up_under_the_engines_hands_it_serves_noth
     run.publish(63)
     load = run.engine._server.load
 
-    async def too_late(store_folder: Path, version: int) -> None:
+    async def too_late(version: int) -> None:
         run.store.discard_before(63)
-        await load(store_folder, version)
+        await load(version)
 
     monkeypatch.setattr(run.engine._server, "load", too_late)
     with pytest.raises(RunError, match=r"62 was not loaded, the engine stops serving: .*62 is not committed"):

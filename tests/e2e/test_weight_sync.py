@@ -20,6 +20,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
@@ -144,7 +145,7 @@ def running(published: Published, model: str, engine_name: str) -> Iterator[tupl
 
         engine = Engine()
         folder, store = published.root / model, published.stores[model].folder
-        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, store_folder=store))
+        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, route=WeightRoute(store)))
         try:
             yield engine, wait_for
         finally:
@@ -240,8 +241,8 @@ def _check_a_worker_killed_while_it_loads(store: WeightStore, engine: Engine, wa
     server: Any = engine._server
     load = server.load
 
-    async def killed(store_folder: Path, version: int) -> None:
-        loading = asyncio.ensure_future(load(store_folder, version))
+    async def killed(version: int) -> None:
+        loading = asyncio.ensure_future(load(version))
         await asyncio.sleep(0)
         workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(p.cmdline())]
         workers[-1].kill()

@@ -1,0 +1,74 @@
+"""Rules of which GPUs trainer and engines have, and of how weights get from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import UserError
+
+
+def colocation_problems(config: Config) -> Iterator[str]:
+    """Every broken rule that holds on any machine, one line each."""
+    rollout, sync = config.rollout, config.weight_sync
+    if not rollout.colocate:
+        if rollout.sleep_level:
+            yield (
+                f"rollout.sleep_level={rollout.sleep_level} with rollout.colocate=false: nobody needs the GPUs of "
+                "engines that have their own; set sleep_level=0, or colocate=true"
+            )
+        if config.trainer.offload:
+            yield (
+                "trainer.offload=true with rollout.colocate=false: it makes room for engines on the trainer's GPUs; "
+                "set offload=false, or colocate=true"
+            )
+        if sync.transport == "cuda_ipc":
+            yield (
+                "weight_sync.transport=cuda_ipc with rollout.colocate=false: engines see only GPUs of their own; set "
+                "transport=nccl or store, or colocate=true"
+            )
+    elif sync.transport == "nccl":
+        yield (
+            "weight_sync.transport=nccl with rollout.colocate=true: NCCL refuses two ranks on one GPU; set "
+            "transport=cuda_ipc or store, or colocate=false"
+        )
+    if sync.transport != "store" and sync.engine_store == "own":
+        yield (
+            f"weight_sync.engine_store=own with transport={sync.transport}: only transport=store goes through a store; "
+            "set engine_store=shared, or transport=store"
+        )
+
+
+def check_devices(config: Config, num_gpus: int) -> None:
+    """Whether this machine can run it. Raises UserError with every broken rule."""
+    problems = list(_device_problems(config, num_gpus))
+    if problems:
+        raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
+
+
+def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
+    rollout, sync = config.rollout, config.weight_sync
+    if num_gpus == 0:
+        if rollout.sleep_level:
+            yield (
+                f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees nothing "
+                "when it sleeps; set sleep_level=0"
+            )
+        if sync.transport == "cuda_ipc":
+            yield (
+                "weight_sync.transport=cuda_ipc on a machine without a GPU: it shares GPU memory; set transport=store"
+            )
+        if rollout.quantization is not None:
+            yield (
+                f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM multiplies FP8 blocks "
+                "on GPUs only; leave it out"
+            )
+        return
+    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks
+    needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines
+    if needed > num_gpus:
+        yield (
+            f"{for_trainer} trainer ranks (parallel.world_size) and {for_engines} engine ranks (rollout.num_engines x "
+            f"tensor_parallel_size x pipeline_parallel_size) need {needed} GPUs with rollout.colocate="
+            f"{str(rollout.colocate).lower()}, and this machine has {num_gpus}; lower one of them, or set colocate=true"
+        )

@@ -1,0 +1,95 @@
+"""What an engine rank reads new weights from; one class for each of `weight_sync.transport`.
+
+`verify` runs while the old weights still serve, `read` then gives whole tensors of which this rank's parts are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from megatron_bapo.model.weight_layouts import EngineLayout
+from megatron_bapo.parallel.platform import open_storage, transfer_group
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.plan_files import announced_plan
+from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.shared_parameters import SharedParameters
+from megatron_bapo.weight_sync.slice_stream import receive_slices
+from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.weight_sync.whole_tensors import whole_tensors
+
+
+class WeightSource(Protocol):
+    def verify(self, version: int) -> int:
+        """Check what can be checked before anything is loaded; the bytes that this rank will read."""
+        ...
+
+    def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def finish(self, version: int) -> None:
+        """After all of it was used. Raises RunError when it was overwritten meanwhile."""
+        ...
+
+
+def weight_source(route: WeightRoute, layout: EngineLayout, rank: int, device: torch.device) -> WeightSource:
+    """Of the rank `rank` of an engine, whose model is on `device`."""
+    place = route.first_place + rank
+    match route.transport:
+        case "store":
+            return _FromStore(WeightStore(route.folder), layout, rank)
+        case "cuda_ipc":
+            return SharedParameters(route.folder, place, open_storage)
+        case "nccl":
+            return _FromGroup(route, place, device)
+
+
+def plan_of(route: WeightRoute, version: int) -> WeightPlan:
+    """The plan by which a version comes. Raises RunError when there is no such version."""
+    if route.transport == "store":
+        return WeightStore(route.folder).plan(version)
+    return announced_plan(route.folder, version)
+
+
+class _FromStore:
+    def __init__(self, store: WeightStore, layout: EngineLayout, rank: int) -> None:
+        self._store, self._layout, self._rank = store, layout, rank
+
+    def verify(self, version: int) -> int:
+        return self._store.verify(version, self._reader(version))
+
+    def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors are mapped, so that only what vLLM's loaders cut out is read."""
+        yield from self._store.read(version, self._reader(version))
+
+    def finish(self, version: int) -> None:
+        self._store.manifest(version)
+
+    def _reader(self, version: int) -> int | None:
+        """This rank's number in the plan; None, which stands for all parts, when the plan is for another layout."""
+        return self._rank if self._store.plan(version).reader_layout == self._layout.name else None
+
+
+class _FromGroup:
+    """Checks what it gets as it comes. The group is made at the first version, by trainer and engines at once."""
+
+    def __init__(self, route: WeightRoute, place: int, device: torch.device) -> None:
+        self._route, self._place, self._device = route, place, device
+
+    @cached_property
+    def _group(self) -> Any:
+        return transfer_group(self._route.rendezvous, self._place, self._route.num_places, self._route.timeout_s)
+
+    def verify(self, version: int) -> int:
+        plan = plan_of(self._route, version)
+        return plan.num_bytes(plan.needed_on(self._place))
+
+    def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        plan = plan_of(self._route, version)
+        slices = receive_slices(plan, self._place, self._group, self._device)
+        yield from whole_tensors(plan, plan.needed_on(self._place), slices)
+
+    def finish(self, version: int) -> None:
+        """Nobody overwrites what this rank has received."""

@@ -1,0 +1,202 @@
+"""A real two-rank vLLM engine gets weights straight from trainer ranks: from their memory, and over a process group.
+
+On a CPU the memory is shared memory and the group is gloo's; everything else is what GPUs run.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.schema import ParallelConfig, RolloutConfig
+from megatron_bapo.errors import RunError
+from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
+from megatron_bapo.parallel.platform import share_storage, transfer_group
+from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.weight_sync.plan import Slice, WeightPlan
+from megatron_bapo.weight_sync.plan_files import announce, withdraw
+from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.shared_parameters import offer_parameters
+from megatron_bapo.weight_sync.slice_stream import send_slices
+from megatron_bapo.weight_sync.version_file import view_of
+from tests.e2e.test_engine import save_tokenizer
+from tests.tolerances import ENGINE_LOG_PROB
+
+MODEL = Qwen3Config(
+    vocab_size=126, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=64, initializer_range=0.1, tie_word_embeddings=True,
+)  # fmt: skip
+TRAINER = ParallelConfig(world_size=4, tensor_model_parallel_size=2)
+ENGINE = {"tensor_parallel_size": 2}
+SEQUENCE = np.arange(1, 41, dtype=np.int32)
+TIMEOUT_S = 60.0
+
+
+class Trainer:
+    """Four trainer ranks, TP2 x DP2, as threads: a Hugging Face model whose slices each gives as the plan says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def plan(self, *, colocated: bool) -> WeightPlan:
+        engine = EngineLayout.of(RolloutConfig(**ENGINE))
+        placement = many_hosts(TRAINER, engine, 1, 1, colocated=colocated)
+        architecture = read_architecture(self.folder)
+        return weight_plan(architecture, TRAINER, engine, placement, dtype="float32", bucket_bytes=20_000)
+
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+    def read(self, part: Slice) -> torch.Tensor:
+        return view_of(self.model.get_parameter(part.name).detach(), part.box)
+
+    def log_probs(self) -> np.ndarray:
+        tokens = torch.from_numpy(SEQUENCE).long()
+        with torch.no_grad():
+            logits = self.model(tokens[None]).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("transports") / "model"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MODEL).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+Running = tuple[Engine, Callable[[Awaitable[Any]], Any]]
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    """The engine and a way to wait for it."""
+    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
+        for name, value in engine_environment(False).items():
+            environment.setenv(name, value)
+
+        async def waited(work: Awaitable[Any]) -> Any:
+            return await work
+
+        def wait_for(work: Awaitable[Any]) -> Any:
+            return runner.run(waited(work))
+
+        engine = Engine()
+        settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINE)
+        route = WeightRoute(folder.parent, "cuda_ipc")
+        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, route=route))
+        try:
+            yield engine, wait_for
+        finally:
+            wait_for(engine.shutdown())
+
+
+def assert_in_step(running: Running, trainer: Trainer, version: int) -> None:
+    engine, wait_for = running
+    answer = wait_for(engine.score(SEQUENCE))
+    assert answer.policy_version == version
+    assert np.abs(answer.log_probs - trainer.log_probs()).max() < ENGINE_LOG_PROB
+
+
+def test_an_engine_reads_the_trainers_parameters_where_they_are(folder: Path, running: Running) -> None:
+    engine, wait_for = running
+    trainer, ranks = Trainer(folder), range(TRAINER.world_size)
+    plan = trainer.plan(colocated=True)
+
+    def offer(version: int) -> None:
+        offered = [offer_parameters(folder.parent, version, plan, r, trainer.read, share_storage) for r in ranks]
+        assert offered == [plan.num_bytes(plan.sent_by(rank)) for rank in ranks]
+
+    for version in (1, 2, 3):
+        trainer.train(seed=version)
+        offer(version)
+        assert wait_for(engine.load_weights(version)) == sum(plan.num_bytes(plan.needed_on(gpu)) for gpu in (0, 1))
+        for rank in ranks:
+            withdraw(folder.parent, version, rank)
+        assert_in_step(running, trainer, version)
+    with pytest.raises(RunError, match="trainer rank 0 has not announced policy version 4"):
+        wait_for(engine.load_weights(4))
+    offer(4)
+    trainer.train(seed=4)  # it must not, while engines read
+    with pytest.raises(RunError, match=r"4 was not loaded, 3 serves on: .* is not what that rank has: checksum"):
+        wait_for(engine.load_weights(4))
+    offer(5)
+    wait_for(engine.load_weights(5))
+    assert_in_step(running, trainer, 5)
+
+
+def test_trainer_ranks_send_each_engine_rank_its_slices(folder: Path, running: Running) -> None:
+    engine, wait_for = running
+    trainer, world_size = Trainer(folder), TRAINER.world_size
+    plan = trainer.plan(colocated=False)
+    assert {bucket.sender for bucket in plan.buckets} == set(range(world_size)), "replicas share the work"
+    route = WeightRoute(folder.parent, "nccl", world_size, world_size + 2, TIMEOUT_S)
+    wait_for(engine.connect(route))
+    groups: dict[int, Any] = {}
+
+    def deliver(rank: int, version: int) -> int:
+        if rank not in groups:
+            groups[rank] = transfer_group(route.rendezvous, rank, route.num_places, TIMEOUT_S)
+        return send_slices(plan, rank, trainer.read, groups[rank], torch.device("cpu"))
+
+    for version in (6, 7, 8):
+        trainer.train(seed=version)
+        announce(folder.parent, version, 0, plan)
+        with ThreadPoolExecutor(world_size) as executor:
+            sending = [executor.submit(deliver, rank, version) for rank in range(world_size)]
+            received = wait_for(engine.load_weights(version))
+            sent = sum(future.result() for future in sending)
+        assert sent == received == sum(plan.num_bytes(plan.needed_on(host)) for host in (4, 5))
+        assert_in_step(running, trainer, version)
+
+
+def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_it_loads(
+    folder: Path, running: Running
+) -> None:
+    """What vLLM frees is another matter: its CPU build frees nothing."""
+    engine, wait_for = running
+    trainer = Trainer(folder)
+    plan = trainer.plan(colocated=True)
+    wait_for(engine.connect(WeightRoute(folder.parent, "cuda_ipc")))
+
+    def load(version: int) -> None:
+        for rank in range(TRAINER.world_size):
+            offer_parameters(folder.parent, version, plan, rank, trainer.read, share_storage)
+        wait_for(engine.load_weights(version))
+
+    load(10)
+    wait_for(engine.sleep(1))
+    for work in (engine.score(SEQUENCE), engine.sleep(1)):
+        with pytest.raises(RunError, match="sleeps: it has no memory for weights and kv_cache; wake it first"):
+            wait_for(work)
+    with pytest.raises(RunError, match="sleeps: it has no memory for weights; wake it first"):
+        load(11)
+    wait_for(engine.wake(["weights"]))
+    with pytest.raises(RunError, match="no memory for kv_cache"):
+        wait_for(engine.score(SEQUENCE))
+    wait_for(engine.wake())
+    assert_in_step(running, trainer, 10)
+    wait_for(engine.wake())
+
+    wait_for(engine.sleep(2))
+    wait_for(engine.wake())
+    for work in (engine.score(SEQUENCE), engine.sleep(1)):
+        with pytest.raises(RunError, match="slept at level 2, which loses its weights; load a policy version first"):
+            wait_for(work)
+    with pytest.raises(RunError, match="has policy version 10; it does not go back to 10"):
+        load(10)
+    trainer.train(seed=12)
+    load(12)
+    assert_in_step(running, trainer, 12)
