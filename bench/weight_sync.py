@@ -184,7 +184,7 @@ async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: W
             await engine.load_weights(version)
             found["sync"].append(perf_counter() - start)
             start = perf_counter()
-            await engine._server.load(store.folder, version)
+            await engine._server.load(version)
             found["reload"].append(perf_counter() - start)
             store.discard_before(version)
             start = perf_counter()

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
@@ -33,8 +34,9 @@ from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
-from megatron_bapo.parallel.platform import has_gpu
-from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.model.weight_layouts import engine_route
+from megatron_bapo.parallel.platform import visible_devices
+from megatron_bapo.rollout.engine import Engine, engine_devices, engine_environment
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -71,6 +73,7 @@ def run_training(config: Config) -> int:
 
 def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
+    check_devices(config, len(visible_devices()))
     check_resumable(config, directory)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
@@ -111,14 +114,15 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
     for index in range(settings.num_engines):
         name = engine_name(index)
         log_file = directory.logs / f"engine-{index}.log"
-        engines[name] = place(Engine, log_file, name=name, environment=engine_environment(has_gpu()))
+        seen = engine_devices(config, index, visible_devices())
+        engines[name] = place(Engine, log_file, name=name, environment=engine_environment(seen))
         starting[name] = engines[name].start.remote(
             config.model_path.absolute(),
             settings,
             config.model.dtype,
             max_model_len=config.max_model_len,
             seed=config.seed,
-            store_folder=store,
+            route=engine_route(config, store, index),
         )
     log_file = directory.logs / "rollout-service.log"
     service = place(RolloutService, config, engines, dict(starting), log_file, name=SERVICE)

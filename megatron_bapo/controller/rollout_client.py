@@ -63,10 +63,19 @@ class RolloutClient:
         if self._config.weight_sync.engine_store == "own":
             reference = find(HOST_STORE).pull.remote(policy_version)
             num_bytes = ask(reference, HOST_STORE, self._config.rollout.start_timeout_s).num_bytes
-        pending = {name: engine.load_weights.remote(policy_version) for name, engine in self._engines.items()}
+        self._ask_all({name: engine.load_weights.remote(policy_version) for name, engine in self._engines.items()})
+        return num_bytes
+
+    def sleep(self, level: int) -> None:
+        """Every engine frees its memory; returns when all have."""
+        self._ask_all({name: engine.sleep.remote(level) for name, engine in self._engines.items()})
+
+    def wake(self, tags: tuple[str, ...]) -> None:
+        self._ask_all({name: engine.wake.remote(tags) for name, engine in self._engines.items()})
+
+    def _ask_all(self, pending: dict[str, Any]) -> None:
         for name, reference in pending.items():
             ask(reference, name, self._config.rollout.start_timeout_s)
-        return num_bytes
 
     def score_probe(self) -> dict[str, SequenceScore]:
         """Each engine's log-probs on the probe sequence."""

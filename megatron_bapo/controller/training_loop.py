@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config, OptimizerConfig
+from megatron_bapo.controller.device_turns import DeviceTurns
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -46,9 +47,8 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
-from megatron_bapo.trainer.weight_publisher import WeightPublisher
+from megatron_bapo.trainer.weight_publisher import WeightTransport, weight_transport
 from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
-from megatron_bapo.weight_sync.transport import WeightStore
 
 
 @dataclass
@@ -74,7 +74,8 @@ class Run:
     config: Config
     directory: RunDirectory
     worker: Worker
-    publisher: WeightPublisher
+    transport: WeightTransport
+    turns: DeviceTurns
     state: RunState
     rollouts: RolloutClient | None
     recorder: Recorder | None
@@ -108,11 +109,11 @@ def train(run: Run) -> None:
         timer = Timer()
         with timer.phase("step"):
             scored = take_groups(run, timer)
+            run.turns.to_trainer()
             with timer.phase("update"):
                 metrics, updates, tokens = update_on(run, scored.groups)
             with timer.phase("weight_sync"):
-                run.state.policy_version += 1
-                metrics |= refresh_weights(run.worker, run.rollouts, run.publisher, run.state.policy_version)
+                metrics |= refresh(run)
             run.state.step = step
         record_step(run, scored, metrics, timer)
         if run.recorder is not None:
@@ -127,7 +128,8 @@ def train(run: Run) -> None:
         return
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
-    save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+    with run.turns.trainer_between():
+        save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
     if run.recorder is not None:
         run.directory.stop_request.unlink(missing_ok=True)  # it came too late: the run is complete
 
@@ -183,11 +185,17 @@ def first_refresh(run: Run) -> None:
     run.announce("starting the engines")
     if run.rollouts is not None:
         run.rollouts.wait_for_engines()
+    run.turns.hold(run.worker, run.reference)
     if run.state.update == 0:
-        probe(run.worker, run.rollouts, policy_version=0)
-        return
+        probe(run.worker, run.rollouts, run.turns, policy_version=0)
+    else:
+        refresh(run)
+
+
+def refresh(run: Run) -> dict[str, Metric]:
+    """The next policy version, on every engine."""
     run.state.policy_version += 1
-    refresh_weights(run.worker, run.rollouts, run.publisher, run.state.policy_version)
+    return refresh_weights(run.worker, run.rollouts, run.transport, run.turns, run.state.policy_version)
 
 
 def take_groups(run: Run, timer: Timer) -> ScoredGroups:
@@ -241,7 +249,8 @@ def checkpoint(run: Run) -> None:
         run.state.data = run.rollouts.data_state()
     run.announce("saving a checkpoint")
     folder, keep = run.directory.checkpoints, run.config.checkpoint.keep
-    save_checkpoint(run.worker, folder, run.state.update, run.state.to_json(), keep)
+    with run.turns.trainer_between():
+        save_checkpoint(run.worker, folder, run.state.update, run.state.to_json(), keep)
 
 
 def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], timer: Timer) -> None:
@@ -272,15 +281,16 @@ def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:
     directory = RunDirectory(config.run_dir)
     start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
     groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
+    rollouts = RolloutClient(config, ray_address) if groups.is_main else None
+    turns = DeviceTurns(config, groups, rollouts)
     worker = create_worker(config, config.model_path, groups)
     saved = directory.newest_checkpoint
     state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
-    rollouts = RolloutClient(config, ray_address) if groups.is_main else None
     if rollouts is not None and state.data:
         rollouts.restore_data_state(state.data)
     recorder = Recorder(config, directory, state) if groups.is_main else None
-    publisher = WeightPublisher(worker, WeightStore(store_folder))
-    return Run(config, directory, worker, publisher, state, rollouts, recorder)
+    transport = weight_transport(worker, store_folder)
+    return Run(config, directory, worker, transport, turns, state, rollouts, recorder)
 
 
 def main() -> int:

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
+from megatron_bapo.controller.device_turns import DeviceTurns
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Last, Max, Metric
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.trainer.weight_publisher import WeightPublisher
+from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, score_sequence
 
 
 def refresh_weights(
-    worker: Worker, rollouts: RolloutClient | None, publisher: WeightPublisher, policy_version: int
+    worker: Worker,
+    rollouts: RolloutClient | None,
+    transport: WeightTransport,
+    turns: DeviceTurns,
+    policy_version: int,
 ) -> dict[str, Metric]:
-    """Publish the trainer's weights as `policy_version`, load them into every engine, and probe."""
-    publisher.publish(policy_version)
-    if rollouts is None:
-        return probe(worker, rollouts, policy_version)
-    relay_bytes = rollouts.load_weights(policy_version)
-    publisher.store.discard_before(policy_version)
-    return {
-        **probe(worker, rollouts, policy_version),
-        "weight_sync/store_bytes": Last(publisher.plan.total_bytes),
-        "weight_sync/relay_bytes": Last(relay_bytes),
-    }
+    """Bring the trainer's weights to every engine as `policy_version`, and probe."""
+    turns.to_weight_sync()
+    load = None if rollouts is None else partial(rollouts.load_weights, policy_version)
+    relay_bytes = transport.deliver(policy_version, load)
+    metrics = probe(worker, rollouts, turns, policy_version)
+    if rollouts is not None:
+        metrics["weight_sync/store_bytes"] = Last(transport.plan.total_bytes)
+        metrics["weight_sync/relay_bytes"] = Last(relay_bytes)
+    return metrics
 
 
-def probe(worker: Worker, rollouts: RolloutClient | None, policy_version: int) -> dict[str, Metric]:
-    """Compare engine and trainer log-probs on the probe sequence. `rollouts` is None on all ranks but the main one.
+def probe(worker: Worker, rollouts: RolloutClient | None, turns: DeviceTurns, policy_version: int) -> dict[str, Metric]:
+    """Compare engine and trainer log-probs on the probe sequence, then it is the engines' turn.
 
-    Raises RunError with both numbers when an engine serves another version or differs by more than
-    `weight_sync.probe_tolerance` nats.
+    `rollouts` is None on all ranks but the main one. Raises RunError with both numbers when an engine serves another
+    version or differs by more than `weight_sync.probe_tolerance` nats.
     """
     token_ids = broadcast_object(rollouts.probe_token_ids if rollouts else None, worker.groups)
     ours = score_sequence(worker, token_ids)
+    turns.to_engines()
     if rollouts is None:
         return {}
     largest = 0.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import ParallelConfig, RolloutConfig
+from megatron_bapo.config.schema import Config, ParallelConfig, RolloutConfig
 from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
+from megatron_bapo.weight_sync.route import WeightRoute
 
 VLLM_VOCABULARY_MULTIPLE = 64
 """vLLM 0.32 pads the vocabulary to it before it splits (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
@@ -202,6 +204,25 @@ def many_hosts(
             tuple(sorted({first + (index * engine.num_ranks + rank) // ranks_per_host for index in range(num_engines)}))
             for rank in range(engine.num_ranks)
         ),
+    )
+
+
+def every_gpu_a_host(config: Config) -> Placement:
+    """For transports that do not go through host memory: the trainer's ranks count first."""
+    rollout = config.rollout
+    engine = EngineLayout.of(rollout)
+    return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
+
+
+def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute:
+    """How an engine gets its weights; `folder` is that of its weight store."""
+    first = 0 if config.rollout.colocate else config.parallel.world_size
+    return WeightRoute(
+        folder,
+        config.weight_sync.transport,
+        first_place=first + engine_index * EngineLayout.of(config.rollout).num_ranks,
+        num_places=first + config.num_engine_ranks,
+        timeout_s=config.rollout.start_timeout_s,
     )
 
 

@@ -52,8 +52,10 @@ def now_s() -> float:
     return time.perf_counter()
 
 
-def num_gpus() -> int:
-    return torch.cuda.device_count()
+def visible_devices() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (names.split(",") if names else [str(index) for index in range(1024)])[: torch.cuda.device_count()]
 
 
 def host_buffer(num_bytes: int) -> torch.Tensor:
@@ -88,7 +90,7 @@ def open_storage(shared: list[Any]) -> torch.UntypedStorage:
         manager, handle, size = shared
         return torch.UntypedStorage._new_shared_filename_cpu(_raw(manager), _raw(handle), size)
     uuid, handle, size, offset, counter, counter_offset, event, must_wait = shared
-    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(num_gpus())]
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise RunError(
             f"the trainer's parameters are on GPU {uuid}, and this engine sees {', '.join(visible)}; it must see all "

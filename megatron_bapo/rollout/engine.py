@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from safetensors import safe_open
 
-from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.config.schema import Config, RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.messages import Generated, GenerationRequest, SequenceScore
@@ -35,8 +35,21 @@ MEMORY = ("weights", "kv_cache")
 """What an engine frees when it sleeps, by vLLM's tags; keys and values are worth nothing without weights."""
 
 
-def engine_environment(has_gpu: bool) -> dict[str, str]:
-    """Environment variables that the engine's process must be started with."""
+def engine_devices(config: Config, index: int, devices: Sequence[str]) -> list[str]:
+    """Those of a machine's GPUs that an engine sees, its own ones first; none where there are none.
+
+    vLLM takes the first ones. A colocated engine sees the others because it may read parameters from there.
+    """
+    if not devices:
+        return []
+    num_ranks = config.num_engine_ranks // config.rollout.num_engines
+    first = index * num_ranks + (0 if config.rollout.colocate else config.parallel.world_size)
+    own = list(devices[first : first + num_ranks])
+    return own + [device for device in devices if config.rollout.colocate and device not in own]
+
+
+def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
+    """Environment variables that the engine's process must be started with; without `devices` it runs on the CPU."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -44,8 +57,12 @@ def engine_environment(has_gpu: bool) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if has_gpu:
-        return environment
+    if devices:
+        # Ray leaves the list alone that way; it would hide all GPUs from an actor that asks it for none.
+        return environment | {
+            "CUDA_VISIBLE_DEVICES": ",".join(devices),
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        }
     return environment | {
         # One thread, wherever the scheduler puts it: engine and trainer share the cores.
         "OMP_NUM_THREADS": "1",

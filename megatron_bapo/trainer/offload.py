@@ -80,13 +80,13 @@ class TrainerMemory:
 
     def offload_all_but_parameters(self) -> None:
         """What no reader of the weights needs. Gradients are dropped, as the next update drops them anyway."""
+        finish_param_gather([chunk.ddp for chunk in self._worker.model.chunks])
         if not self.gradients.is_offloaded:
             self._worker.optimizer.zero_grad()
         self.optimizer.offload()
         self.gradients.offload()
 
     def offload(self) -> None:
-        finish_param_gather([chunk.ddp for chunk in self._worker.model.chunks])
         self.offload_all_but_parameters()
         self.parameters.offload()
 

@@ -8,16 +8,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_bapo.config.schema import Config
 from megatron_bapo.model.build import finish_param_gather
-from megatron_bapo.model.weight_layouts import EngineLayout, Placement, many_hosts, one_host, two_hosts, weight_plan
+from megatron_bapo.model.weight_layouts import (
+    EngineLayout,
+    Placement,
+    engine_route,
+    every_gpu_a_host,
+    one_host,
+    two_hosts,
+    weight_plan,
+)
 from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.platform import local_device, release_cached_memory, share_storage, transfer_group
 from megatron_bapo.trainer.worker import Worker
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, withdraw
-from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -48,18 +54,6 @@ def weight_transport(worker: Worker, folder: Path) -> WeightTransport:
             return ParameterSharing(worker, folder)
         case "nccl":
             return SliceStreaming(worker, folder)
-
-
-def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute:
-    """The engines' side of `weight_transport`."""
-    first = 0 if config.rollout.colocate else config.parallel.world_size
-    return WeightRoute(
-        folder,
-        config.weight_sync.transport,
-        first_place=first + engine_index * EngineLayout.of(config.rollout).num_ranks,
-        num_places=first + config.num_engine_ranks,
-        timeout_s=config.rollout.start_timeout_s,
-    )
 
 
 class WeightPublisher:
@@ -97,7 +91,7 @@ class ParameterSharing:
     def __init__(self, worker: Worker, folder: Path) -> None:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
         self._slices = LocalSlices(worker.model, worker.groups)
-        self.plan = _plan(worker, _every_gpu_a_host(worker.config))
+        self.plan = _plan(worker, every_gpu_a_host(worker.config))
 
     def deliver(self, policy_version: int, load: Load | None) -> int:
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
@@ -118,7 +112,7 @@ class SliceStreaming:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
         self._slices = LocalSlices(worker.model, worker.groups)
         self._route = engine_route(worker.config, folder, 0)
-        self.plan = _plan(worker, _every_gpu_a_host(worker.config))
+        self.plan = _plan(worker, every_gpu_a_host(worker.config))
 
     @cached_property
     def _group(self) -> Any:
@@ -140,12 +134,6 @@ class SliceStreaming:
         barrier(self._groups)
         withdraw(self._folder, policy_version, rank)
         return num_bytes
-
-
-def _every_gpu_a_host(config: Config) -> Placement:
-    rollout = config.rollout
-    engine = EngineLayout.of(rollout)
-    return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
 
 
 def _plan(worker: Worker, placement: Placement) -> WeightPlan:

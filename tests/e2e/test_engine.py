@@ -140,7 +140,7 @@ def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=60)
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        for name, value in engine_environment(False).items():
+        for name, value in engine_environment().items():
             environment.setenv(name, value)
 
         async def waited(work: Awaitable[Any]) -> Any:

@@ -134,7 +134,7 @@ def running(published: Published, model: str, engine_name: str) -> Iterator[tupl
     settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINES[engine_name])
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
         # The last lets a function of this file run in vLLM's workers.
-        for name, value in {**engine_environment(False), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
+        for name, value in {**engine_environment(), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
             environment.setenv(name, value)
 
         async def waited(work: Awaitable[Any]) -> Any:

@@ -84,7 +84,7 @@ Running = tuple[Engine, Callable[[Awaitable[Any]], Any]]
 def running(folder: Path) -> Iterator[Running]:
     """The engine and a way to wait for it."""
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        for name, value in engine_environment(False).items():
+        for name, value in engine_environment().items():
             environment.setenv(name, value)
 
         async def waited(work: Awaitable[Any]) -> Any:

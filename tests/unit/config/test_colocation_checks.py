@@ -1,0 +1,85 @@
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.colocation_checks import check_devices
+from megatron_bapo.errors import UserError
+from tests.unit.config.examples import config, problems
+
+COLOCATED = {"rollout__colocate": True}
+
+
+@pytest.mark.parametrize(
+    ("values", "value", "rule", "way_out"),
+    [
+        ({"rollout__sleep_level": 1}, "rollout.sleep_level=1", "engines that have their own", "colocate=true"),
+        ({"trainer__offload": True}, "trainer.offload=true", "engines on the trainer's GPUs", "set offload=false"),
+        (
+            {"weight_sync__transport": "cuda_ipc"},
+            "weight_sync.transport=cuda_ipc",
+            "see only GPUs of their own",
+            "set transport=nccl or store",
+        ),
+        (
+            {"weight_sync__transport": "nccl", **COLOCATED},
+            "weight_sync.transport=nccl",
+            "two ranks on one GPU",
+            "set transport=cuda_ipc or store",
+        ),
+        (
+            {"weight_sync__transport": "nccl", "weight_sync__engine_store": "own"},
+            "weight_sync.engine_store=own",
+            "only transport=store",
+            "set engine_store=shared",
+        ),
+    ],
+)
+def test_what_cannot_work_anywhere_is_refused(values: dict[str, Any], value: str, rule: str, way_out: str) -> None:
+    (problem,) = problems(config(**values))
+    assert problem.strip().startswith(value)
+    assert rule in problem
+    assert way_out in problem
+
+
+@pytest.mark.parametrize(
+    ("values", "num_gpus", "expected"),
+    [
+        ({**COLOCATED, "rollout__sleep_level": 1}, 0, "vLLM's CPU build frees nothing when it sleeps"),
+        ({**COLOCATED, "weight_sync__transport": "cuda_ipc"}, 0, "it shares GPU memory; set transport=store"),
+        ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM multiplies FP8 blocks on GPUs only"),
+        (
+            {"parallel__world_size": 4, "rollout__num_engines": 2, "rollout__tensor_parallel_size": 2},
+            7,
+            "4 trainer ranks (parallel.world_size) and 4 engine ranks (rollout.num_engines x tensor_parallel_size x "
+            "pipeline_parallel_size) need 8 GPUs with rollout.colocate=false, and this machine has 7",
+        ),
+        ({"parallel__world_size": 4, **COLOCATED}, 3, "need 4 GPUs with rollout.colocate=true"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused(values: dict[str, Any], num_gpus: int, expected: str) -> None:
+    checked = config(**values)
+    check_config(checked)
+    with pytest.raises(UserError) as caught:
+        check_devices(checked, num_gpus)
+    (problem,) = str(caught.value).splitlines()[1:]
+    assert expected in problem
+
+
+@pytest.mark.parametrize(
+    ("values", "num_gpus"),
+    [
+        ({"weight_sync__transport": "nccl"}, 0),
+        ({"trainer__offload": True, **COLOCATED}, 0),
+        ({"weight_sync__transport": "nccl"}, 2),
+        (
+            {"trainer__offload": True, "rollout__sleep_level": 2, "weight_sync__transport": "cuda_ipc", **COLOCATED},
+            1,
+        ),
+    ],
+    ids=str,
+)
+def test_what_works_is_allowed(values: dict[str, Any], num_gpus: int) -> None:
+    checked = config(**values)
+    assert check_config(checked) == []
+    check_devices(checked, num_gpus)
