@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -32,6 +31,7 @@ from blake3 import blake3
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.plan import NUM_THREADS, Slice, WeightPlan
+from megatron_bapo.weight_sync.plan_files import read_plan, write_json, write_plan
 from megatron_bapo.weight_sync.version_file import VersionReader, VersionWriter, create, file_bytes, raw_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -130,12 +130,10 @@ class WeightStore:
         # A writer that starts over must not be taken for complete meanwhile.
         manifest.unlink(missing_ok=True)
         self._prepare(version, plan, host)
-        plan_file = self.folder / f"plan-{plan.digest}.json"
-        if not plan_file.exists():
-            _write_json(plan_file, plan.to_json())
+        write_plan(self.folder, plan)
         with closing(VersionWriter(folder / WEIGHTS, plan.shapes, plan.dtype)) as file:
             yield (filling := Filling(plan, file))
-        _write_json(manifest, {"plan": plan.digest, "checksums": filling.checksums})
+        write_json(manifest, {"plan": plan.digest, "checksums": filling.checksums})
 
     def commit(self, version: int, plan: WeightPlan, host: int = 0) -> Manifest:
         """Make a version readable, once all that this host needs is there.
@@ -151,7 +149,7 @@ class WeightStore:
                 f"{', '.join(map(str, senders))}; every writer must have returned from its write before the commit"
             )
         content = {"version": version, "plan": plan.digest, "host": host, "checksums": checksums}
-        _write_json(self._version_folder(version) / COMMITTED, content)
+        write_json(self._version_folder(version) / COMMITTED, content)
         return self.manifest(version)
 
     def written(self, version: int, plan: WeightPlan) -> Checksums:
@@ -177,7 +175,7 @@ class WeightStore:
 
     def plan(self, version: int) -> WeightPlan:
         """The plan that a committed version was written by."""
-        return _read_plan(self.folder / f"plan-{self.manifest(version).plan}.json")
+        return read_plan(self.folder, self.manifest(version).plan)
 
     def open(self, version: int) -> VersionReader:
         """The file of a version, complete or not."""
@@ -298,18 +296,6 @@ def in_threads(task: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
 
 def _read_numbers(plan: WeightPlan, host: int, reader: int | None) -> Sequence[int]:
     return plan.needed_on(host) if reader is None else plan.read_by(reader, host)
-
-
-@cache
-def _read_plan(path: Path) -> WeightPlan:
-    """Its name is its digest, so it never changes."""
-    return WeightPlan.from_json(_read_json(path))
-
-
-def _write_json(path: Path, content: object) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.partial")
-    aside.write_text(json.dumps(content))
-    aside.replace(path)
 
 
 def _read_json(path: Path) -> Any:

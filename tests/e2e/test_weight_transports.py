@@ -20,6 +20,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import share_storage, transfer_group
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.weight_sync.fp8_blocks import quantise
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, withdraw
 from megatron_bapo.weight_sync.route import WeightRoute
@@ -200,3 +201,18 @@ def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_
     trainer.train(seed=12)
     load(12)
     assert_in_step(running, trainer, 12)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("shape", [(256, 128), (200, 300), (3, 5)])
+def test_fp8_blocks_are_those_that_vllm_makes(shape: tuple[int, int], power_of_two: bool) -> None:
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[:128, :128] *= 1e-3
+    weight[128:] = 0
+    ours, scales = quantise(weight, power_of_two=power_of_two)
+    theirs, their_scales = per_block_cast_to_fp8(weight, use_ue8m0=power_of_two)
+    assert torch.equal(scales, their_scales)
+    assert ours.dtype == theirs.dtype
+    assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
