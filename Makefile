@@ -15,7 +15,7 @@ SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test check format bench doctor clean
+.PHONY: setup quickstart smollm2 test check format bench gpu-check doctor clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,10 @@ $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
 bench: $(BENCH_SITE)/.complete
 	@for name in $(BENCHES); do \
 		PYTHONPATH=$(CURDIR):$(CURDIR)/$(BENCH_SITE) $(BIN)/python -m bench.$$name || exit 1; done
+
+# Fails where no GPU is found, unless NO_GPU_IS_FINE=1. Leaves results/gpu/.
+gpu-check: setup
+	$(BIN)/python -m pytest tests/gpu
 
 doctor: setup
 	$(BIN)/python -m megatron_bapo doctor

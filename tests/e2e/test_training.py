@@ -98,10 +98,12 @@ def open_to_the_network(family: list[psutil.Process]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A run that Ctrl-C stops after its first step and that the same command then completes, but for the weights' way:
-    now the engine loads from a store of its own."""
+    """A run that Ctrl-C stops after its first step and that the same command then completes, but for the weights' way.
+
+    At first trainer ranks send to the engine; then it loads from a store of its own.
+    """
     run_dir, stores_before = tmp_path_factory.mktemp("e2e") / "run", weight_stores()
-    process = start(run_dir)
+    process = start(run_dir, "weight_sync.transport=nccl")
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening = open_to_the_network(family)
@@ -209,12 +211,14 @@ def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path: Path
 
 
 def test_a_decoupled_run_with_a_reference_policy_completes_and_reports_its_corrections(tmp_path: Path) -> None:
+    """While the engine generates, the policy, its optimizer and the reference are in host memory."""
     process = start(
         tmp_path / "run",
         *("trainer.total_steps=2", "warm_start.num_steps=2", "evaluation.n=1", "evaluation.top_k=5"),
         *("algorithm.behaviour_policy=recomputed", "algorithm.rollout_correction.rollout_is=token"),
         *("algorithm.kl_loss_coef=0.01", "algorithm.kl_reward_coef=0.01", "algorithm.entropy_coeff=0.001"),
         *("algorithm.overlong.mode=penalty", "algorithm.overlong.buffer_length=2"),
+        *("rollout.colocate=true", "trainer.offload=true"),
     )
     code, output, errors = finish(process)
     assert code == 0, output + errors
