@@ -22,9 +22,9 @@ POINTS = {
     "while-room-is-made": ("os:posix_fallocate", 3),
     "at-the-first-slice": (f"{STORE}:VersionWriter:write", 1),
     "between-slices": (f"{STORE}:VersionWriter:write", 9),
-    "before-a-manifest": (f"{STORE}:_write_json", 1),
+    "before-a-manifest": (f"{STORE}:write_json", 1),
     "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
-    "before-the-commit": (f"{STORE}:_write_json", 3),
+    "before-the-commit": (f"{STORE}:write_json", 3),
 }
 
 
