@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import ParallelConfig, RolloutConfig
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import share_storage, transfer_group
 from megatron_bapo.rollout.engine import Engine, engine_environment
@@ -201,6 +201,14 @@ def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_
     trainer.train(seed=12)
     load(12)
     assert_in_step(running, trainer, 12)
+
+
+def test_vllms_cpu_build_refuses_to_sleep(folder: Path) -> None:
+    """And so does check_devices, before anything is started."""
+    settings = RolloutConfig(colocate=True, sleep_level=1)
+    starting = Engine().start(folder, settings, "float32", max_model_len=64, seed=0, route=WeightRoute(folder.parent))
+    with pytest.raises(UserError, match="Sleep mode is not supported on current platform"):
+        asyncio.run(starting)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
