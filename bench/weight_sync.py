@@ -65,8 +65,8 @@ MODELS = {
 }  # fmt: skip
 SHARES = (0.001, 0.01, 0.03, 0.1)
 BUCKET_BYTES = 64 << 20
-NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 5, 2
-"""The first two files of a store wait for the machine to give out shared memory."""
+NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 7, 3
+"""The first files of a store wait for the machine to give out shared memory."""
 
 
 def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> None:
