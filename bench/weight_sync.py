@@ -67,6 +67,7 @@ SHARES = (0.001, 0.01, 0.03, 0.1)
 BUCKET_BYTES = 64 << 20
 NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 7, 3
 """The first files of a store wait for the machine to give out shared memory."""
+Figures = dict[str, list[float]]
 
 
 def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> None:
@@ -157,7 +158,7 @@ def _relayed(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tu
     found: dict[str, list[tuple[float, int]]] = {}
     with closing(WeightStore.create()) as trainers, closing(WeightStore.create()) as engines:
         sources = {0: StoreServer(trainers.folder)}
-        for share in (None, None, *(share for share in SHARES for _ in range(2))):
+        for share in (share for share in (None, *SHARES) for _ in range(NUM_REPEATS)):
             version = next(versions)
             _change(tensors, share or 0.01, generator)
             trainers.discard_before(version - 1)
@@ -169,9 +170,6 @@ def _relayed(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tu
             found.setdefault(name, []).append((perf_counter() - start, pulled.num_bytes))
             assert engines.verify(version) == plan.total_bytes
     return {name: min(values) for name, values in found.items()}
-
-
-Figures = dict[str, list[float]]
 
 
 async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
