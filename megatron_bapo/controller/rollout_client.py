@@ -17,10 +17,6 @@ SERVICE = "rollout service"
 _QUICK_S = 120.0
 
 
-def engine_name(index: int) -> str:
-    return f"engine {index}"
-
-
 class RolloutClient:
     """Holds the connection to the run's actors."""
 
@@ -28,7 +24,6 @@ class RolloutClient:
         connect(ray_address)
         self._config = config
         self._service = find(SERVICE)
-        self._engines = {name: find(name) for name in map(engine_name, range(config.rollout.num_engines))}
 
     def wait_for_engines(self) -> None:
         ask(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
@@ -41,8 +36,10 @@ class RolloutClient:
     def worked_examples(self, num: int) -> list[Trajectory]:
         return ask(self._service.worked_examples.remote(num), SERVICE, self._config.rollout.start_timeout_s)
 
-    def take(self, num_prompts: int, seed: int) -> tuple[ScoredGroups, dict[str, float]]:
-        return ask(self._service.take.remote(num_prompts, seed), SERVICE, self._config.rollout.request_timeout_s)
+    def take(self) -> tuple[ScoredGroups, dict[str, float]]:
+        """The next rollout batch, and the seconds of each phase of waiting for it."""
+        # The service has the shorter limit, and says who did not answer.
+        return ask(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
 
     def validate(self, seed: int) -> ScoredGroups:
         return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s)
@@ -55,11 +52,11 @@ class RolloutClient:
 
     def load_weights(self, policy_version: int) -> None:
         """Every engine loads this version from the store; returns when all have."""
-        pending = {name: engine.load_weights.remote(policy_version) for name, engine in self._engines.items()}
-        for name, reference in pending.items():
-            ask(reference, name, self._config.rollout.start_timeout_s)
+        settings = self._config.rollout
+        limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
+        ask(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
 
     def score_probe(self) -> dict[str, SequenceScore]:
         """Each engine's log-probs on the probe sequence."""
-        pending = {name: engine.score.remote(self.probe_token_ids) for name, engine in self._engines.items()}
-        return {name: ask(reference, name, _QUICK_S) for name, reference in pending.items()}
+        limit_s = self._config.rollout.start_timeout_s + _QUICK_S
+        return ask(self._service.score_probe.remote(self.probe_token_ids), SERVICE, limit_s)

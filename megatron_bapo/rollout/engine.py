@@ -10,10 +10,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 from safetensors import safe_open
 
 from megatron_bapo.config.schema import RolloutConfig
@@ -51,6 +53,16 @@ def engine_environment(has_gpu: bool) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What others need to know of an engine that has started."""
+
+    kv_cache_tokens: int
+    """Tokens whose keys and values fit its memory."""
+    processes: tuple[tuple[int, float], ...]
+    """Process id and start time of its own process and vLLM's."""
+
+
 class Engine:
     """Owns one vLLM server and knows which weights it has."""
 
@@ -64,7 +76,7 @@ class Engine:
 
     async def start(
         self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, store_folder: Path
-    ) -> None:
+    ) -> EngineFacts:
         """Load the checkpoint and get ready to serve it as policy version 0.
 
         `max_model_len` counts prompt and response. Raises UserError for settings that vLLM refuses, RunError when its
@@ -77,6 +89,9 @@ class Engine:
         self._store = WeightStore(store_folder)
         self._expected_shapes = _checkpoint_shapes(model_path)
         self._policy_version = INITIAL_VERSION
+        me = psutil.Process()
+        processes = tuple((process.pid, process.create_time()) for process in [me, *me.children(recursive=True)])
+        return EngineFacts(self._server.kv_cache_tokens, processes)
 
     async def generate(self, request: GenerationRequest) -> Generated:
         """Sample `n` completions; the same request under the same weights gets the same answer."""
@@ -94,6 +109,16 @@ class Engine:
         """Log-probs of a given sequence [S], which must be shorter than `max_model_len`; errors as `generate_many`."""
         async with self._serving("a score request") as (server, version):
             return SequenceScore(version, await server.score(token_ids))
+
+    async def abort(self) -> None:
+        """Let go of every request in flight; each is answered with the tokens that it has."""
+        server, _ = self._running()
+        await server.abort()
+
+    async def alive(self) -> None:
+        """Return when vLLM's processes answer; raises RunError when they have failed."""
+        server, _ = self._running()
+        await server.check_health()
 
     async def load_weights(self, version: int) -> None:
         """Take over a committed version from the store.
