@@ -19,8 +19,15 @@ class ScoringPool:
         alone = config.model_copy(update={"num_workers": 1})
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="scorer")
         self._free: asyncio.Queue[Scorer] = asyncio.Queue()
-        for scorer in self._threads.map(Scorer, [alone] * config.num_workers):
+        self._scorers = [*self._threads.map(Scorer, [alone] * config.num_workers)]
+        for scorer in self._scorers:
             self._free.put_nowait(scorer)
+
+    def close(self) -> None:
+        """Kill the workers; nothing may be being scored."""
+        self._threads.shutdown()
+        for scorer in self._scorers:
+            scorer.close()
 
     async def score(self, group: Group) -> ScoredGroups:
         """The group with its rewards; raises what `Scorer.score` does."""
