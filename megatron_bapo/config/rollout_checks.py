@@ -39,7 +39,13 @@ def rollout_problems(config: Config) -> Iterator[str]:
 
 
 def rollout_warnings(config: Config) -> Iterator[str]:
-    rollout = config.rollout
+    rollout, partial = config.rollout, config.rollout.partial_rollout
+    cut = partial.token_budget is not None or rollout.on_refresh != "drain"
+    if not cut and (rollout.mode == "async" or partial.over_sampling > 1.0):
+        yield (
+            "rollout.on_refresh=drain without rollout.partial_rollout.token_budget: new weights wait until the longest "
+            "answer in flight is finished; set token_budget, or on_refresh=abort_and_resume"
+        )
     if rollout.mode == "async" and rollout.max_staleness == 0:
         yield (
             "rollout.mode=async with rollout.max_staleness=0: nothing can be generated while the trainer trains; raise "

@@ -41,9 +41,9 @@ def test_settings_of_the_rollouts_that_contradict_each_other_are_refused(values:
 @pytest.mark.parametrize(
     "values",
     [
-        {"rollout__mode": "async"},
+        {"rollout__mode": "async", "rollout__on_refresh": "keep"},
         {"rollout__partial_rollout__token_budget": 50, "rollout__max_staleness": 0},
-        {"rollout__partial_rollout__over_sampling": 2.0},
+        {"rollout__partial_rollout": {"over_sampling": 2.0, "token_budget": 50}},
         {"rollout__max_reuse": 2},
     ],
     ids=str,
@@ -53,5 +53,13 @@ def test_what_fits_together_is_allowed(values: dict[str, Any]):
 
 
 def test_async_rollouts_that_may_not_be_stale_are_told_that_nothing_overlaps():
-    (warning,) = check_config(config(rollout__mode="async", rollout__max_staleness=0))
+    (warning,) = check_config(config(rollout__mode="async", rollout__max_staleness=0, rollout__on_refresh="keep"))
     assert "nothing can be generated while the trainer trains; raise max_staleness" in warning
+
+
+@pytest.mark.parametrize("values", [{"mode": "async"}, {"partial_rollout": {"over_sampling": 2.0}}], ids=str)
+def test_whole_answers_in_flight_are_said_to_hold_up_new_weights(values: dict[str, Any]):
+    (warning,) = check_config(config(rollout=values | {"n": 8, "max_response_length": 100}))
+    assert (
+        "new weights wait until the longest answer in flight is finished; set token_budget, or on_refresh=" in warning
+    )
