@@ -51,7 +51,7 @@ NUM_REPEATS, NUM_WARMUPS = 7, 3
 Task = Callable[[], object]
 
 
-def _bridge(model: PolicyModel, checkpoint: Path) -> Any:
+def local_names_bridge(model: PolicyModel, checkpoint: Path) -> Any:
     """mbridge for the module names of the local layer specs; it has Transformer Engine's."""
     from mbridge.models.qwen3 import Qwen3Bridge  # pyright: ignore[reportMissingImports]
 
@@ -67,7 +67,7 @@ def _bridge(model: PolicyModel, checkpoint: Path) -> Any:
                 return [f"model.layers.{layer}.{norms[module]}.weight"]
             return super()._weight_name_mapping_mcore_to_hf(name)
 
-    return LocalNames(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
+    return LocalNames(AutoConfig.from_pretrained(checkpoint), dtype=model.config.params_dtype)
 
 
 def _rank(rank: int, num_ranks: int, folder: Path) -> None:
@@ -87,7 +87,7 @@ def _rank(rank: int, num_ranks: int, folder: Path) -> None:
         }
     )
     model = build_policy(config, checkpoint, groups)
-    bridge, gpt = _bridge(model, checkpoint), [chunk.gpt for chunk in model.chunks]
+    bridge, gpt = local_names_bridge(model, checkpoint), [chunk.gpt for chunk in model.chunks]
     tasks: dict[str, dict[str, Task]] = {
         "import": {
             "ours": partial(load_hugging_face, model, checkpoint, groups),

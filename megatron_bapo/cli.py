@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -14,17 +15,33 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
-from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.checks import check_config, check_planned
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.hardware import Assumptions, GpuName
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.plan import Placement, Plan
+from megatron_bapo.planning.rendering import as_data, print_plan, print_search
+from megatron_bapo.planning.search import changes, search
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Dotted keys over the file's values, e.g. seed=2 optimizer.lr=2e-6; null brings a default back.",
+        show_default=False,
+    ),
+]
+
 app = typer.Typer(
     help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
-    "Start with [bold]doctor[/], look at a plan with [bold]train CONFIG --dry-run[/], then train.",
+    "Start with [bold]doctor[/], see whether it fits with [bold]plan CONFIG[/], then train.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -68,15 +85,8 @@ def main(
     "Exit codes: 0 done, 1 a part of the run failed, 2 the input is wrong, 130 interrupted."
 )
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="KEY=VALUE",
-            help="Dotted keys over the file's values, e.g. seed=2 optimizer.lr=2e-6; null brings a default back.",
-            show_default=False,
-        ),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, start nothing.")] = False,
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
@@ -94,6 +104,65 @@ def train(
 
         code = run_training(resolved)
     raise typer.Exit(code)
+
+
+@app.command(
+    epilog="Examples: [bold]plan configs/recipes/qwen2.5-7b_8gpus.yaml[/] says whether it fits on H100; "
+    "[bold]plan CONFIG --gpu H200 --search --num-gpus 32[/] ranks layouts; "
+    "[bold]plan CONFIG parallel.tensor_model_parallel_size=4 --json[/] tries a change. "
+    "Exit codes: 0 it fits, 2 it does not, with the keys to change, or the input is wrong."
+)
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = "H100",
+    placement: Annotated[
+        Placement,
+        typer.Option(help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own."),
+    ] = "colocated",
+    ranked: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
+    num_gpus: Annotated[int | None, typer.Option(min=1, help="For --search; by default those of CONFIG.")] = None,
+    efficiency: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Part of the peak FLOP/s that the trainer's kernels reach.")
+    ] = Assumptions.compute_efficiency,
+    mean_response: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Mean answer over rollout.max_response_length.")
+    ] = Assumptions.mean_response_fraction,
+    host_gib: Annotated[float, typer.Option(min=1.0, help="Host memory of a node.")] = Assumptions.host_memory_gib,
+    weights: Annotated[bool, typer.Option("--weights", help="The weight sync: bytes per link, memory, time.")] = False,
+    ranks_per_host: Annotated[
+        int | None, typer.Option(min=1, help="For --weights; by default all on one host.", show_default=False)
+    ] = None,
+    network_gbit_s: Annotated[
+        float, typer.Option(min=0.001, help="For --weights: of each host and direction.")
+    ] = 400.0,
+    memory_gb_s: Annotated[float, typer.Option(min=0.001, help="For --weights: copies into shared memory.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes, seconds and counts for programs.")] = False,
+) -> None:
+    """Say without a GPU whether CONFIG fits, and estimate a step's seconds.
+
+    Adds up what every pipeline stage, the engines and the hosts hold.
+    Of the model only config.json is read; known ones go by the name
+    of their folder.
+    """
+    with messages():
+        resolved = load_config(config, overrides or [])
+        architecture, where = architecture_of(resolved.model)
+        assumptions = Assumptions(
+            compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
+        )
+        planned = Plan(resolved, architecture, gpu, placement, assumptions)
+        if weights:
+            from megatron_bapo.controller.weight_plan_tables import print_weight_plan
+
+            check_planned(resolved, architecture, where)
+            print_weight_plan(Console(), planned, ranks_per_host, network_gbit_s, memory_gb_s)
+            return
+        if ranked:
+            fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
+        else:
+            fits = _print_memory_and_time(planned, where, as_json=as_json)
+    raise typer.Exit(0 if fits else USER_ERROR)
 
 
 @app.command()
@@ -117,6 +186,26 @@ def doctor(
     raise typer.Exit(run_doctor(Console(), deep=deep))
 
 
+def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
+    found = search(plan, num_gpus)
+    if as_json:
+        typer.echo(json.dumps([as_data(each, changes(plan.config, each.config)) for each in found]))
+    else:
+        print_search(Console(), plan, found, num_gpus)
+    return bool(found)
+
+
+def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
+    warnings = check_planned(plan.config, plan.architecture, where)
+    would_fit = [] if plan.fits else advice(plan)
+    if as_json:
+        typer.echo(json.dumps(as_data(plan, would_fit)))
+    else:
+        print_plan(Console(), plan, where, would_fit)
+        _print_warnings(warnings)
+    return plan.fits
+
+
 def _print_plan(config: Config, warnings: Sequence[str]) -> None:
     console = Console()
     table = Table.grid(padding=(0, 3))
@@ -125,5 +214,10 @@ def _print_plan(config: Config, warnings: Sequence[str]) -> None:
     for name, explanation in [("run directory", str(config.run_dir)), *batch_arithmetic(config)]:
         table.add_row(name, Text(explanation))
     console.print(table)
+    _print_warnings(warnings)
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    console = Console()
     for warning in warnings:
         console.print(Text("warning: ", "yellow").append(warning, "default"), soft_wrap=True)

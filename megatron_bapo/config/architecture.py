@@ -88,7 +88,7 @@ class Architecture:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
-    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """`rope_type` and its parameters, as transformers spells them; empty for plain RoPE."""
     num_experts: int = 0
     num_experts_per_tok: int = 0

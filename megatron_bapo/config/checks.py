@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_warnings
-from megatron_bapo.config.model_checks import model_problems
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.errors import UserError
@@ -39,11 +40,23 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
+    return _checked(config, chain(_missing_prompt_files(config), model_problems(config)))
+
+
+def check_planned(config: Config, architecture: Architecture, where: str) -> list[str]:
+    """`check_config` for a run that will start elsewhere: every rule but those about files, which may not be here.
+
+    `where` says where the architecture is from.
+    """
+    return _checked(config, shape_problems(config, architecture, where))
+
+
+def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
-        *(algorithm_problems, _data_problems, model_problems),
+        *(algorithm_problems, _data_problems),
     )
-    problems = list(chain.from_iterable(rule(config) for rule in rules))
+    problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
     warnings = (_clip_bounds_warnings, algorithm_warnings, rollout_warnings, _other_warnings)
@@ -193,8 +206,7 @@ def _multiples(value: int, of: int) -> str:
 
 def _data_problems(config: Config) -> Iterator[str]:
     train, validation = config.data.train, config.data.validation
-    sources = {"data.train": train} | ({"data.validation": validation} if validation is not None else {})
-    for key, source in sources.items():
+    for key, source in _prompt_sources(config).items():
         yield from _prompt_source_problems(key, source, config.reward.type)
     if validation is None and config.evaluation.every_steps:
         yield (
@@ -216,8 +228,17 @@ def _prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: s
         )
     if source.path is not None and source.path.suffix not in PROMPT_FILE_SUFFIXES:
         yield f"{key}.path={source.path} must end in {' or '.join(PROMPT_FILE_SUFFIXES)}; convert it to one of them"
-    elif source.path is not None and not source.path.is_file():
-        yield f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}"
+
+
+def _missing_prompt_files(config: Config) -> Iterator[str]:
+    for key, source in _prompt_sources(config).items():
+        if source.path is not None and source.path.suffix in PROMPT_FILE_SUFFIXES and not source.path.is_file():
+            yield f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}"
+
+
+def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:
+    train, validation = config.data.train, config.data.validation
+    return {"data.train": train} | ({"data.validation": validation} if validation is not None else {})
 
 
 def _origin(source: PromptSourceConfig) -> str:

@@ -17,7 +17,7 @@ CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tok
 def model_problems(config: Config) -> Iterator[str]:
     """Every broken rule, one line each."""
     if config.model.create is not None:
-        yield from _shape_problems(config, _created(config.model.create), "model.create")
+        yield from shape_problems(config, created_architecture(config.model.create), "model.create")
         return
     folder = config.model.path
     assert folder is not None, "the schema requires path or create"
@@ -35,10 +35,10 @@ def model_problems(config: Config) -> Iterator[str]:
     except UserError as error:
         yield from str(error).splitlines()
         return
-    yield from _shape_problems(config, architecture, str(folder / "config.json"))
+    yield from shape_problems(config, architecture, str(folder / "config.json"))
 
 
-def _created(settings: CreateModelConfig) -> Architecture:
+def created_architecture(settings: CreateModelConfig) -> Architecture:
     """Of the checkpoint that is still to be made."""
     shape = settings.model_dump(exclude={"initializer_range"})
     return Architecture(family=FAMILIES["qwen3"], rms_norm_eps=1e-6, rope_theta=10000.0, **shape)
@@ -65,7 +65,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         yield f"model.path={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
 
 
-def _shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
+def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     """`where` says where the reader finds the model's numbers."""
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size

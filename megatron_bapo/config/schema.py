@@ -194,6 +194,10 @@ class RolloutConfig(SamplingConfig):
     """Tokens, the end-of-sequence token included."""
     num_engines: PositiveInt = 1
     tensor_parallel_size: PositiveInt = 1
+    """Of each engine, as vLLM calls it; so are the next two."""
+    pipeline_parallel_size: PositiveInt = 1
+    enable_expert_parallel: bool = False
+    """Give each tensor-parallel rank whole experts in the place of a part of every expert. vLLM's CPU build cannot."""
     max_num_seqs: PositiveInt = 256
     kv_cache_gib: PositiveFloat | None = None
     """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
@@ -297,6 +301,11 @@ class TrainerConfig(Section):
 class WeightSyncConfig(Section):
     bucket_mib: PositiveInt = 256
     """Size of one transfer unit."""
+    engine_store: Literal["shared", "own"] = "shared"
+    """`shared`: engines load from the store that the trainer writes; `own`: from one that is filled with what changed,
+    as engines on other hosts must."""
+    full_every: PositiveInt = 16
+    """Every so many versions a store of the engines' own gets everything and not what changed."""
     probe_tolerance: PositiveFloat = 1e-4
     """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32

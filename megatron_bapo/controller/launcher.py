@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.engine_fleet import place_engine
+from megatron_bapo.controller.host_store import HOST_STORE, STORE_SERVER, HostStore
 from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
@@ -34,6 +35,7 @@ from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
@@ -85,8 +87,16 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
     """Start both planes and watch them to the end; True when the run was stopped on request."""
     display.phase("starting Ray, the engines and the trainer")
     num_actors = config.rollout.num_engines + 1
-    with closing(WeightStore.create()) as store, local_cluster(num_actors) as address:
-        _actors, starting = _place_actors(config, directory, store.folder)  # held: an actor lives as long as its handle
+    with ExitStack() as stack:
+        store = engine_store = stack.enter_context(closing(WeightStore.create()))
+        if config.weight_sync.engine_store == "own":
+            engine_store = stack.enter_context(closing(WeightStore.create()))
+            num_actors += 2
+        address = stack.enter_context(local_cluster(num_actors))
+        # Held: an actor lives as long as its handle.
+        _actors, starting = _place_actors(config, directory, engine_store.folder)
+        if engine_store is not store:
+            _actors += _place_relay(config, directory, store.folder, engine_store.folder)
         with _trainer(config, directory, address, store.folder) as trainer:
             _watch(trainer, starting, config, directory, display, interrupts)
     return directory.stop_request.exists()
@@ -102,6 +112,14 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
     service = place(RolloutService, config, engines, dict(starting), store, name=SERVICE)
     starting[SERVICE] = service.probe_token_ids.remote()
     return [*engines.values(), service], starting
+
+
+def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engines: Path) -> list[Any]:
+    """What fills the engines' store from the trainer's."""
+    server = place(StoreServer, trainers, name=STORE_SERVER)
+    full_every, timeout_s = config.weight_sync.full_every, config.rollout.start_timeout_s
+    log_file = directory.logs / "weight-store.log"
+    return [server, place(HostStore, engines, server, full_every, timeout_s, log_file, name=HOST_STORE)]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, connect, find
+from megatron_bapo.controller.host_store import HOST_STORE
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.messages import SequenceScore
@@ -50,11 +51,19 @@ class RolloutClient:
     def restore_data_state(self, state: dict[str, Any]) -> None:
         ask(self._service.restore_data_state.remote(state), SERVICE, self._config.rollout.start_timeout_s)
 
-    def load_weights(self, policy_version: int) -> None:
-        """Every engine loads this version from the store; returns when all have."""
+    def load_weights(self, policy_version: int) -> int:
+        """Every engine loads this version from its host's store; returns when all have.
+
+        The bytes that came from the trainer's store to one of the engines' own.
+        """
+        num_bytes = 0
+        if self._config.weight_sync.engine_store == "own":
+            reference = find(HOST_STORE).pull.remote(policy_version)
+            num_bytes = ask(reference, HOST_STORE, self._config.rollout.start_timeout_s).num_bytes
         settings = self._config.rollout
         limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
         ask(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
+        return num_bytes
 
     def score_probe(self) -> dict[str, SequenceScore]:
         """Each engine's log-probs on the probe sequence."""

@@ -46,6 +46,7 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.weight_publisher import WeightPublisher
 from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -73,7 +74,7 @@ class Run:
     config: Config
     directory: RunDirectory
     worker: Worker
-    store: WeightStore
+    publisher: WeightPublisher
     state: RunState
     rollouts: RolloutClient | None
     recorder: Recorder | None
@@ -111,7 +112,7 @@ def train(run: Run) -> None:
                 metrics, updates, tokens = update_on(run, scored.groups)
             with timer.phase("weight_sync"):
                 run.state.policy_version += 1
-                metrics |= refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
+                metrics |= refresh_weights(run.worker, run.rollouts, run.publisher, run.state.policy_version)
             run.state.step = step
         record_step(run, scored, metrics, timer)
         if run.recorder is not None:
@@ -186,7 +187,7 @@ def first_refresh(run: Run) -> None:
         probe(run.worker, run.rollouts, policy_version=0)
         return
     run.state.policy_version += 1
-    refresh_weights(run.worker, run.rollouts, run.store, run.state.policy_version)
+    refresh_weights(run.worker, run.rollouts, run.publisher, run.state.policy_version)
 
 
 def take_groups(run: Run, timer: Timer) -> ScoredGroups:
@@ -281,7 +282,8 @@ def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:
     if rollouts is not None and state.data:
         rollouts.restore_data_state(state.data)
     recorder = Recorder(config, directory, state) if groups.is_main else None
-    return Run(config, directory, worker, WeightStore(store_folder), state, rollouts, recorder)
+    publisher = WeightPublisher(worker, WeightStore(store_folder))
+    return Run(config, directory, worker, publisher, state, rollouts, recorder)
 
 
 def main() -> int:

@@ -6,21 +6,26 @@ import numpy as np
 
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.errors import RunError
-from megatron_bapo.metrics.values import Max, Metric
+from megatron_bapo.metrics.values import Last, Max, Metric
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.trainer.worker import Worker, publish_weights, score_sequence
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.trainer.weight_publisher import WeightPublisher
+from megatron_bapo.trainer.worker import Worker, score_sequence
 
 
 def refresh_weights(
-    worker: Worker, rollouts: RolloutClient | None, store: WeightStore, policy_version: int
+    worker: Worker, rollouts: RolloutClient | None, publisher: WeightPublisher, policy_version: int
 ) -> dict[str, Metric]:
     """Publish the trainer's weights as `policy_version`, load them into every engine, and probe."""
-    publish_weights(worker, store, policy_version)
-    if rollouts is not None:
-        rollouts.load_weights(policy_version)
-        store.discard_before(policy_version)
-    return probe(worker, rollouts, policy_version)
+    publisher.publish(policy_version)
+    if rollouts is None:
+        return probe(worker, rollouts, policy_version)
+    relay_bytes = rollouts.load_weights(policy_version)
+    publisher.store.discard_before(policy_version)
+    return {
+        **probe(worker, rollouts, policy_version),
+        "weight_sync/store_bytes": Last(publisher.plan.total_bytes),
+        "weight_sync/relay_bytes": Last(relay_bytes),
+    }
 
 
 def probe(worker: Worker, rollouts: RolloutClient | None, policy_version: int) -> dict[str, Metric]:

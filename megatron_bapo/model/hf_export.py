@@ -21,6 +21,7 @@ from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
+from megatron_bapo.weight_sync.version_file import table_of_contents
 
 COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -129,21 +130,6 @@ def stream_tensors(
             del tensors, tensor
 
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-
-
-def _table_of_contents(shapes: dict[str, Shape], dtype: torch.dtype) -> bytes:
-    """What a safetensors file begins with: its length, then JSON, padded to whole words."""
-    contents: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        contents[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(contents, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded
-
-
 def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Write a stream of tensors of one dtype to a safetensors file as they come, none of them kept.
 
@@ -154,7 +140,7 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
         for name, tensor in tensors:
             if dtype is None:
                 dtype = tensor.dtype
-                file.write(_table_of_contents(shapes, dtype))
+                file.write(table_of_contents(shapes, str(dtype).removeprefix("torch.")))
             due_name, due_shape = next(due, (None, ()))
             assert (name, tensor.shape, tensor.dtype) == (due_name, due_shape, dtype), (
                 f"{name} {list(tensor.shape)} {tensor.dtype} came where {due_name} {list(due_shape)} {dtype} was due"

@@ -85,6 +85,10 @@ class Row:
     def is_expert(self) -> bool:
         return "{expert}" in self.megatron[0]
 
+    @property
+    def is_in_layers(self) -> bool:
+        return "{layer}" in self.hugging_face[0][0]
+
 
 def _lengths(arch: Architecture) -> dict[str, int]:
     return {
@@ -224,6 +228,8 @@ class Entry:
     row: Row
     names: tuple[str, ...]
     """Hugging Face's names of the row's tensors."""
+    layer: int = 0
+    expert: int = 0
 
     def shapes(self, arch: Architecture) -> list[Shape]:
         """Of the Hugging Face tensors."""
@@ -241,7 +247,8 @@ class Entry:
 
 
 def _entry(row: Row, layer: int, expert: int) -> Entry:
-    return Entry(row, tuple(name.format(layer=layer, expert=expert) for name, _ in row.hugging_face))
+    names = tuple(name.format(layer=layer, expert=expert) for name, _ in row.hugging_face)
+    return Entry(row, names, layer, expert)
 
 
 def lookup(name: str) -> Entry:
@@ -256,8 +263,7 @@ def lookup(name: str) -> Entry:
 def entries(arch: Architecture) -> Iterator[Entry]:
     """The whole model's, each once."""
     for row in TABLE:
-        in_layers = "{layer}" in row.hugging_face[0][0]
-        for layer in range(arch.num_hidden_layers if in_layers else 1):
+        for layer in range(arch.num_hidden_layers if row.is_in_layers else 1):
             if row.is_in(arch, layer):
                 for expert in range(arch.num_experts if row.is_expert else 1):
                     yield _entry(row, layer, expert)

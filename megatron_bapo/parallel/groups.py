@@ -60,9 +60,13 @@ class ParallelGroups:
         return self.tensor.rank == 0 and self.data_context.rank == 0
 
     @property
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    @property
     def is_main(self) -> bool:
         """Global rank 0: it talks to the rollout service and records metrics."""
-        return dist.get_rank() == 0
+        return self.global_rank == 0
 
 
 def _axis(group: Any) -> Axis:

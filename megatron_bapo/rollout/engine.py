@@ -120,11 +120,11 @@ class Engine:
         server, _ = self._running()
         await server.check_health()
 
-    async def load_weights(self, version: int) -> None:
-        """Take over a committed version from the store.
+    async def load_weights(self, version: int) -> int:
+        """Take over a committed version from the store; the bytes that vLLM's workers read there.
 
-        Raises RunError, and serves on, for a version that is not newer, not committed, or not of this model, and while
-        requests are in flight. Raises RunError, and never serves again, when the load itself fails.
+        Raises RunError, and serves on, for a version that is not newer, not committed, damaged or not of this model,
+        and while requests are in flight. Raises RunError, and never serves again, when the load itself fails.
         """
         server, current = self._running()
         if version <= current:
@@ -135,12 +135,23 @@ class Engine:
         self._policy_version = None
         try:
             async with asyncio.timeout(self._timeout_s):
+                num_bytes = await self._verify(server, version, current)
                 await server.load(self._store.folder, version)
         except TimeoutError:
             raise RunError(f"vLLM's workers did not load policy version {version} in {self._timeout_s:.0f} s") from None
+        except RunError:
+            raise
         except Exception as error:  # a failure inside vLLM's processes arrives as a bare Exception
             raise RunError(f"policy version {version} was not loaded, the engine stops serving: {error}") from error
         self._policy_version = version
+        return num_bytes
+
+    async def _verify(self, server: VllmServer, version: int, current: int) -> int:
+        try:
+            return await server.verify(self._store.folder, version)
+        except Exception as error:
+            self._policy_version = current  # no worker has touched its weights
+            raise RunError(f"policy version {version} was not loaded, {current} serves on: {error}") from error
 
     async def shutdown(self) -> None:
         """End vLLM's processes."""
@@ -169,7 +180,7 @@ class Engine:
 
     def _check_complete(self, version: int) -> None:
         # vLLM only warns about weights that did not come, and keeps the old ones.
-        found = {name: info.shape for name, info in self._store.manifest(version).tensors().items()}
+        found = self._store.plan(version).shapes
         for name in sorted(found.keys() ^ self._expected_shapes.keys()):
             raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
         for name, shape in self._expected_shapes.items():

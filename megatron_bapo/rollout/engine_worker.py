@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.weight_sync.transport import WeightStore
 
 
@@ -17,13 +19,32 @@ class WeightLoader:
 
     model_runner: Any
 
+    def verify_policy(self, store_folder: str, version: int) -> int:
+        """Compare the checksums of what this worker will read of a committed version; the number of bytes."""
+        store = WeightStore(Path(store_folder))
+        return store.verify(version, self._reader(store, version))
+
     def load_policy(self, store_folder: str, version: int) -> None:
-        """Overwrite the model's weights in place with a committed version of the store, checksums verified."""
+        """Overwrite the model's weights in place with this worker's part of a version that was verified.
+
+        vLLM's loaders cut each worker's part out of whole tensors; these are mapped, so that only the part is read.
+        """
+        store = WeightStore(Path(store_folder))
         if current_platform.is_cpu():
             _forget_expert_kernels(self.model_runner.get_model())
-        self.model_runner.reload_weights(weights_iterator=WeightStore(Path(store_folder)).read(version))
+        self.model_runner.reload_weights(weights_iterator=store.read(version, self._reader(store, version)))
         if current_platform.is_cpu() and self.model_runner.model_config.hf_config.tie_word_embeddings:
             _repack_tied_lm_head(self.model_runner.get_model())
+        store.manifest(version)  # gone if the version was overwritten meanwhile
+
+    def _reader(self, store: WeightStore, version: int) -> int | None:
+        """This worker's number in the plan; None, which stands for all parts, when the plan is for another layout."""
+        tensor, pipeline = get_tp_group(), get_pp_group()
+        expert_parallel = self.model_runner.vllm_config.parallel_config.enable_expert_parallel
+        layout = EngineLayout(tensor.world_size, pipeline.world_size, expert_parallel)
+        if store.plan(version).reader_layout != layout.name:
+            return None
+        return pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

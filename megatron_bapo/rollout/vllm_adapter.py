@@ -89,6 +89,10 @@ class VllmServer:
         except (EngineDeadError, EngineGenerateError) as error:
             raise RunError(f"vLLM failed: {error!r}; its output says why") from error
 
+    async def verify(self, store_folder: Path, version: int) -> int:
+        """Compare the checksums of a version that is to be loaded; the bytes that all workers will read."""
+        return sum(await self._llm.collective_rpc("verify_policy", args=(str(store_folder), version)))
+
     async def load(self, store_folder: Path, version: int) -> None:
         """Take over a version's weights from the store and forget every key and value of the old ones."""
         await self._llm.collective_rpc("load_policy", args=(str(store_folder), version))
@@ -123,6 +127,8 @@ def _engine_args(
         max_model_len=max_model_len,
         seed=seed,
         tensor_parallel_size=settings.tensor_parallel_size,
+        pipeline_parallel_size=settings.pipeline_parallel_size,
+        enable_expert_parallel=settings.enable_expert_parallel,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enable_prefix_caching=True,

@@ -12,10 +12,9 @@ import torch
 from megatron_bapo.config.schema import Config
 from megatron_bapo.data.packing import pack
 from megatron_bapo.model.build import PolicyModel, build_policy
-from megatron_bapo.model.hf_export import stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy
-from megatron_bapo.parallel.collectives import barrier, broadcast_from_last_stage, sum_over
+from megatron_bapo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
     copy_to_tensor_model_parallel_region,
@@ -27,7 +26,6 @@ from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_ba
 from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.speculation import Speculation
-from megatron_bapo.weight_sync.transport import WeightStore
 
 
 @dataclass(frozen=True)
@@ -157,21 +155,3 @@ def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:
         text="",
     )
     return score_trajectories(worker, [probe], temperature=1.0)[0]
-
-
-def publish_weights(worker: Worker, store: WeightStore, policy_version: int) -> None:
-    """Write this version to the weight store: each pipeline stage's leader its part, then rank 0 commits."""
-    groups = worker.groups
-    tensors = stream_tensors(worker.model, groups)
-    if groups.is_stage_leader:
-        store.write(policy_version, _writer(groups.pipeline.rank), tensors, worker.config.weight_sync.bucket_mib << 20)
-    else:
-        for _ in tensors:
-            pass
-    barrier(groups)
-    if groups.is_main:
-        store.commit(policy_version, [_writer(stage) for stage in range(groups.pipeline.size)])
-
-
-def _writer(stage: int) -> str:
-    return f"stage-{stage}"

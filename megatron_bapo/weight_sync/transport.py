@@ -1,12 +1,15 @@
 """The weight store: policy versions in a folder of shared memory, from the trainer's ranks to a host's engines.
 
-    <folder>/00000007/stage-0-00000.safetensors    one bucket
-                      stage-0.json                 one writer's buckets, written after them
-                      COMMITTED.json               all writers' buckets: from here on the version exists
+    <folder>/plan-<digest>.json             what the versions' buckets consist of
+             00000007/weights.safetensors   whole tensors; every writer fills in its slices
+                      rank-0.json           checksums of one writer's buckets, written after them
+                      COMMITTED.json        checksums of all buckets: from here on the version exists
+             spare.safetensors              the file of an older version, for the next one
 
 Both kinds of manifest appear whole or not at all (written aside, then renamed) and every bucket carries a BLAKE3
-checksum, so a process may be killed at any moment: what it left is never read. Nothing is flushed to disk, because
-nothing needs to outlive the host.
+checksum, so a process may be killed at any moment: what it left is never read. Two files take turns, because fresh
+shared memory costs several times a copy: a version that is given up loses its manifest first, and whoever reads a
+version looks for its manifest again afterwards. Nothing is flushed to disk: nothing needs to outlive the host.
 """
 
 from __future__ import annotations
@@ -16,45 +19,33 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import torch
 from blake3 import blake3
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.buckets import buckets
+from megatron_bapo.weight_sync.plan import NUM_THREADS, Slice, WeightPlan
+from megatron_bapo.weight_sync.version_file import VersionReader, VersionWriter, create, file_bytes, raw_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megatron-bapo-"
 COMMITTED = "COMMITTED.json"
+WEIGHTS = "weights.safetensors"
+SPARE = "spare.safetensors"
 OWNER = "OWNER.lock"
-HEADER_BYTES = 1 << 20
-"""Room kept for a bucket's safetensors header."""
+FILES = "FILES.lock"
 
-
-@dataclass(frozen=True)
-class TensorInfo:
-    shape: tuple[int, ...]
-    dtype: str
-    """As PyTorch spells it, without `torch.`."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One safetensors file of a version."""
-
-    file: str
-    num_bytes: int
-    checksum: str
-    """BLAKE3 of the whole file, hex."""
-    tensors: dict[str, TensorInfo]
+T = TypeVar("T")
+Read = Callable[[Slice], torch.Tensor]
+Checksums = dict[int, str]
+"""Number of the bucket in the plan -> BLAKE3 of its slices' bytes, hex."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,32 @@ class Manifest:
     """What a committed version consists of."""
 
     version: int
-    total_bytes: int
-    buckets: tuple[Bucket, ...]
+    plan: str
+    """Digest of the plan."""
+    host: int
+    """This store's host in the plan."""
+    checksums: Checksums
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: info for bucket in self.buckets for name, info in bucket.tensors.items()}
+
+class Filling:
+    """Writes buckets into the file of a version, several threads at once if need be, and keeps their checksums."""
+
+    def __init__(self, plan: WeightPlan, file: VersionWriter) -> None:
+        self._plan, self._file = plan, file
+        self.checksums: Checksums = {}
+
+    def write(self, number: int, tensors: Iterable[torch.Tensor]) -> int:
+        """Write the values of a bucket's slices, one copied at a time; the number of bytes."""
+        hasher, num_bytes = blake3(), 0
+        for part, tensor in zip(self._plan.buckets[number].slices, tensors, strict=True):
+            value = tensor.detach().cpu().contiguous()
+            assert str(value.dtype) == f"torch.{self._plan.dtype}", f"{part.name} is {value.dtype}"
+            assert value.shape == part.box.shape, f"{part} came as {list(value.shape)}"
+            hasher.update(raw_bytes(value))
+            self._file.write(part, value)
+            num_bytes += value.nbytes
+        self.checksums[number] = hasher.hexdigest()
+        return num_bytes
 
 
 class WeightStore:
@@ -100,46 +112,57 @@ class WeightStore:
         """The committed versions, oldest first."""
         return sorted(int(manifest.parent.name) for manifest in self.folder.glob(f"*/{COMMITTED}"))
 
-    def write(
-        self, version: int, writer_name: str, named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
-    ) -> list[Bucket]:
-        """Write one writer's part of a version; at most `bucket_bytes`, or one larger tensor, is held at a time.
+    def write(self, version: int, plan: WeightPlan, rank: int, read: Read) -> int:
+        """Write what a trainer rank gives to its host's store; the number of bytes.
 
-        Raises RunError when the version is not newer than the committed ones, or memory does not suffice.
+        `read` gives the value of a slice, on any device; `NUM_THREADS` of them are copied at a time. Raises RunError
+        when the version is not newer than the committed ones, or memory does not suffice.
         """
+        with self.filling(version, plan, plan.sender_hosts[rank], f"rank-{rank}") as filling:
+            return sum(in_threads(lambda i: filling.write(i, map(read, plan.buckets[i].slices)), plan.sent_by(rank)))
+
+    @contextmanager
+    def filling(self, version: int, plan: WeightPlan, host: int, writer_name: str) -> Iterator[Filling]:
+        """Write buckets of a version one by one; they count once all that this writer has to write is there."""
         self._refuse_stale(version)
         folder = self._version_folder(version)
-        folder.mkdir(mode=0o700, exist_ok=True)
         manifest = folder / f"{writer_name}.json"
         # A writer that starts over must not be taken for complete meanwhile.
         manifest.unlink(missing_ok=True)
-        written = []
-        for index, bucket in enumerate(buckets(named_tensors, bucket_bytes)):
-            written.append(_write_bucket(folder / f"{writer_name}-{index:05d}.safetensors", bucket))
-        _write_json(manifest, [asdict(bucket) for bucket in written])
-        return written
+        self._prepare(version, plan, host)
+        plan_file = self.folder / f"plan-{plan.digest}.json"
+        if not plan_file.exists():
+            _write_json(plan_file, plan.to_json())
+        with closing(VersionWriter(folder / WEIGHTS, plan.shapes, plan.dtype)) as file:
+            yield (filling := Filling(plan, file))
+        _write_json(manifest, {"plan": plan.digest, "checksums": filling.checksums})
 
-    def commit(self, version: int, writers: Sequence[str]) -> Manifest:
-        """Make a version readable, once all its writers are done.
+    def commit(self, version: int, plan: WeightPlan, host: int = 0) -> Manifest:
+        """Make a version readable, once all that this host needs is there.
 
-        Raises RunError when the version is not newer than the committed ones, a writer's manifest is missing, or two
-        tensors have one name.
+        Raises RunError when the version is not newer than the committed ones, or a bucket is missing.
         """
         self._refuse_stale(version)
-        folder = self._version_folder(version)
-        missing = [writer for writer in writers if not (folder / f"{writer}.json").is_file()]
-        if missing:
+        checksums = self.written(version, plan)
+        if missing := sorted(set(plan.needed_on(host)) - checksums.keys()):
+            senders = sorted({plan.buckets[number].sender for number in missing})
             raise RunError(
-                f"policy version {version} is incomplete: nothing complete from {', '.join(missing)}; every writer "
-                "must have returned from its write before the commit"
+                f"policy version {version} is incomplete: nothing complete from trainer rank "
+                f"{', '.join(map(str, senders))}; every writer must have returned from its write before the commit"
             )
-        parts = [_bucket(entry) for writer in writers for entry in _read_json(folder / f"{writer}.json")]
-        twice = [name for name, count in Counter(name for part in parts for name in part.tensors).items() if count > 1]
-        if twice:
-            raise RunError(f"policy version {version} has tensor {twice[0]} twice; every name belongs to one writer")
-        manifest = Manifest(version, sum(part.num_bytes for part in parts), tuple(parts))
-        _write_json(folder / COMMITTED, asdict(manifest))
-        return manifest
+        content = {"version": version, "plan": plan.digest, "host": host, "checksums": checksums}
+        _write_json(self._version_folder(version) / COMMITTED, content)
+        return self.manifest(version)
+
+    def written(self, version: int, plan: WeightPlan) -> Checksums:
+        """The buckets that are completely written by this plan, committed or not."""
+        parts = [_read_json(file) for file in self._version_folder(version).glob("*.json") if file.name != COMMITTED]
+        return {
+            int(number): checksum
+            for part in parts
+            if part["plan"] == plan.digest
+            for number, checksum in part["checksums"].items()
+        }
 
     def manifest(self, version: int) -> Manifest:
         """What a version consists of; RunError when it is not committed."""
@@ -149,23 +172,109 @@ class WeightStore:
             raise RunError(
                 f"policy version {version} is not committed; {self.folder} holds {self.versions()}"
             ) from None
-        return Manifest(content["version"], content["total_bytes"], tuple(map(_bucket, content["buckets"])))
+        checksums = {int(number): checksum for number, checksum in content["checksums"].items()}
+        return Manifest(content["version"], content["plan"], content["host"], checksums)
 
-    def read(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a committed version, memory-mapped, in the order in which they were written.
+    def plan(self, version: int) -> WeightPlan:
+        """The plan that a committed version was written by."""
+        return _read_plan(self.folder / f"plan-{self.manifest(version).plan}.json")
 
-        Raises RunError when the version is not committed, and, on reaching it, for a bucket that is damaged.
+    def open(self, version: int) -> VersionReader:
+        """The file of a version, complete or not."""
+        return VersionReader(self._version_folder(version) / WEIGHTS)
+
+    def verify(self, version: int, reader: int | None = None) -> int:
+        """Compare the checksums of the buckets that an engine rank reads, or of all; the number of bytes.
+
+        Raises RunError for a version that is not committed, and for a bucket that is damaged.
         """
-        return _read_buckets(self._version_folder(version), self.manifest(version).buckets)
+        manifest, plan = self.manifest(version), self.plan(version)
+        numbers = _read_numbers(plan, manifest.host, reader)
+        try:
+            file = self.open(version)
+        except Exception as error:  # safetensors has an error class of its own for a file that was cut
+            raise self._damaged(version, "the file", error) from error
+
+        def verify_bucket(number: int) -> int:
+            hasher, num_bytes = blake3(), 0
+            for part in plan.buckets[number].slices:
+                hasher.update(data := raw_bytes(file.slice(part)))
+                num_bytes += len(data)
+            found = hasher.hexdigest()
+            if found != manifest.checksums[number]:
+                names = ", ".join(sorted({part.name for part in plan.buckets[number].slices})[:3])
+                raise self._damaged(
+                    version, f"bucket {number} ({names}, ...)", f"expected {manifest.checksums[number]}, found {found}"
+                )
+            return num_bytes
+
+        return sum(in_threads(verify_bucket, numbers))
+
+    def read(self, version: int, reader: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a committed version that an engine rank needs, memory-mapped, neighbours of a layer together.
+
+        Of each tensor only that rank's part is sure to be there, without `reader` all that this host has. `verify`
+        comes before it, `manifest` afterwards: a version that is still there was not overwritten.
+        """
+        manifest, plan = self.manifest(version), self.plan(version)
+        numbers = _read_numbers(plan, manifest.host, reader)
+        file = self.open(version)
+        for name in sorted({part.name for number in numbers for part in plan.buckets[number].slices}):
+            yield name, file.tensor(name)
 
     def discard_before(self, version: int) -> None:
-        """Delete older versions, unfinished ones included; the newest committed one always stays."""
+        """Give up older versions, unfinished ones included; the newest committed one always stays."""
         keep = min([version, *self.versions()[-1:]])
-        for folder in self.folder.iterdir():
-            if folder.is_dir() and int(folder.name) < keep:
-                # Half a deletion must not look like a version.
-                (folder / COMMITTED).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+        with self._files_locked():
+            for folder in self.folder.iterdir():
+                if folder.is_dir() and int(folder.name) < keep:
+                    self._give_up(folder)
+
+    def _give_up(self, folder: Path) -> None:
+        # Half a version must not look like one, and what is overwritten must not look unchanged.
+        (folder / COMMITTED).unlink(missing_ok=True)
+        for manifest in folder.glob("*.json"):
+            manifest.unlink()
+        with suppress(FileNotFoundError):
+            (folder / WEIGHTS).rename(self.folder / SPARE)
+        shutil.rmtree(folder)
+
+    def _prepare(self, version: int, plan: WeightPlan, host: int) -> None:
+        """Make the version's file, by the first of its writers."""
+        path = self._version_folder(version) / WEIGHTS
+        with self._files_locked():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            if path.exists():
+                return
+            for older in self.folder.iterdir():
+                if older.is_dir() and int(older.name) < version and not (older / COMMITTED).exists():
+                    self._give_up(older)  # its writers were killed
+            size, spare = file_bytes(plan.shapes, plan.dtype), self.folder / SPARE
+            if spare.exists() and spare.stat().st_size != size:
+                spare.unlink()
+            aside = spare if spare.exists() else path.with_suffix(".partial")
+            names = {part.name for number in plan.stored_on(host) for part in plan.buckets[number].slices}
+            try:
+                create(aside, plan.shapes, plan.dtype, sorted(names))
+            except OSError as error:
+                aside.unlink(missing_ok=True)
+                free_bytes = shutil.disk_usage(self.folder).free
+                raise RunError(
+                    f"the weight store needs {size / 2**20:.0f} MiB for policy version {version}, {self.folder} has "
+                    f"{free_bytes / 2**20:.0f} MiB left ({error.strerror}); give shared memory more room (in a "
+                    "container: --shm-size, at least twice the model's size)"
+                ) from None
+            aside.rename(path)
+
+    @contextmanager
+    def _files_locked(self) -> Iterator[None]:
+        """Writers are processes of their own; the kernel releases the lock of one that dies."""
+        descriptor = os.open(self.folder / FILES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     def _version_folder(self, version: int) -> Path:
         return self.folder / f"{version:08d}"
@@ -175,51 +284,36 @@ class WeightStore:
         if newest is not None and version <= newest:
             raise RunError(f"policy version {version} is stale: the store already has {newest}, and versions only grow")
 
-
-def _write_bucket(path: Path, bucket: dict[str, Tensor]) -> Bucket:
-    num_bytes = sum(tensor.nbytes for tensor in bucket.values())
-    free_bytes = shutil.disk_usage(path.parent).free
-    if free_bytes < num_bytes + HEADER_BYTES:
-        raise RunError(
-            f"the weight store needs {num_bytes / 2**20:.0f} MiB for {path.name}, {path.parent} has "
-            f"{free_bytes / 2**20:.0f} MiB left; give shared memory more room (in a container: --shm-size, at least "
-            "twice the model's size)"
+    def _damaged(self, version: int, what: str, why: object) -> RunError:
+        return RunError(
+            f"policy version {version} in {self.folder} is damaged: {what}: {why}; publish the weights again"
         )
-    save_file({name: tensor.contiguous() for name, tensor in bucket.items()}, path)
-    tensors = {name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in bucket.items()}
-    return Bucket(path.name, num_bytes, _checksum(path), tensors)
 
 
-def _read_buckets(folder: Path, parts: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
-    for part in parts:
-        path = folder / part.file
-        found = _checksum(path) if path.is_file() else "no file"
-        if found != part.checksum:
-            raise RunError(
-                f"{path} is damaged: expected BLAKE3 {part.checksum}, found {found}; publish the weights again"
-            )
-        with safe_open(path, "pt") as file:
-            for name in part.tensors:
-                yield name, file.get_tensor(name)
+def in_threads(task: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+    """What the task gives for each number; raises the first error. Checksums and copies do not hold Python's lock."""
+    with ThreadPoolExecutor(NUM_THREADS) as pool:  # of one call: a process that is forked later has no threads
+        return list(pool.map(task, numbers))
 
 
-def _checksum(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest()
+def _read_numbers(plan: WeightPlan, host: int, reader: int | None) -> Sequence[int]:
+    return plan.needed_on(host) if reader is None else plan.read_by(reader, host)
+
+
+@cache
+def _read_plan(path: Path) -> WeightPlan:
+    """Its name is its digest, so it never changes."""
+    return WeightPlan.from_json(_read_json(path))
 
 
 def _write_json(path: Path, content: object) -> None:
-    aside = path.with_suffix(".partial")
+    aside = path.with_suffix(f".{os.getpid()}.partial")
     aside.write_text(json.dumps(content))
     aside.replace(path)
 
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _bucket(entry: dict[str, Any]) -> Bucket:
-    tensors = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in entry["tensors"].items()}
-    return Bucket(entry["file"], entry["num_bytes"], entry["checksum"], tensors)
 
 
 def _remove_abandoned(parent: Path) -> None:

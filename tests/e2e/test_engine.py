@@ -27,6 +27,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
 from megatron_bapo.weight_sync.transport import WeightStore
 from tests.tolerances import ENGINE_LOG_PROB
+from tests.unit.weight_sync.examples import publish
 
 VOCABULARY = ["<eos>", *map(chr, range(ord(" "), ord("~") + 1))]
 END = VOCABULARY.index("<eos>")
@@ -60,6 +61,10 @@ EXPERTS = Qwen3MoeConfig(
 def create_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<eos>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -79,8 +84,7 @@ class Running:
         return self.wait_for(self.engine.generate(request(prompt, n=n, temperature=temperature, seed=seed)))
 
     def publish(self, version: int) -> None:
-        self.store.write(version, "trainer", exported(self.model).items(), bucket_bytes=64 << 10)
-        self.store.commit(version, ["trainer"])
+        publish(self.store, version, exported(self.model))
 
     def perturb(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -247,8 +251,7 @@ def test_weights_that_are_stale_uncommitted_or_incomplete_are_refused_and_the_en
         ),
     }
     for version, (tensors, message) in broken.items():
-        run.store.write(version, "trainer", tensors.items(), 1 << 20)
-        run.store.commit(version, ["trainer"])
+        publish(run.store, version, tensors)
         with pytest.raises(RunError, match=message):
             run.wait_for(run.engine.load_weights(version))
     run.assert_engine_has_the_models_weights()
@@ -267,21 +270,42 @@ def test_weights_are_not_exchanged_under_requests_in_flight(run: Running):
     run.wait_for(load_while_generating())
 
 
-def test_after_a_damaged_store_the_engine_serves_nothing(run: Running):
+def test_a_damaged_version_is_refused_and_the_engine_serves_the_old_one_on(run: Running):
+    run.perturb(seed=60)
     run.publish(60)
-    damaged = sorted(run.store.folder.rglob("00000060/*.safetensors"))[-1]
+    damaged = run.store.folder / "00000060" / "weights.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(RunError, match=f"60 was not loaded, the engine stops serving: .*{damaged.name} is damaged"):
+    with pytest.raises(RunError, match=r"60 was not loaded, 2 serves on: .* is damaged: bucket"):
         run.wait_for(run.engine.load_weights(60))
+    assert run.generate(LONG_PROMPT).policy_version == 2
+    run.publish(61)
+    run.wait_for(run.engine.load_weights(61))
+    run.assert_engine_has_the_models_weights()
+
+
+def test_after_a_version_that_is_given_up_under_the_engines_hands_it_serves_nothing(
+    run: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """Its file is taken for a newer version, so what a worker has read of it may be a mixture."""
+    run.publish(62)
+    run.publish(63)
+    load = run.engine._server.load
+
+    async def too_late(store_folder: Path, version: int) -> None:
+        run.store.discard_before(63)
+        await load(store_folder, version)
+
+    monkeypatch.setattr(run.engine._server, "load", too_late)
+    with pytest.raises(RunError, match=r"62 was not loaded, the engine stops serving: .*62 is not committed"):
+        run.wait_for(run.engine.load_weights(62))
     with pytest.raises(RunError, match="no known weights"):
         run.generate(LONG_PROMPT)
     with pytest.raises(RunError, match="no known weights"):
         run.wait_for(run.engine.score(LONG_PROMPT))
-    run.publish(61)
     with pytest.raises(RunError, match="no known weights"):
-        run.wait_for(run.engine.load_weights(61))
+        run.wait_for(run.engine.load_weights(63))
 
 
 def test_a_mixture_of_experts_takes_over_new_weights(tmp_path: Path):

@@ -98,7 +98,8 @@ def open_to_the_network(family: list[psutil.Process]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A run that Ctrl-C stops after its first step and that the same command then completes."""
+    """A run that Ctrl-C stops after its first step and that the same command then completes, but for the weights' way:
+    now the engine loads from a store of its own."""
     run_dir, stores_before = tmp_path_factory.mktemp("e2e") / "run", weight_stores()
     process = start(run_dir)
     wait_for_step(run_dir, 1)
@@ -111,7 +112,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "listening": listening,
         "steps_before": train_steps(run_dir),
         "left": leftovers(family, stores_before),
-        "second": finish(start(run_dir)),
+        "second": finish(start(run_dir, "weight_sync.engine_store=own", "weight_sync.full_every=2")),
     }
 
 
@@ -141,6 +142,9 @@ def test_every_sync_is_proven_by_the_probe(resumed: dict) -> None:
     assert all(row["training/rollout_probs_diff_max"] < ENGINE_LOG_PROB for row in rows)
     versions = [row["training/policy_version"] for row in rows]
     assert versions == sorted(set(versions))
+    relayed = [row["weight_sync/relay_bytes"] for row in rows]
+    assert relayed[0] == 0
+    assert all(0 < num_bytes < 1.01 * rows[0]["weight_sync/store_bytes"] for num_bytes in relayed[-1:])
 
 
 def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:

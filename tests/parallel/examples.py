@@ -32,6 +32,16 @@ def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packi
     )
 
 
+def with_offload_and_reference(config: Config) -> Config:
+    """Adam's state in host memory, and a frozen policy beside the trained one."""
+    return config.model_copy(
+        update={
+            "optimizer": config.optimizer.model_copy(update={"cpu_offload": True}),
+            "algorithm": config.algorithm.model_copy(update={"kl_loss_coef": 0.1}),
+        }
+    )
+
+
 def make_examples(vocab_size: int) -> list[Example]:
     """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds."""
     rng = np.random.default_rng(0)

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "heavy: []" in result.stdout
-    for command in ("train", "report", "doctor"):
+    for command in ("train", "plan", "report", "doctor"):
         assert command in result.stdout
 
 
@@ -122,3 +123,78 @@ def test_the_package_runs_as_a_module(config_file: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "seed=x: must be a whole number" in result.stderr
+
+
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+
+
+def test_plan_says_that_a_recipe_fits_without_its_model_and_prompts_being_here() -> None:
+    result = invoke("plan", RECIPES / "r1-distill-qwen-32b_64gpus.yaml")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "fits on 64 H100"
+    assert "32.76B parameters" in result.stdout
+    assert "* is the worst" in result.stdout
+
+
+def test_plan_exits_with_2_where_it_does_not_fit_and_prints_overrides_with_which_it_does() -> None:
+    recipe, broken = RECIPES / "qwen2.5-7b_8gpus.yaml", "trainer.max_tokens_per_gpu=40000"
+    result = invoke("plan", recipe, broken)
+    assert result.exit_code == 2
+    assert "pipeline stage 0 (ranks 0 to 7) needs" in result.stdout
+    *_, title, advised = result.stdout.splitlines()
+    assert title == "this would fit:"
+    assert invoke("plan", recipe, broken, *advised.split()).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["parallel.world_size=6", "parallel.tensor_model_parallel_size=4"],
+            "parallel.world_size=6 must be a multiple of tensor_model_parallel_size=4",
+        ),
+        (["parallel.pipeline_model_parallel_size=8"], "num_hidden_layers=28 must be a multiple of"),
+        (["rollout.n=3"], "trainer.train_batch_size=4096 counts trajectories and must be a multiple of rollout.n=3"),
+        (["model.path=models/Mystery-9B"], "Mystery-9B is not among the models whose shape is known"),
+    ],
+    ids=str,
+)
+def test_plan_names_the_fields_of_sizes_that_do_not_go_together(overrides: list[str], expected: str) -> None:
+    result = invoke("plan", RECIPES / "qwen2.5-7b_8gpus.yaml", *overrides)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_a_search_prints_the_fastest_layouts_and_the_overrides_of_the_first() -> None:
+    recipe, on_four = RECIPES / "qwen2.5-7b_8gpus.yaml", ["--num-gpus", "4", "--gpu", "H200"]
+    result = invoke("plan", recipe, "--search", *on_four)
+    assert result.exit_code == 0
+    assert "layouts fit on 4 H200; the fastest" in result.stdout
+    overrides = result.stdout.splitlines()[-1].split()
+    assert invoke("plan", recipe, *overrides, "--gpu", "H200").exit_code == 0
+    ranked = json.loads(invoke("plan", recipe, "--search", *on_four, "--json").stdout)
+    assert ranked[0]["overrides_that_fit"] == overrides
+    assert {plan["num_gpus"] for plan in ranked} == {4}
+    assert invoke("plan", RECIPES / "qwen2.5-32b_8gpus.yaml", "--search", "--num-gpus", "1").exit_code == 2
+
+
+def test_a_plan_for_programs_has_bytes_and_seconds() -> None:
+    plan = json.loads(invoke("plan", RECIPES / "qwen2.5-7b_8gpus.yaml", "--json", "--efficiency", "0.4").stdout)
+    assert plan["fits"]
+    assert plan["parameters"] == 7_615_616_512
+    (stage,) = plan["stages"]
+    assert stage["state"]["parameters"] < stage["peak_while_training"] < 79.2 * 2**30
+    assert plan["assumptions"]["compute_efficiency"] == 0.4
+
+
+def test_a_plan_shows_what_a_weight_sync_moves(config_file: Path) -> None:
+    layout = ("parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2")
+    result = invoke("plan", config_file, *layout, "--weights", "--ranks-per-host", "2", "--placement", "separate")
+    assert result.exit_code == 0, result.output
+    # 4 layers, hidden 128, MLP 384, 4 query and 2 key/value heads of 32, vocabulary 320, q/k norms; float32.
+    layer = 128 * (128 + 2 * 64 + 128) + 3 * 128 * 384 + 2 * 32 + 2 * 128
+    size = 4 * (4 * layer + 320 * 128 + 128)
+    assert f"weight sync: {size / 2**20:.3f} MiB in 46 tensors" in result.stdout
+    assert f"{size / 2**20:.3f} MiB cross the network" in result.stdout
+    for words in ("rank 1 │ host 1 │ network", "host 1 │ engine rank 1 │ memory", "parameters and buckets"):
+        assert words in result.stdout

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
-from megatron_bapo.algorithm.policy_loss import policy_loss
-from megatron_bapo.config.algorithm import ClipBoundsSettings
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
+from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics
 from tests.unit.trainer.test_token_reservoir import example
@@ -14,7 +14,8 @@ from tests.unit.trainer.test_token_reservoir import example
 LOG_RATIO = [0.5, -1.0, 0.1, float("nan"), 3.0]
 ADVANTAGES = [1.0, -2.0, -1.0, 1.0, 2.0]
 WEIGHTS = [1.0, 1.0, 1.0, 1.0, 0.0]
-LOW, HIGH = 0.8, 1.2
+LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
+BAPO = AlgorithmConfig()
 
 
 def metrics(log_ratio: list[float], advantages: list[float], weights: list[float]) -> dict[str, float]:
@@ -22,8 +23,10 @@ def metrics(log_ratio: list[float], advantages: list[float], weights: list[float
         torch.tensor(values, dtype=torch.float64) for values in (log_ratio, advantages, weights)
     )
     behaviour = torch.full_like(ratio, -1.0)
-    loss, sums = policy_loss(behaviour + ratio, behaviour, advantage, weight, torch.tensor(LOW), torch.tensor(HIGH))
-    return scalars(loss_metrics(loss, weight, sums, torch.ones_like(ratio), ratio))
+    current, entropy = behaviour + ratio, torch.ones_like(ratio)
+    tokens = LossTokens(behaviour, advantage, weight)
+    loss = policy_loss(current, entropy, tokens, LOW, HIGH, BAPO)
+    return scalars(loss_metrics(loss, weight, policy_statistics(current, tokens, LOW, HIGH, BAPO), entropy, ratio))
 
 
 def test_absent_and_dropped_tokens_show_in_no_metric_but_their_count():
@@ -44,7 +47,8 @@ def test_a_micro_batch_of_padding_has_no_largest_ratio():
 def test_the_share_of_the_loss_is_the_share_that_the_bounds_were_found_with():
     ratio, advantages = torch.tensor([0.5, -1.0, 0.1, 2.0]), torch.tensor([1.0, -2.0, -1.0, 0.5])
     bounds = find_clip_bounds(ratio, advantages, ClipBoundsSettings())
-    _, sums = policy_loss(ratio, torch.zeros(4), advantages, torch.ones(4), bounds.low, bounds.high)
+    tokens = LossTokens(torch.zeros(4), advantages, torch.ones(4))
+    sums = policy_statistics(ratio, tokens, bounds.low, bounds.high, BAPO)
 
     found = scalars(bounds_metrics(bounds))
     of_loss = {name: float(getattr(sums, name)) for name in ("positive_sum", "negative_sum")}

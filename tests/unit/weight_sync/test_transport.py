@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.transport import WeightStore
+from tests.unit.weight_sync.examples import halves, publish, reading, whole_tensors
 
 KIB = 1024
 
@@ -23,33 +26,65 @@ def store(tmp_path: Path) -> Iterator[WeightStore]:
     store.close()
 
 
-def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor], bucket_bytes: int = KIB) -> None:
-    store.write(version, "stage-0", tensors.items(), bucket_bytes)
-    store.commit(version, ["stage-0"])
-
-
-def bucket_files(store: WeightStore) -> list[Path]:
+def weight_files(store: WeightStore) -> list[Path]:
     return sorted(store.folder.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_what_was_written_is_read_bit_for_bit_and_in_order(store: WeightStore, dtype: torch.dtype):
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"z": (3, 5), "a": (), "larger_than_a_bucket": (40, 64), "empty": (0, 4), "m": (7,)}
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    publish(store, 3, tensors)
-    read = dict(store.read(3))
-    assert list(read) == list(tensors)
+def random(shapes: dict[str, tuple[int, ...]], seed: int = 0, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_written_is_read_bit_for_bit_and_any_tool_can_read_it(store: WeightStore, dtype: torch.dtype):
+    shapes = {"z": (3, 5), "a": (), "larger_than_a_bucket": (40, 64), "m": (7,)}
+    tensors = random(shapes, dtype=dtype)
+    publish(store, 3, tensors, bucket_bytes=KIB)
+    (file,) = weight_files(store)
+    for read in (dict(store.read(3)), load_file(file)):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert read[name].dtype == dtype
+            assert read[name].shape == tensor.shape
+            assert bits(read[name]).equal(bits(tensor))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("reader_dim", [0, 1])
+def test_several_ranks_fill_one_tensor_and_each_reader_verifies_only_its_half(
+    store: WeightStore, dim: int, reader_dim: int
+):
+    tensors = random({"w": (8, 6), "v": (4, 10)})
+    plan = halves({name: tuple(tensor.shape) for name, tensor in tensors.items()}, dim=dim, reader_dim=reader_dim)
+    written = [store.write(1, plan, rank, reading(tensors)) for rank in (1, 0)]
+    store.commit(1, plan)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    assert written == [total // 2] * 2
+    assert [store.verify(1, reader) for reader in (0, 1)] == [total // 2] * 2
+    assert store.verify(1) == total
+    assert all(tensor.equal(tensors[name]) for name, tensor in store.read(1))
+    content = load_file(weight_files(store)[0])
+    content["w"].narrow(reader_dim, 0, 2).fill_(7.0)  # in the half of reader 0
+    _overwrite(weight_files(store)[0], content)
+    assert store.verify(1, 1) == total // 2
+    with pytest.raises(RunError, match=r"is damaged: bucket \d"):
+        store.verify(1, 0)
+
+
+def _overwrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The tensors' bytes only: the header stays."""
+    data = file.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:size])
+    content = bytearray(data)
     for name, tensor in tensors.items():
-        assert read[name].dtype == dtype
-        assert read[name].shape == tensor.shape
-        assert read[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
-
-
-def test_a_tensor_larger_than_a_bucket_has_a_file_of_its_own(store: WeightStore):
-    tensors = {"small": torch.ones(10), "large": torch.ones(1000), "last": torch.ones(10)}
-    written = store.write(1, "stage-0", tensors.items(), KIB)
-    assert [list(bucket.tensors) for bucket in written] == [["small"], ["large"], ["last"]]
+        start, stop = header[name]["data_offsets"]
+        content[size + start : size + stop] = bits(tensor).numpy().tobytes()
+    file.write_bytes(content)
 
 
 def test_views_of_one_buffer_and_transposed_views_are_written(store: WeightStore):
@@ -60,103 +95,143 @@ def test_views_of_one_buffer_and_transposed_views_are_written(store: WeightStore
     assert read["transposed"].equal(torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
 
 
-def test_the_manifest_names_every_writers_tensors_and_all_bytes(store: WeightStore):
-    store.write(5, "stage-0", [("embed", torch.ones(4, 2))], KIB)
-    store.write(5, "stage-1", [("head", torch.ones(3, dtype=torch.bfloat16))], KIB)
-    assert store.commit(5, ["stage-0", "stage-1"]) == store.manifest(5)
-    assert store.manifest(5).total_bytes == 4 * 2 * 4 + 3 * 2
-    found = {name: (info.shape, info.dtype) for name, info in store.manifest(5).tensors().items()}
-    assert found == {"embed": ((4, 2), "float32"), "head": ((3,), "bfloat16")}
+def test_the_tensors_of_a_module_come_together(store: WeightStore):
+    names = ["layers.0.q", "layers.1.q", "layers.0.k", "layers.1.k"]
+    publish(store, 1, {name: torch.ones(2) for name in names})
+    assert [name for name, _ in store.read(1)] == sorted(names)
 
 
 @pytest.mark.parametrize("version", [6, 7])
 def test_versions_only_grow(store: WeightStore, version: int):
-    publish(store, 7, {"w": torch.ones(1)})
+    tensors = {"w": torch.ones(1)}
+    plan = publish(store, 7, tensors)
     with pytest.raises(RunError, match=f"version {version} is stale: the store already has 7"):
-        store.write(version, "stage-0", [("w", torch.zeros(1))], KIB)
+        store.write(version, plan, 0, reading(tensors))
     with pytest.raises(RunError, match=f"version {version} is stale"):
-        store.commit(version, ["stage-0"])
+        store.commit(version, plan)
     assert dict(store.read(7))["w"].item() == 1
 
 
-def test_a_flipped_bit_is_found_and_the_file_is_named(store: WeightStore):
+@pytest.mark.parametrize(
+    "damage", [lambda file: os.truncate(file, 50), Path.unlink, lambda file: file.write_bytes(b"")],
+    ids=["truncated", "deleted", "emptied"],
+)  # fmt: skip
+def test_a_truncated_or_deleted_file_is_found(store: WeightStore, damage):
     publish(store, 1, {"w": torch.ones(100)})
-    (file,) = bucket_files(store)
+    damage(weight_files(store)[0])
+    with pytest.raises(RunError, match=r"version 1 in .* is damaged"):
+        store.verify(1)
+
+
+def test_a_flipped_bit_is_found_and_the_bucket_is_named(store: WeightStore):
+    publish(store, 1, {"v": torch.ones(100), "w": torch.ones(100)}, bucket_bytes=400)
+    (file,) = weight_files(store)
     content = bytearray(file.read_bytes())
     content[-7] ^= 1
     file.write_bytes(content)
-    (expected,) = (bucket.checksum for bucket in store.manifest(1).buckets)
-    with pytest.raises(
-        RunError, match=rf"stage-0-00000\.safetensors is damaged: expected BLAKE3 {expected}, found \w+"
-    ):
-        list(store.read(1))
-
-
-@pytest.mark.parametrize("damage", [lambda file: os.truncate(file, 50), Path.unlink], ids=["truncated", "deleted"])
-def test_a_truncated_or_deleted_file_is_found(store: WeightStore, damage):
-    publish(store, 1, {"w": torch.ones(100)})
-    damage(bucket_files(store)[0])
-    with pytest.raises(RunError, match="is damaged"):
-        list(store.read(1))
+    expected = store.manifest(1).checksums[1]
+    with pytest.raises(RunError, match=rf"damaged: bucket 1 \(w, ...\): expected {expected}, found \w+"):
+        store.verify(1)
 
 
 def test_a_commit_without_all_writers_names_those_that_are_missing(store: WeightStore):
-    store.write(1, "stage-0", [("w", torch.ones(1))], KIB)
-    with pytest.raises(RunError, match="nothing complete from stage-1, stage-2"):
-        store.commit(1, ["stage-0", "stage-1", "stage-2"])
+    tensors = random({"w": (4, 4)})
+    plan = halves({"w": (4, 4)}, dim=0, reader_dim=0)
+    store.write(1, plan, 0, reading(tensors))
+    with pytest.raises(RunError, match="nothing complete from trainer rank 1;"):
+        store.commit(1, plan)
     assert store.versions() == []
 
 
-def test_two_writers_of_one_tensor_are_refused(store: WeightStore):
-    for writer in ("stage-0", "stage-1"):
-        store.write(1, writer, [("shared", torch.ones(1))], KIB)
-    with pytest.raises(RunError, match="has tensor shared twice"):
-        store.commit(1, ["stage-0", "stage-1"])
-
-
-def test_one_writer_with_a_tensor_twice_in_different_buckets_is_refused(store: WeightStore):
-    store.write(1, "stage-0", [("w", torch.ones(100)), ("w", torch.ones(100))], 100)
-    with pytest.raises(RunError, match="has tensor w twice"):
-        store.commit(1, ["stage-0"])
+def test_what_another_layout_left_of_the_same_version_does_not_count(store: WeightStore):
+    """A trainer that was killed in a sync comes back with other ranks and publishes that version again."""
+    old, new = random({"w": (4, 4)}, seed=1), random({"w": (4, 4)}, seed=2)
+    before = halves({"w": (4, 4)}, dim=0, reader_dim=0)
+    for rank in (0, 1):
+        store.write(1, before, rank, reading(old))
+    after = whole_tensors(new)
+    with pytest.raises(RunError, match="nothing complete from trainer rank 0;"):
+        store.commit(1, after)
+    store.write(1, after, 0, reading(new))
+    store.commit(1, after)
+    store.verify(1)
+    assert dict(store.read(1))["w"].equal(new["w"])
 
 
 def test_an_uncommitted_version_cannot_be_read(store: WeightStore):
-    store.write(2, "stage-0", [("w", torch.ones(1))], KIB)
+    tensors = {"w": torch.ones(1)}
+    store.write(2, whole_tensors(tensors), 0, reading(tensors))
     with pytest.raises(RunError, match="version 2 is not committed"):
-        store.read(2)
+        store.verify(2)
+    with pytest.raises(RunError, match="version 2 is not committed"):
+        next(store.read(2))
 
 
 def test_a_write_that_fails_halfway_is_not_taken_for_complete_even_after_a_complete_one(store: WeightStore):
-    def export():
-        yield "a", torch.ones(400)
-        raise KeyboardInterrupt
+    tensors = {"a": torch.zeros(400), "b": torch.zeros(400)}
+    plan = whole_tensors(tensors, KIB)
 
-    store.write(1, "stage-0", [("a", torch.zeros(400)), ("b", torch.zeros(400))], KIB)
+    def failing(part):
+        if part.name == "b":
+            raise KeyboardInterrupt
+        return tensors["a"][part.box.start[0] : part.box.stop[0]]
+
+    store.write(1, plan, 0, reading(tensors))
     with pytest.raises(KeyboardInterrupt):
-        store.write(1, "stage-0", export(), KIB)
-    with pytest.raises(RunError, match="nothing complete from stage-0"):
-        store.commit(1, ["stage-0"])
-    publish(store, 1, {"a": torch.full((400,), 2.0)})
-    assert {name: tensor.mean().item() for name, tensor in store.read(1)} == {"a": 2.0}
+        store.write(1, plan, 0, failing)
+    with pytest.raises(RunError, match="nothing complete from trainer rank 0"):
+        store.commit(1, plan)
 
 
 def test_a_manifest_that_was_cut_short_is_not_a_version(store: WeightStore):
-    store.write(1, "stage-0", [("w", torch.ones(1))], KIB)
-    (store.folder / "00000001" / "COMMITTED.partial").write_text(json.dumps({"version": 1})[:5])
+    tensors = {"w": torch.ones(1)}
+    plan = whole_tensors(tensors)
+    store.write(1, plan, 0, reading(tensors))
+    (store.folder / "00000001" / "COMMITTED.1.partial").write_text(json.dumps({"version": 1})[:5])
     assert store.versions() == []
-    store.commit(1, ["stage-0"])
+    store.commit(1, plan)
     assert store.versions() == [1]
 
 
-def test_older_versions_go_unfinished_ones_too_and_what_is_mapped_stays_readable(store: WeightStore):
-    store.write(0, "stage-0", [("w", torch.zeros(1))], KIB)
+def test_older_versions_go_unfinished_ones_too(store: WeightStore):
+    tensors = {"w": torch.zeros(1)}
+    store.write(0, whole_tensors(tensors), 0, reading(tensors))
     for version in (1, 2, 4):
         publish(store, version, {"w": torch.full((100,), float(version))})
-    mapped = dict(store.read(1))["w"]
     store.discard_before(4)
     assert store.versions() == [4]
     assert sorted(path.name for path in store.folder.iterdir() if path.is_dir()) == ["00000004"]
-    assert mapped.equal(torch.ones(100))
+
+
+def test_two_files_take_turns(store: WeightStore):
+    inodes = []
+    for version in range(1, 7):
+        publish(store, version, {"w": torch.full((100,), float(version))})
+        inodes.append((store.folder / f"{version:08d}" / "weights.safetensors").stat().st_ino)
+        store.discard_before(version)
+        assert len(weight_files(store)) <= 2
+        store.verify(version)
+        assert dict(store.read(version))["w"].equal(torch.full((100,), float(version)))
+    assert inodes == inodes[:2] * 3
+
+
+def test_a_version_that_was_never_finished_gives_its_file_to_the_next_one(store: WeightStore):
+    tensors = random({"w": (10, 10)})
+    publish(store, 1, tensors)
+    for version in range(2, 5):
+        store.write(version, whole_tensors(tensors), 0, reading(tensors))
+    assert len(weight_files(store)) == 2
+    publish(store, 5, tensors)
+    store.verify(5)
+    assert len(weight_files(store)) == 2
+
+
+def test_a_model_of_another_size_gets_a_file_of_its_own(store: WeightStore):
+    for version, size in enumerate([100, 100, 100, 50, 200], start=1):
+        publish(store, version, {"w": torch.full((size,), float(version))})
+        store.discard_before(version)
+        assert store.verify(version) == 4 * size
+        assert len(weight_files(store)) <= 2
 
 
 def test_the_newest_version_is_never_discarded(store: WeightStore):
@@ -165,11 +240,15 @@ def test_the_newest_version_is_never_discarded(store: WeightStore):
     assert store.versions() == [4]
 
 
-def test_too_little_room_is_said_before_it_runs_out(store: WeightStore, monkeypatch: pytest.MonkeyPatch):
-    usage = type("usage", (), {"free": 3 << 20})
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    with pytest.raises(RunError, match=r"needs 4 MiB for stage-0-00000\.safetensors, .* has 3 MiB left; .*--shm-size"):
-        store.write(1, "stage-0", [("w", torch.ones(1 << 20))], KIB)
+def test_too_little_room_is_said_and_leaves_nothing(store: WeightStore, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tensors = {"w": torch.ones(1 << 20)}
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(RunError, match=r"needs 4 MiB for policy version 1, .* MiB left \(No space.*--shm-size"):
+        store.write(1, whole_tensors(tensors), 0, reading(tensors))
+    assert list(store.folder.rglob("weights*")) == []
 
 
 def test_the_folder_is_private_and_gone_after_close(tmp_path: Path):

@@ -1,0 +1,308 @@
+"""Weight syncs through the store against gathering on rank 0 and broadcasting, and against mbridge's export.
+
+python -m bench.weight_sync [20M] [500M], with requirements-bench.txt on the path
+
+Two gloo ranks (TP 2) hold a random Qwen3 in bfloat16; vLLM engines of one and two ranks load it. Seconds are medians
+until the last rank is done. Bytes are the model's, a relay's messages, or what an engine's ranks read; peak bytes are
+the most memory of its own that a rank took above what it had before. Changes are random elements in random places.
+Last, on paper, by the plan alone: published models on clusters of 8-GPU hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers.utils.logging import disable_progress_bar
+
+from bench.hf_io import local_names_bridge
+from bench.report import medians_s, report
+from bench.resident_bytes import peak_resident_bytes
+from bench.weight_sync_on_paper import on_paper
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig, RolloutConfig
+from megatron_bapo.model.build import build_policy
+from megatron_bapo.model.hf_create import create_checkpoint
+from megatron_bapo.model.hf_export import stage_shapes, stream_tensors
+from megatron_bapo.model.hf_import import load_hugging_face
+from megatron_bapo.model.weight_layouts import EngineLayout, Placement, one_host, two_hosts, weight_plan
+from megatron_bapo.model.weight_slices import LocalSlices
+from megatron_bapo.parallel.groups import create_groups
+from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.relay import StoreServer, pull
+from megatron_bapo.weight_sync.transport import SPARE, WeightStore
+from megatron_bapo.weight_sync.version_file import view_of
+
+_COMMON = {"head_dim": 64, "tie_word_embeddings": True, "initializer_range": 0.02}
+MODELS = {
+    "20M": CreateModelConfig(
+        num_hidden_layers=8, hidden_size=384, intermediate_size=1152, num_attention_heads=6, num_key_value_heads=2,
+        vocab_size=16384, **_COMMON,
+    ),
+    "500M": CreateModelConfig(
+        num_hidden_layers=26, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
+        vocab_size=151936, **_COMMON,
+    ),
+}  # fmt: skip
+SHARES = (0.001, 0.01, 0.03, 0.1)
+BUCKET_BYTES = 64 << 20
+NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 5, 2
+"""The first two files of a store wait for the machine to give out shared memory."""
+
+
+def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> None:
+    """One rank's part of what is measured on the trainer's side; rank 0 leaves it in `results.json`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
+    parallel = ParallelConfig(world_size=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS)
+    groups = create_groups(parallel, seed=0, timeout_s=300.0)
+    config = Config.model_validate(
+        {
+            "run_dir": folder,
+            "model": {"path": checkpoint, "dtype": "bfloat16"},
+            "parallel": parallel,
+            "data": {"train": {"path": "unused.jsonl"}},
+            "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8},
+        }
+    )
+    model = build_policy(config, checkpoint, groups)
+    load_hugging_face(model, checkpoint, groups)
+    engine = EngineLayout(tensor_parallel_size=NUM_RANKS)
+    plan = weight_plan(
+        model.architecture, parallel, engine, one_host(parallel, engine), dtype="bfloat16", bucket_bytes=BUCKET_BYTES
+    )
+    store, slices, versions = WeightStore(store_folder), LocalSlices(model, groups), count(1)
+    bridge = local_names_bridge(model, checkpoint)
+
+    def sync() -> None:
+        version = next(versions)
+        store.write(version, plan, rank, slices)
+        dist.barrier()
+        if rank == 0:
+            store.commit(version, plan)
+            store.discard_before(version)
+
+    def gather_and_broadcast() -> None:
+        held = {name: tensor.clone() for name, tensor in stream_tensors(model, groups)}
+        for name, shape in stage_shapes(model, groups).items():
+            dist.broadcast(held[name] if rank == 0 else torch.empty(shape, dtype=torch.bfloat16), src=0)
+
+    def export_with_mbridge() -> None:
+        for _ in bridge.export_weights([chunk.gpt for chunk in model.chunks]):
+            pass
+
+    tasks: dict[str, Callable[[], object]] = {
+        "store, every rank its slices": sync,
+        "gather on rank 0, broadcast": gather_and_broadcast,
+        "mbridge export_weights": torch.no_grad()(export_with_mbridge),
+    }
+    together = {name: partial(_until_all_are_done, task) for name, task in tasks.items()}
+    seconds = medians_s(together, num_repeats=NUM_REPEATS, num_warmups=NUM_WARMUPS)
+    results = {}
+    for name, task in tasks.items():
+        peak = torch.tensor(peak_resident_bytes(task))
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        results[name] = (seconds[name], plan.total_bytes, int(peak))
+    if rank == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def _until_all_are_done(task: Callable[[], object]) -> None:
+    task()
+    dist.barrier()
+
+
+def _plan(checkpoint: Path, engine: EngineLayout, place: Callable[..., Placement]) -> WeightPlan:
+    """Of one trainer rank."""
+    parallel, architecture = ParallelConfig(world_size=1), read_architecture(checkpoint)
+    placement = place(parallel, engine)
+    return weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
+
+
+def _publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor], plan: WeightPlan) -> None:
+    store.write(version, plan, 0, lambda part: view_of(tensors[part.name], part.box))
+    store.commit(version, plan)
+
+
+def _change(tensors: dict[str, torch.Tensor], share: float, generator: np.random.Generator) -> None:
+    """Flip the lowest bit of a share of each tensor's elements."""
+    for tensor in tensors.values():
+        elements = tensor.view(-1).view(torch.int16).numpy()
+        elements[generator.choice(len(elements), max(1, round(share * len(elements))), replace=False)] ^= 1
+
+
+def _relayed(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
+    """From one store to another: task -> seconds and bytes, by share of changed elements; `full` without an old one."""
+    plan, generator, versions = _plan(checkpoint, EngineLayout(), two_hosts), np.random.default_rng(0), count(1)
+    found: dict[str, list[tuple[float, int]]] = {}
+    with closing(WeightStore.create()) as trainers, closing(WeightStore.create()) as engines:
+        sources = {0: StoreServer(trainers.folder)}
+        for share in (None, None, *(share for share in SHARES for _ in range(2))):
+            version = next(versions)
+            _change(tensors, share or 0.01, generator)
+            trainers.discard_before(version - 1)
+            _publish(trainers, version, tensors, plan)
+            engines.discard_before(version)
+            start = perf_counter()
+            pulled = pull(engines, version, 1, sources, full_every=1 if share is None else 10**6)
+            name = "relay, full" if share is None else f"relay, {share:.1%} changed"
+            found.setdefault(name, []).append((perf_counter() - start, pulled.num_bytes))
+            assert engines.verify(version) == plan.total_bytes
+    return {name: min(values) for name, values in found.items()}
+
+
+Figures = dict[str, list[float]]
+
+
+async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
+    """Seconds of a sync of one trainer rank and one engine, of the engine's part, and of a plain copy into a file."""
+    plan, found = _plan(checkpoint, EngineLayout(), one_host), {"sync": [], "reload": [], "copy": []}
+    async with _engine(checkpoint, 1, store) as engine:
+        for version in range(1, NUM_WARMUPS + NUM_ENGINE_REPEATS + 1):
+            start = perf_counter()
+            _publish(store, version, tensors, plan)
+            await engine.load_weights(version)
+            found["sync"].append(perf_counter() - start)
+            start = perf_counter()
+            await engine._server.load(store.folder, version)
+            found["reload"].append(perf_counter() - start)
+            store.discard_before(version)
+            start = perf_counter()
+            _copy(store.folder / SPARE, tensors)
+            found["copy"].append(perf_counter() - start)
+    return {name: values[NUM_WARMUPS:] for name, values in found.items()}
+
+
+async def _two_ranks(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
+    """Seconds in which an engine of two ranks takes over a version, and the bytes that its ranks read."""
+    layouts = {"its slices": EngineLayout(2), "whole": EngineLayout()}
+    plans = {name: _plan(checkpoint, layout, one_host) for name, layout in layouts.items()}
+    found: Figures = {f"{name}, {unit}": [] for name in plans for unit in ("seconds", "bytes")}
+    async with _engine(checkpoint, 2, store) as engine:
+        versions = count(1)
+        for _ in range(NUM_WARMUPS + NUM_ENGINE_REPEATS):
+            for name, plan in plans.items():
+                _publish(store, version := next(versions), tensors, plan)
+                start = perf_counter()
+                num_bytes = await engine.load_weights(version)
+                found[f"{name}, seconds"].append(perf_counter() - start)
+                found[f"{name}, bytes"].append(num_bytes)
+                store.discard_before(version)
+    return {name: values[NUM_WARMUPS:] for name, values in found.items()}
+
+
+@asynccontextmanager
+async def _engine(checkpoint: Path, num_ranks: int, store: WeightStore) -> AsyncIterator[Any]:
+    engine = Engine()
+    settings = RolloutConfig(tensor_parallel_size=num_ranks, max_num_seqs=8, kv_cache_gib=0.1)
+    await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, store_folder=store.folder)
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
+
+
+def _copy(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The same bytes into a file of shared memory that has its pages already."""
+    if not file.exists():  # after the first version
+        return
+    with file.open("r+b") as opened:
+        for tensor in tensors.values():
+            opened.write(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+@dataclass
+class Results:
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def _trainers_part(name: str, folder: Path, checkpoint: Path, results: Results) -> None:
+    with closing(WeightStore.create()) as store:
+        mp.spawn(_trainers, args=(folder, checkpoint, store.folder), nprocs=NUM_RANKS)
+    found = json.loads((folder / "results.json").read_text())
+    for task, (seconds, num_bytes, peak) in found.items():
+        results.rows.append((name, task, seconds, num_bytes / 2**20, round(peak / 2**20, 1)))
+    ours = found["store, every rank its slices"]
+    for task, key in (("gather on rank 0, broadcast", "gather"), ("mbridge export_weights", "mbridge")):
+        results.ratios[f"time_{name}_to_{key}"] = round(ours[0] / found[task][0], 3)
+        results.ratios[f"peak_bytes_{name}_to_{key}"] = round(ours[2] / found[task][2], 3)
+
+
+def _relays_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
+    found = _relayed(checkpoint, tensors)
+    full_s, full_bytes = found["relay, full"]
+    for task, (seconds, num_bytes) in found.items():
+        results.rows.append((name, task, seconds, num_bytes / 2**20, ""))
+        if task != "relay, full":
+            key = f"{name}_{task.split(', ')[1].replace(' ', '_')}_to_full"
+            results.ratios |= {
+                f"bytes_{key}": round(num_bytes / full_bytes, 4),
+                f"time_{key}": round(seconds / full_s, 3),
+            }
+
+
+def _engines_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with closing(WeightStore.create()) as store:
+        one = asyncio.run(_one_rank(checkpoint, tensors, store))
+    for part, seconds in one.items():
+        results.rows.append((name, f"engine of one rank, {part}", median(seconds), size / 2**20, ""))
+        results.figures[f"engine_{part}_{name}_s"] = round(median(seconds), 3)
+    repeats = list(zip(one["sync"], one["copy"], one["reload"], strict=True))
+    with closing(WeightStore.create()) as store:
+        two = asyncio.run(_two_ranks(checkpoint, tensors, store))
+    direct_s, direct_bytes, whole_s, whole_bytes = map(median, two.values())
+    results.rows += [
+        (name, "engine of two ranks, its slices", direct_s, direct_bytes / 2**20, ""),
+        (name, "engine of two ranks, whole tensors", whole_s, whole_bytes / 2**20, ""),
+    ]
+    results.ratios |= {
+        f"sync_{name}_to_copy_and_reload": round(median(s / (c + r) for s, c, r in repeats), 3),
+        f"sync_{name}_to_1.5_copies_and_reload": round(median(s / (1.5 * c + r) for s, c, r in repeats), 3),
+        f"time_{name}_direct_to_whole": round(direct_s / whole_s, 3),
+        f"bytes_{name}_direct_to_whole": round(direct_bytes / whole_bytes, 3),
+    }
+
+
+def main() -> None:
+    results = Results()
+    disable_progress_bar()
+    os.environ.update(engine_environment(has_gpu=False))
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in sys.argv[1:] or MODELS:
+            folder = Path(temporary) / name
+            checkpoint = folder / "checkpoint"
+            folder.mkdir()
+            create_checkpoint(checkpoint, MODELS[name], ["a", "b"], seed=0)
+            _trainers_part(name, folder, checkpoint, results)
+            tensors = {n: t.bfloat16() for n, t in load_file(checkpoint / "model.safetensors").items()}
+            _relays_part(name, checkpoint, tensors, results)
+            _engines_part(name, checkpoint, tensors, results)
+    columns = ("model", "task", "seconds", "MiB", "peak MiB a rank")
+    report("weight_sync", columns, results.rows, ratios=results.ratios, figures=results.figures)
+    on_paper()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What a full sync of published models moves on clusters of 8-GPU hosts, by the plan alone.
+
+python -m bench.weight_sync_on_paper
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_bapo.config.architecture import FAMILIES, Architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, trainer_shards, weight_plan
+from megatron_bapo.weight_sync.plan_figures import Bandwidth, plan_figures
+
+BANDWIDTH = Bandwidth(network=8 * 400e9 / 8, memory=20e9)
+"""Of a host: a 400 Gbit/s card per GPU, and copies into shared memory by all ranks together."""
+_COMMON = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
+MODELS = {
+    "Qwen2.5-7B": Architecture(
+        family=FAMILIES["qwen2"], num_hidden_layers=28, hidden_size=3584, intermediate_size=18944,
+        num_attention_heads=28, num_key_value_heads=4, head_dim=128, vocab_size=152064, **_COMMON,
+    ),
+    "Qwen2.5-32B": Architecture(
+        family=FAMILIES["qwen2"], num_hidden_layers=64, hidden_size=5120, intermediate_size=27648,
+        num_attention_heads=40, num_key_value_heads=8, head_dim=128, vocab_size=152064, **_COMMON,
+    ),
+    "Qwen3-235B-A22B": Architecture(
+        family=FAMILIES["qwen3_moe"], num_hidden_layers=94, hidden_size=4096, intermediate_size=12288,
+        num_attention_heads=64, num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True, moe_layers=frozenset(range(94)),
+        **_COMMON,
+    ),
+}  # fmt: skip
+LAYOUTS = {
+    "Qwen2.5-7B": ({"tensor_model_parallel_size": 2}, EngineLayout(1)),
+    "Qwen2.5-32B": ({"tensor_model_parallel_size": 4, "sequence_parallel": True}, EngineLayout(4)),
+    "Qwen3-235B-A22B": (
+        {
+            "tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1,
+        },
+        EngineLayout(8, expert_parallel=True),
+    ),
+}  # fmt: skip
+
+
+def on_paper() -> None:
+    table = Table(
+        *("model", "GPUs", "engines", "model GiB", "network GiB", "busiest link GiB", "peak GiB a rank", "seconds"),
+        title="one full sync, on paper",
+    )
+    for model, architecture in MODELS.items():
+        for num_gpus in (8, 64, 256):
+            for colocated in (True, False):
+                row = _row(model, architecture, num_gpus, colocated=colocated)
+                if row is not None:
+                    table.add_row(*row)
+    Console(width=130).print(table)
+
+
+def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bool) -> tuple[str, ...] | None:
+    """None where the layout does not fit: half of the GPUs train and half generate, or all do both in turn."""
+    layout, engine = LAYOUTS[model]
+    num_trainers = num_gpus if colocated else num_gpus // 2
+    if not colocated and num_trainers % 8:
+        return None
+    parallel = ParallelConfig(world_size=num_trainers, **layout)
+    num_engines = (num_gpus if colocated else num_gpus - num_trainers) // engine.num_ranks
+    placement = many_hosts(parallel, engine, num_engines, 8, colocated=colocated)
+    plan = weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=256 << 20)
+    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts, BANDWIDTH)
+    crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
+    return (
+        model,
+        f"{num_gpus} {'colocated' if colocated else 'in halves'}",
+        f"{num_engines} x {engine.name}",
+        *(f"{size / 2**30:.1f}" for size in (plan.total_bytes, figures.network_bytes)),
+        *(f"{size / 2**30:.2f}" for size in (max(crossing, default=0), max(figures.peak_bytes))),
+        f"{figures.seconds:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    on_paper()

@@ -1,0 +1,226 @@
+"""Which rank holds which part of every Hugging Face tensor: of the trainer's mesh, and of a vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import ParallelConfig, RolloutConfig
+from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
+from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
+
+VLLM_VOCABULARY_MULTIPLE = 64
+"""vLLM 0.32 pads the vocabulary to it before it splits (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
+
+
+def _part(shape: Shape, dim: int, start: int, size: int) -> Box:
+    """All of a tensor but in one dim."""
+    starts, sizes = [0] * len(shape), list(shape)
+    starts[dim], sizes[dim] = start, size
+    return Box(tuple(starts), tuple(sizes))
+
+
+def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, list[Shard]]:
+    """The parts of every tensor and the trainer ranks that hold them, by Megatron's order of ranks, tp-cp-ep-dp-pp.
+
+    A tied output layer's copy of the embedding on the last pipeline stage is left out.
+    """
+    return {name: shards for entry in entries(arch) for name, shards in _entry_shards(entry, arch, parallel)}
+
+
+def _entry_shards(entry: Entry, arch: Architecture, parallel: ParallelConfig) -> Iterator[tuple[str, list[Shard]]]:
+    row, pp, tp = entry.row, parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    num_ranks = parallel.world_size // pp
+    stage = range(_stage(entry, arch, parallel) * num_ranks, (_stage(entry, arch, parallel) + 1) * num_ranks)
+    if row.is_expert:
+        ep, size = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
+        first, stride = entry.expert // (arch.num_experts // ep) * size, size * ep
+    else:
+        size, first, stride = tp, 0, tp
+    shapes = entry.shapes(arch)
+    if row.layout is None:
+        yield from (
+            (name, [Shard(Box.whole(shape), tuple(stage))]) for name, shape in zip(entry.names, shapes, strict=True)
+        )
+        return
+    found: dict[str, list[Shard]] = {name: [] for name in entry.names}
+    for rank in range(size):
+        holders = tuple(stage[first + rank :: stride])
+        for piece in row.layout(arch, rank, size):
+            if piece.size:
+                box = _part(shapes[piece.part], row.dim, piece.hf_start, piece.size)
+                found[entry.names[piece.part]].append(Shard(box, holders))
+    yield from found.items()
+
+
+def _stage(entry: Entry, arch: Architecture, parallel: ParallelConfig) -> int:
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if entry.row.is_in_layers:
+        return entry.layer // (arch.num_hidden_layers // (pp * vpp)) % pp
+    return 0 if entry.row.megatron[0].startswith("embedding.") else pp - 1
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """How one vLLM engine splits the model. Its ranks count tensor parallelism first, then pipeline stages."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel: bool = False
+    """Each tensor-parallel rank holds whole experts in the place of a part of every expert."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> EngineLayout:
+        return cls(rollout.tensor_parallel_size, rollout.pipeline_parallel_size, rollout.enable_expert_parallel)
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tensor_parallel_size}-pp{self.pipeline_parallel_size}{'-ep' * self.expert_parallel}"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+Span = tuple[int, int]
+"""First index, and one behind the last."""
+
+
+def _evenly(length: int, rank: int, size: int) -> Span:
+    return rank * length // size, (rank + 1) * length // size
+
+
+def _vocabulary(arch: Architecture, rank: int, size: int) -> Span:
+    start, stop = _evenly(round_up(arch.vocab_size, VLLM_VOCABULARY_MULTIPLE), rank, size)
+    return min(start, arch.vocab_size), min(stop, arch.vocab_size)
+
+
+def _keys(arch: Architecture, rank: int, size: int) -> Span:
+    """With more ranks than key/value heads, neighbours hold the same head."""
+    heads = arch.num_key_value_heads
+    start, stop = _evenly(heads, rank, size) if heads >= size else (rank * heads // size, rank * heads // size + 1)
+    return start * arch.head_dim, stop * arch.head_dim
+
+
+_SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
+    "vocab": _vocabulary,
+    "queries": lambda arch, rank, size: _evenly(arch.num_attention_heads * arch.head_dim, rank, size),
+    "keys": _keys,
+    "mlp": lambda arch, rank, size: _evenly(arch.intermediate_size, rank, size),
+    "expert_mlp": lambda arch, rank, size: _evenly(arch.moe_intermediate_size, rank, size),
+}
+"""What vLLM's layers split, by the dims' names in the table of `hf_mapping.py`; every other dim is whole on every rank
+(vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""
+
+
+def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Shard]]:
+    """The parts of every tensor that the ranks of an engine need."""
+    tp = engine.tensor_parallel_size
+    return {
+        name: [
+            Shard(box, (stage * tp + rank,))
+            for stage in _engine_stages(entry, arch, engine)
+            for rank in range(tp)
+            if (box := _engine_box(entry, part, arch, engine, rank)) is not None
+        ]
+        for entry in entries(arch)
+        for part, name in enumerate(entry.names)
+    }
+
+
+def _engine_box(entry: Entry, part: int, arch: Architecture, engine: EngineLayout, rank: int) -> Box | None:
+    shape, tp = entry.shapes(arch)[part], engine.tensor_parallel_size
+    if entry.row.is_expert and engine.expert_parallel:
+        return Box.whole(shape) if entry.expert in _local_experts(arch.num_experts, rank, tp) else None
+    for dim, name in enumerate(entry.row.hugging_face[part][1].split()):
+        if name in _SPLIT_DIMS:
+            start, stop = _SPLIT_DIMS[name](arch, rank, tp)
+            return _part(shape, dim, start, stop - start) if start < stop else None
+    return Box.whole(shape)
+
+
+def _local_experts(num_experts: int, rank: int, size: int) -> range:
+    """Consecutive experts, one more on the first ranks (fused_moe/expert_map_manager.py, determine_expert_map)."""
+    each, more = divmod(num_experts, size)
+    start = rank * each + min(rank, more)
+    return range(start, start + each + (rank < more))
+
+
+def _engine_stages(entry: Entry, arch: Architecture, engine: EngineLayout) -> list[int]:
+    """The stages that hold a tensor; a tied embedding is the last one's output layer, too."""
+    last = engine.pipeline_parallel_size - 1
+    if entry.row.is_in_layers:
+        return [_engine_stage(entry.layer, arch.num_hidden_layers, engine.pipeline_parallel_size)]
+    if not entry.row.megatron[0].startswith("embedding."):
+        return [last]
+    return sorted({0, last}) if arch.tie_word_embeddings else [0]
+
+
+def _engine_stage(layer: int, num_layers: int, num_stages: int) -> int:
+    """Layers that do not divide go to the stages before the last one (vllm/distributed/utils.py, get_pp_indices)."""
+    sizes = [num_layers // num_stages] * num_stages
+    for stage in range(2, num_layers % num_stages + 2):
+        sizes[-stage] += 1
+    end = 0
+    for stage, size in enumerate(sizes):
+        end += size
+        if layer < end:
+            return stage
+    raise AssertionError(f"layer {layer} of {num_layers}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The host of every trainer rank and, for every rank of an engine, the hosts on which some engine has it."""
+
+    sender_hosts: tuple[int, ...]
+    reader_hosts: tuple[tuple[int, ...], ...]
+
+
+TRAINER_HOST, ENGINE_HOST = 0, 1
+
+
+def one_host(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
+    return Placement((TRAINER_HOST,) * parallel.world_size, ((TRAINER_HOST,),) * engine.num_ranks)
+
+
+def two_hosts(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
+    """The trainer on one, all engines on the other."""
+    return Placement((TRAINER_HOST,) * parallel.world_size, ((ENGINE_HOST,),) * engine.num_ranks)
+
+
+def many_hosts(
+    parallel: ParallelConfig, engine: EngineLayout, num_engines: int, ranks_per_host: int, *, colocated: bool
+) -> Placement:
+    """Hosts filled in order by the trainer's ranks, and by the engines' on the same hosts, or on the next ones."""
+    first = 0 if colocated else -(-parallel.world_size // ranks_per_host)
+    return Placement(
+        tuple(rank // ranks_per_host for rank in range(parallel.world_size)),
+        tuple(
+            tuple(sorted({first + (index * engine.num_ranks + rank) // ranks_per_host for index in range(num_engines)}))
+            for rank in range(engine.num_ranks)
+        ),
+    )
+
+
+def weight_plan(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    engine: EngineLayout,
+    placement: Placement,
+    *,
+    dtype: str,
+    bucket_bytes: int,
+) -> WeightPlan:
+    return make_plan(
+        expected_shapes(arch),
+        dtype,
+        trainer_shards(arch, parallel),
+        engine_shards(arch, engine),
+        sender_hosts=placement.sender_hosts,
+        reader_hosts=placement.reader_hosts,
+        reader_layout=engine.name,
+        bucket_bytes=bucket_bytes,
+    )

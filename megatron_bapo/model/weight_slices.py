@@ -1,0 +1,57 @@
+"""Reads the slices of a plan from this rank's live parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_bapo.model.build import PolicyModel
+from megatron_bapo.model.hf_import import split_axis
+from megatron_bapo.model.hf_mapping import lookup
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.weight_sync.plan import Box, Slice
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A box of a Hugging Face tensor, and where it lies in a local parameter."""
+
+    box: Box
+    parameter: torch.nn.Parameter
+    dim: int
+    local_start: int
+
+    def view(self, box: Box) -> torch.Tensor:
+        tensor = self.parameter.detach()
+        for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
+            first = start - self.box.start[dim] + (self.local_start if dim == self.dim else 0)
+            tensor = tensor.narrow(dim, first, size)
+        return tensor
+
+
+class LocalSlices:
+    """What this rank holds, by Hugging Face's names. Call it with a slice to get a view of the parameter."""
+
+    def __init__(self, model: PolicyModel, groups: ParallelGroups) -> None:
+        self._held: dict[str, list[_Held]] = {}
+        architecture = model.architecture
+        for name, parameter in model.named_parameters():
+            if name == "output_layer.weight" and architecture.tie_word_embeddings:
+                continue  # the embedding on the first stage is its value
+            entry = lookup(name)
+            row, axis, shapes = entry.row, split_axis(entry, groups), entry.shapes(architecture)
+            if row.layout is None:
+                self._held[entry.names[0]] = [_Held(Box.whole(shapes[0]), parameter, 0, 0)]
+                continue
+            for piece in row.layout(architecture, axis.rank, axis.size):
+                shape, start = list(shapes[piece.part]), [0] * len(shapes[piece.part])
+                start[row.dim], shape[row.dim] = piece.hf_start, piece.size
+                held = _Held(Box(tuple(start), tuple(shape)), parameter, row.dim, piece.local_start)
+                self._held.setdefault(entry.names[piece.part], []).append(held)
+
+    def __call__(self, part: Slice) -> torch.Tensor:
+        for held in self._held.get(part.name, ()):
+            if held.box.covers(part.box):
+                return held.view(part.box)
+        raise AssertionError(f"this rank does not hold {part}")

@@ -1,0 +1,46 @@
+"""What to change in a configuration that does not fit, smallest change first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_bapo.config.checks import check_planned
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.errors import UserError
+from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.search import TOKEN_ROUNDING, changes, largest_engine, search, with_settings
+
+Settings = dict[str, dict[str, Any]]
+
+
+def advice(plan: Plan) -> list[str]:
+    """Overrides with which the plan fits on as many GPUs; empty when no layout that is searched does."""
+    for settings in _small_changes(plan):
+        candidate = largest_engine(replace(plan, config=with_settings(plan.config, settings)))
+        if candidate.fits and _is_valid(candidate):
+            return changes(plan.config, candidate.config)
+    found = search(plan, plan.num_gpus)
+    return changes(plan.config, found[0].config) if found else []
+
+
+def _small_changes(plan: Plan) -> Iterator[Settings]:
+    """None at all first, which leaves the engine's share of a shared GPU to be fitted."""
+    parallel, longest = plan.config.parallel, plan.config.max_model_len
+    needed = round_up(-(-longest // parallel.context_parallel_size), TOKEN_ROUNDING)
+    shorter: Settings = {"trainer": {"max_tokens_per_gpu": min(needed, plan.config.trainer.max_tokens_per_gpu)}}
+    recompute: Settings = {"parallel": {"recompute_granularity": "full"}}
+    spread: Settings = {"parallel": {"use_distributed_optimizer": True}}
+    offload: Settings = {"parallel": {"use_distributed_optimizer": True}, "optimizer": {"cpu_offload": True}}
+    yield {}
+    yield from (spread, shorter, recompute, shorter | recompute, offload)
+    yield {**shorter, "parallel": recompute["parallel"] | offload["parallel"], "optimizer": offload["optimizer"]}
+
+
+def _is_valid(plan: Plan) -> bool:
+    try:
+        check_planned(plan.config, plan.architecture, "the model")
+    except UserError:
+        return False
+    return True

@@ -1,0 +1,160 @@
+"""Bytes of parameters, gradients and optimizer state on one rank, as Megatron-Core allocates them.
+
+Megatron lays each model chunk's gradients out in flat fp32 buffers, one for its experts and one for the rest, and with
+the distributed optimizer its parameters as well: each starts at a multiple of 64 elements, and buckets are padded to a
+multiple of 128 and of the ranks that share them (megatron/core/distributed/param_and_grad_buffer.py). Each of these
+ranks then keeps the fp32 parameters and moments of its equal part of every bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
+
+FP32 = 4
+NUM_MOMENTS = 2
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
+"""Elements; with the distributed optimizer only."""
+DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
+"""Parameters of a bucket, where gradient sums overlap with the backward pass."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes on one rank that live from the first update to the last."""
+
+    parameters: int
+    gradients: int
+    main_parameters: int
+    """fp32, beside those of another dtype that the model computes with."""
+    moments: int
+    offloaded: int
+    """In host memory: fp32 parameters, moments and a copy of the gradients, pinned."""
+    reference: int
+    """The frozen policy's parameters, where a KL coefficient asks for one."""
+
+    @property
+    def optimizer(self) -> int:
+        return self.main_parameters + self.moments
+
+    @property
+    def on_device(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.reference
+
+
+def model_state(
+    config: Config, architecture: Architecture, stage: int, data_rank: int = 0, expert_data_rank: int = 0
+) -> ModelState:
+    """Of the rank at these places among those that share the dense parameters and those that share the experts."""
+    dtype = DTYPE_BYTES[config.model.dtype]
+    # The cache's key leaves out what changes nothing, so that a search asks for few distinct ones.
+    layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
+    num_elements, num_allocated, num_own = _num_elements(architecture, layout, stage, data_rank, expert_data_rank)
+    optimizer = num_own * FP32
+    main = optimizer if config.model.dtype != "float32" else 0
+    offload = config.optimizer.cpu_offload
+    return ModelState(
+        parameters=num_allocated * dtype,
+        gradients=num_allocated * FP32,
+        main_parameters=0 if offload else main,
+        moments=0 if offload else NUM_MOMENTS * optimizer,
+        offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
+        reference=num_elements * dtype if config.algorithm.needs_reference else 0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _num_elements(
+    architecture: Architecture, parallel: ParallelConfig, stage: int, data_rank: int, expert_data_rank: int
+) -> tuple[int, int, int]:
+    """(elements of parameters; those allocated, padding included; those that the rank's optimizer updates)."""
+    num_elements = num_allocated = num_own = 0
+    for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
+        parameters = chunk_parameters(architecture, Split.of(parallel), chunk)
+        num_elements += sum(parameter.numel for parameter in parameters)
+        if not parallel.use_distributed_optimizer:
+            continue
+        bucket_size = None if index or stage else _bucket_size(parallel)
+        for is_expert, size, rank in _groups(parallel, data_rank, expert_data_rank):
+            buckets = _buckets([p for p in parameters if p.is_expert == is_expert], size, bucket_size)
+            num_allocated += buckets[-1].stop if buckets else 0
+            num_own += sum(bucket.num_owned(rank, size) for bucket in buckets)
+    if not parallel.use_distributed_optimizer:
+        return num_elements, num_elements, num_elements
+    return num_elements, num_allocated, num_own
+
+
+def data_context_size(parallel: ParallelConfig) -> int:
+    """Ranks that share the dense parameters."""
+    return parallel.data_parallel_size * parallel.context_parallel_size
+
+
+def expert_data_size(parallel: ParallelConfig) -> int:
+    """Ranks that share the same experts."""
+    tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    stage = parallel.world_size // parallel.pipeline_model_parallel_size
+    return stage // (tensor * parallel.expert_model_parallel_size)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    start: int
+    stop: int
+    """Padding included."""
+    spans: tuple[tuple[int, int], ...]
+    """First and last element + 1 of each parameter."""
+
+    def num_owned(self, rank: int, num_ranks: int) -> int:
+        """Elements of parameters in the rank's equal part."""
+        part = (self.stop - self.start) // num_ranks
+        low, high = self.start + rank * part, self.start + (rank + 1) * part
+        return sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.spans)
+
+
+def _groups(parallel: ParallelConfig, data_rank: int, expert_data_rank: int) -> Iterable[tuple[bool, int, int]]:
+    """(whether experts, ranks that share them, this rank's place) of both buffers."""
+    return (False, data_context_size(parallel), data_rank), (True, expert_data_size(parallel), expert_data_rank)
+
+
+def _bucket_size(parallel: ParallelConfig) -> int | None:
+    """Parameters after which a bucket is full; None for a single one. Later stages and chunks have a single one."""
+    if not parallel.overlap_grad_reduce:
+        return None
+    default = max(DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * parallel.data_parallel_size)
+    return parallel.ddp_bucket_size or default
+
+
+def _buckets(parameters: Sequence[Parameter], num_ranks: int, bucket_size: int | None) -> list[_Bucket]:
+    """One buffer's buckets; parameters come in the order of the backward pass."""
+    alignment = math.lcm(num_ranks, BUCKET_ALIGNMENT)
+    buckets: list[_Bucket] = []
+    spans: list[tuple[int, int]] = []
+    bucket_start = end = 0
+
+    def close() -> int:
+        nonlocal bucket_start, spans
+        stop = round_up(end, alignment)
+        buckets.append(_Bucket(bucket_start, stop, tuple(spans)))
+        bucket_start, spans = stop, []
+        return stop
+
+    for parameter in reversed(parameters):
+        start = round_up(end, PARAMETER_ALIGNMENT)
+        if parameter.shares_embedding and spans:
+            start = close()
+        end = start + parameter.numel
+        spans.append((start, end))
+        if parameter.shares_embedding or (bucket_size is not None and end - bucket_start >= bucket_size):
+            end = close()
+    if spans:
+        close()
+    return buckets

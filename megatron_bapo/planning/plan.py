@@ -1,0 +1,148 @@
+"""What a configuration asks of GPUs and hosts, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
+from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
+from megatron_bapo.planning.timing import StepTime, step_time, sync_bytes
+from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
+
+Placement = Literal["colocated", "separate"]
+"""`colocated`: engines sleep on the trainer's GPUs while it trains; its parameters, gradients and optimizer stay while
+they generate. `separate`: engines have GPUs of their own."""
+STORED_VERSIONS = 2
+"""Policy versions that the weight store holds while a new one is published."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on a kind of GPU; everything else follows."""
+
+    config: Config
+    architecture: Architecture
+    gpu_name: GpuName
+    placement: Placement
+    assumptions: Assumptions
+
+    @property
+    def gpu(self) -> Gpu:
+        return GPUS[self.gpu_name]
+
+    @property
+    def gpu_bytes(self) -> int:
+        return int(self.gpu.memory_gib * GIB)
+
+    @property
+    def num_engine_gpus(self) -> int:
+        return self.config.rollout.num_engines * self.config.rollout.tensor_parallel_size
+
+    @property
+    def num_gpus(self) -> int:
+        trainer = self.config.parallel.world_size
+        return trainer + self.num_engine_gpus if self.placement == "separate" else max(trainer, self.num_engine_gpus)
+
+    @cached_property
+    def stages(self) -> list[StageMemory]:
+        return stage_memory(self.config, self.architecture, self.assumptions)
+
+    @cached_property
+    def engine(self) -> EngineMemory:
+        return engine_memory(self.config, self.architecture, self.gpu, self.assumptions)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.config, self.architecture, self.gpu, self.engine, self.assumptions)
+
+    def while_training(self, stage: StageMemory) -> int:
+        """Bytes on one of a stage's GPUs."""
+        asleep = self.assumptions.sleeping_engine_gib if self.placement == "colocated" else 0.0
+        return stage.peak + int(asleep * GIB)
+
+    def while_generating(self, stage: StageMemory) -> int:
+        """Bytes on one of a stage's GPUs."""
+        awake = self.engine.total if self.placement == "colocated" else 0
+        return stage.resident + int(self.assumptions.reserved_gib * GIB) + awake
+
+    @property
+    def worst_stage(self) -> StageMemory:
+        return max(self.stages, key=self.while_training)
+
+    @property
+    def fullest_resident_stage(self) -> StageMemory:
+        return max(self.stages, key=lambda stage: stage.resident)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the node with the most processes."""
+        assumptions = self.assumptions
+        trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
+        workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
+        offloaded = trainers * max(stage.state.offloaded for stage in self.stages)
+        store = STORED_VERSIONS * sync_bytes(self.config, self.architecture)
+        return int(offloaded + store + (trainers + workers) * assumptions.process_gib * GIB)
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """Why it does not fit, one line each; empty when it does."""
+        return [*self._trainer_problems(), *self._engine_problems(), *self._host_problems()]
+
+    def _trainer_problems(self) -> Iterator[str]:
+        worst = self.worst_stage
+        if (needed := self.while_training(worst)) > self.gpu_bytes:
+            yield (
+                f"{self._place(worst)} needs {gib(needed)} while it trains; an {self.gpu_name} has "
+                f"{gib(self.gpu_bytes)}"
+            )
+        fullest = self.fullest_resident_stage
+        if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
+            yield (
+                f"{self._place(fullest)} keeps {gib(fullest.resident)} while the engine on its GPU takes "
+                f"{gib(self.engine.total)} (rollout.gpu_memory_utilization="
+                f"{self.config.rollout.gpu_memory_utilization}): together {gib(needed)} of {gib(self.gpu_bytes)}"
+            )
+
+    def _place(self, stage: StageMemory) -> str:
+        parallel = self.config.parallel
+        num_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
+        first = stage.stage * num_ranks
+        return f"pipeline stage {stage.stage} (ranks {first} to {first + num_ranks - 1})"
+
+    def _engine_problems(self) -> Iterator[str]:
+        engine, rollout, world = self.engine, self.config.rollout, self.config.parallel.world_size
+        if engine.kv_tokens < engine.max_model_len:
+            yield (
+                f"an engine's GPU has room for the keys and values of {engine.kv_tokens:,} tokens, beside "
+                f"{gib(engine.weights)} of weights; the longest prompt and answer have {engine.max_model_len:,}"
+            )
+        if self.placement == "colocated" and self.num_engine_gpus > world:
+            yield (
+                f"rollout.num_engines={rollout.num_engines} x rollout.tensor_parallel_size="
+                f"{rollout.tensor_parallel_size} GPUs do not fit on the trainer's {world}"
+            )
+        if rollout.tensor_parallel_size > self.assumptions.gpus_per_node:
+            yield (
+                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} exceeds the "
+                f"{self.assumptions.gpus_per_node} GPUs of a node"
+            )
+
+    def _host_problems(self) -> Iterator[str]:
+        if self.host_bytes > self.assumptions.host_memory_gib * GIB:
+            yield (
+                f"a node needs {gib(self.host_bytes)} of host memory; it is assumed to have "
+                f"{self.assumptions.host_memory_gib:,.0f} GiB"
+            )
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:,.1f} GiB"

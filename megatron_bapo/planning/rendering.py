@@ -1,0 +1,237 @@
+"""A plan for people, as lines that fit a terminal of 80 columns, and for programs, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.hardware import GIB, Assumptions
+from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
+from megatron_bapo.planning.plan import STORED_VERSIONS, Plan, gib
+from megatron_bapo.planning.search import changes
+from megatron_bapo.planning.timing import sync_bytes
+from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches
+
+NUM_SHOWN = 8
+"""Layouts of a search."""
+Rows = Sequence[tuple[str, str]]
+
+
+def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str]) -> None:
+    """Everything about the plan, then whether it fits; `overrides` are those with which it would."""
+    _print_section(console, f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}", _model_rows(plan, where))
+    _print_section(console, "batch", batch_arithmetic(plan.config))
+    console.print(Text("GiB on the fullest GPU of each pipeline stage; * is the worst", "bold"))
+    console.print(_stage_table(plan))
+    _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
+    rollout = plan.config.rollout
+    _print_section(
+        console, f"engines: {rollout.num_engines} of {rollout.tensor_parallel_size} GPUs", _engine_rows(plan)
+    )
+    _print_section(console, "host memory and weight sync", _host_rows(plan))
+    _print_section(console, "one step, estimated", _time_rows(plan))
+    _print_section(console, "assumed", _assumption_rows(plan.assumptions))
+    _print_verdict(console, plan, overrides)
+
+
+def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int) -> None:
+    """The fastest layouts, and the overrides for the first."""
+    if not found:
+        console.print(f"No layout that is searched fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
+        return
+    console.print(Text(f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the fastest", "bold"))
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("s/step", "train", "MFU", "GiB", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("layout", "engines"):
+        table.add_column(name, no_wrap=True)
+    for candidate in found[:NUM_SHOWN]:
+        table.add_row(*_search_row(candidate))
+    console.print(table)
+    console.print("the first one's overrides:")
+    _print_line(console, " ".join(changes(plan.config, found[0].config)))
+
+
+def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
+    """For programs: bytes, seconds and counts."""
+    stages = [
+        asdict(stage)
+        | {
+            "activations": dict(stage.activations),  # asdict counts a Counter's pairs
+            "peak_while_training": plan.while_training(stage),
+            "peak_while_generating": plan.while_generating(stage),
+        }
+        for stage in plan.stages
+    ]
+    engine, time = plan.engine, plan.time
+    return {
+        "gpu": plan.gpu_name,
+        "num_gpus": plan.num_gpus,
+        "placement": plan.placement,
+        "fits": plan.fits,
+        "problems": plan.problems,
+        "overrides_that_fit": list(overrides),
+        "parameters": num_parameters(plan.architecture),
+        "stages": stages,
+        "worst_stage": plan.worst_stage.stage,
+        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
+        "host_bytes": plan.host_bytes,
+        "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
+        "seconds": asdict(time) | {"training": time.training, "total": time.total},
+        "mfu": time.mfu,
+        "tokens_per_s": time.tokens_per_s,
+        "assumptions": asdict(plan.assumptions),
+    }
+
+
+def _print_section(console: Console, title: str, rows: Rows) -> None:
+    console.print(Text(title, "bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(f"  {name}", Text(value))
+    console.print(table)
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _model_rows(plan: Plan, where: str) -> Rows:
+    arch, gpu = plan.architecture, plan.gpu
+    count, active = num_parameters(arch), num_active_parameters(arch)
+    shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
+    return [
+        ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
+        ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
+        (
+            "each GPU",
+            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s, {gpu.memory_tb_s} TB/s, NVLink "
+            f"{gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
+        ),
+    ]
+
+
+def _stage_table(plan: Plan) -> Table:
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("stage", no_wrap=True)
+    for stage in plan.stages:
+        table.add_column(f"{stage.stage}{'*' * (stage is plan.worst_stage)}", justify="right", no_wrap=True)
+    parts = {
+        "parameters": [stage.state.parameters for stage in plan.stages],
+        "gradients": [stage.state.gradients for stage in plan.stages],
+        "optimizer": [stage.state.optimizer for stage in plan.stages],
+        "reference policy": [stage.state.reference for stage in plan.stages],
+        "activations": [sum(stage.activations.values()) for stage in plan.stages],
+        "a layer's backward pass": [stage.backward for stage in plan.stages],
+        "output layer": [stage.output_layer for stage in plan.stages],
+        "reserved": [plan.while_training(stage) - stage.peak + stage.reserved for stage in plan.stages],
+        f"training, of {plan.gpu.memory_gib}": [plan.while_training(stage) for stage in plan.stages],
+        f"generating, of {plan.gpu.memory_gib}": [plan.while_generating(stage) for stage in plan.stages],
+    }
+    for name, sizes in parts.items():
+        if any(sizes):
+            table.add_row(name, *(f"{size / GIB:.1f}" for size in sizes))
+    return table
+
+
+def _activation_rows(plan: Plan) -> Rows:
+    worst, batch = plan.worst_stage, largest_micro_batch(plan.config, plan.assumptions)
+    counts = worst.in_flight
+    chunks = " by model chunk" if len(counts) > 1 else ""
+    rows = [(name, gib(num_bytes)) for name, num_bytes in worst.activations.most_common() if num_bytes > 0.05 * GIB]
+    held = f"{' + '.join(map(str, counts))}{chunks} at once, each of {sum(batch.lengths):,} tokens on all context ranks"
+    return [*rows, ("micro-batches", held)]
+
+
+def _engine_rows(plan: Plan) -> Rows:
+    engine = plan.engine
+    return [
+        ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
+        (
+            "keys, values",
+            f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
+            f"longest prompt and answer have {engine.max_model_len:,}",
+        ),
+        ("at once", f"{engine.num_concurrent} answers of mean length (rollout.max_num_seqs={engine.max_num_seqs})"),
+    ]
+
+
+def _host_rows(plan: Plan) -> Rows:
+    offloaded = max(stage.state.offloaded for stage in plan.stages)
+    moved = sync_bytes(plan.config, plan.architecture)
+    return [
+        ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
+        ("optimizer", f"{gib(offloaded)} of each rank in host memory" if offloaded else "on the GPUs"),
+        ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in each node's shared memory"),
+        ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
+    ]
+
+
+def _time_rows(plan: Plan) -> Rows:
+    time = plan.time
+    shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in time.training_parts.items() if seconds >= 0.5)
+    parts = f"generation {time.generation:,.0f} + training {time.training:,.0f} + sync {time.weight_sync:,.0f}"
+    return [
+        ("seconds", f"{time.total:,.0f} = {parts}"),
+        ("training", shown or f"{time.training:.2g}"),
+        ("FLOPs", f"{time.model_flops:.2e} of the model; MFU {time.mfu:.0%} while training"),
+        ("tokens/s", f"{time.tokens_per_s:,.0f}, {time.tokens_per_s / plan.num_gpus:,.0f} on each GPU"),
+        ("micro-batches", f"{num_micro_batches(plan.config, plan.assumptions)} in an update of mean lengths"),
+    ]
+
+
+def _assumption_rows(assumptions: Assumptions) -> Rows:
+    return [
+        ("--efficiency", f"{assumptions.compute_efficiency:g} of the peak FLOP/s"),
+        ("--mean-response", f"{assumptions.mean_response_fraction:g} of rollout.max_response_length"),
+        ("--host-gib", f"{assumptions.host_memory_gib:,g} in each node of {assumptions.gpus_per_node} GPUs"),
+        ("the rest", "in planning/hardware.py, and printed by --json"),
+    ]
+
+
+def _search_row(plan: Plan) -> Iterator[str]:
+    config, time = plan.config, plan.time
+    yield from (f"{time.total:,.0f}", f"{time.training:,.0f}", f"{time.mfu:.0%}")
+    yield from (f"{plan.while_training(plan.worst_stage) / GIB:.0f}", f"{config.trainer.max_tokens_per_gpu:,}")
+    yield from (layout_name(config), f"{config.rollout.num_engines} x {config.rollout.tensor_parallel_size}")
+
+
+def layout_name(config: Config) -> str:
+    """Sizes of the mesh that exceed 1, and how memory is saved."""
+    parallel = config.parallel
+    sizes = {
+        "TP": parallel.tensor_model_parallel_size,
+        "PP": parallel.pipeline_model_parallel_size,
+        "VPP": parallel.virtual_pipeline_model_parallel_size,
+        "CP": parallel.context_parallel_size,
+        "EP": parallel.expert_model_parallel_size,
+        "DP": parallel.data_parallel_size,
+    }
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    parts += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
+    parts += ["offload"] if config.optimizer.cpu_offload else []
+    return " ".join(parts)
+
+
+def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> None:
+    if plan.fits:
+        console.print(Text(f"fits on {plan.num_gpus} {plan.gpu_name}", "bold green"))
+        return
+    console.print(Text(f"does not fit on {plan.num_gpus} {plan.gpu_name}:", "bold red"))
+    for problem in plan.problems:
+        _print_line(console, problem)
+    if overrides:
+        console.print("this would fit:", style="bold")
+        _print_line(console, " ".join(overrides))
+    else:
+        console.print("No layout that is searched fits on so many; take more or larger GPUs, or shorter answers.")

@@ -1,0 +1,68 @@
+"""Bytes of one engine on each of its GPUs, and how many answers it can work on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
+from megatron_bapo.planning.model_state import DTYPE_BYTES
+from megatron_bapo.planning.parameters import Split, chunk_parameters, whole_model
+from megatron_bapo.planning.trainer_memory import mean_length
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one GPU."""
+
+    weights: int
+    workspace: int
+    kv_cache: int
+    kv_per_token: int
+    max_model_len: int
+    mean_length: float
+    max_num_seqs: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.workspace + self.kv_cache
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(0, self.kv_cache) // self.kv_per_token
+
+    @property
+    def num_concurrent(self) -> int:
+        """Answers of mean length whose keys and values fit, half-way through them on average."""
+        return min(self.max_num_seqs, int(self.kv_tokens / (0.5 * self.mean_length)))
+
+
+def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
+    """As vLLM divides its share of a GPU: weights, workspace, and keys and values in the rest."""
+    rollout, dtype = config.rollout, DTYPE_BYTES[config.model.dtype]
+    weights = engine_parameters(architecture, rollout.tensor_parallel_size) * dtype
+    workspace = int(assumptions.engine_workspace_gib * GIB)
+    share = rollout.gpu_memory_utilization * gpu.memory_gib
+    kv_cache = int((rollout.kv_cache_gib or share) * GIB) - (0 if rollout.kv_cache_gib else weights + workspace)
+    groups = max(1, architecture.num_key_value_heads // rollout.tensor_parallel_size)
+    return EngineMemory(
+        weights=weights,
+        workspace=workspace,
+        kv_cache=kv_cache,
+        kv_per_token=2 * architecture.num_hidden_layers * groups * architecture.head_dim * dtype,
+        max_model_len=config.max_model_len,
+        mean_length=mean_length(config, assumptions),
+        max_num_seqs=rollout.max_num_seqs,
+    )
+
+
+@lru_cache
+def engine_parameters(architecture: Architecture, tensor_parallel_size: int) -> int:
+    """On one GPU. Where they are fewer than the GPUs, each has a whole key/value head."""
+    split = Split(tensor=tensor_parallel_size, expert_tensor=tensor_parallel_size)
+    own = sum(parameter.numel for parameter in chunk_parameters(architecture, split, whole_model(architecture)))
+    repeated = max(0.0, 1 - architecture.num_key_value_heads / tensor_parallel_size)
+    rows = architecture.hidden_size + architecture.family.qkv_bias
+    return own + int(2 * repeated * architecture.head_dim * rows * architecture.num_hidden_layers)

@@ -1,0 +1,137 @@
+"""Layouts that fit on a number of GPUs, fastest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from megatron_bapo.config.checks import check_planned
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import Config
+from megatron_bapo.config.section import Section
+from megatron_bapo.errors import UserError
+from megatron_bapo.planning.plan import Plan
+
+SIZES = (1, 2, 4, 8)
+EXPERT_SIZES = (1, 2, 4, 8, 16, 32)
+VIRTUAL_SIZES = (1, 2, 4)
+RECOMPUTE = (None, "selective", "full")
+"""`selective`: the MLPs or experts, which hold most; FlashAttention recomputes its own."""
+TOKEN_ROUNDING = 1024
+TRAINER_SHARES = (0.25, 0.5, 0.75)
+"""Of the GPUs, where the engines have their own."""
+LOWEST_UTILIZATION = 0.1
+
+
+def search(plan: Plan, num_gpus: int) -> list[Plan]:
+    """Every layout of the trainer and its engines that fits, by estimated seconds of a step.
+
+    The model, the batch and the lengths stay.
+    """
+    return sorted(_fitting(plan, num_gpus), key=lambda candidate: candidate.time.total)
+
+
+def changes(old: Config, new: Config) -> list[str]:
+    """The overrides that lead from one configuration to another."""
+    return list(_changes("", old, new))
+
+
+def with_settings(config: Config, settings: dict[str, dict[str, Any]]) -> Config:
+    """The configuration with some keys of some sections replaced, validated again."""
+    sections = {
+        name: getattr(config, name).__class__.model_validate(getattr(config, name).model_dump() | values)
+        for name, values in settings.items()
+    }
+    return config.model_copy(update=sections)
+
+
+def largest_engine(plan: Plan) -> Plan:
+    """With as much of a shared GPU for the engine as the trainer leaves, if that is less than is configured."""
+    if plan.placement == "separate":
+        return plan
+    taken = plan.while_generating(plan.fullest_resident_stage) - plan.engine.total
+    free = int(100 * (plan.gpu_bytes - taken) / plan.gpu_bytes) / 100
+    if free >= plan.config.rollout.gpu_memory_utilization or free < LOWEST_UTILIZATION:
+        return plan
+    return _with_engine(plan, {"gpu_memory_utilization": free, "kv_cache_gib": None})
+
+
+def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
+    for settings in _layouts(plan, num_gpus):
+        config = with_settings(plan.config, settings)
+        try:
+            check_planned(config, plan.architecture, "the model")
+        except UserError:
+            continue
+        trainer = replace(plan, config=config)
+        if trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:
+            continue
+        engines = [largest_engine(candidate) for candidate in _engines(trainer, num_gpus)]
+        if fitting := [candidate for candidate in engines if candidate.fits]:
+            yield min(fitting, key=lambda candidate: candidate.time.generation)
+
+
+def _layouts(plan: Plan, num_gpus: int) -> Iterator[dict[str, dict[str, Any]]]:
+    config, has_experts = plan.config, bool(plan.architecture.moe_layers)
+    modules = ("mlp",) * plan.architecture.has_dense_layers + ("moe",) * has_experts
+    worlds = [num_gpus] if plan.placement == "colocated" else [int(num_gpus * share) for share in TRAINER_SHARES]
+    expert_sizes = EXPERT_SIZES if has_experts else (1,)
+    for world, tp, pp, vpp, cp, ep, granularity, offload in product(
+        worlds, SIZES, SIZES, VIRTUAL_SIZES, SIZES, expert_sizes, RECOMPUTE, (False, True)
+    ):
+        if world < 1 or world % (tp * pp * cp) or (vpp > 1 and pp == 1):
+            continue
+        parallel = {
+            "world_size": world,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            "context_parallel_size": cp,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": 1 if ep > 1 else None,
+            "sequence_parallel": tp > 1,
+            "use_distributed_optimizer": True,
+            "recompute_granularity": granularity,
+        }
+        if granularity == "selective":
+            parallel["recompute_modules"] = modules
+        needed = round_up(-(-config.max_model_len // cp), TOKEN_ROUNDING)
+        for budget in {needed, max(needed, config.trainer.max_tokens_per_gpu)}:
+            yield {
+                "parallel": parallel,
+                "trainer": {"max_tokens_per_gpu": budget},
+                "optimizer": {"cpu_offload": offload},
+            }
+
+
+def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
+    world = plan.config.parallel.world_size
+    available = num_gpus if plan.placement == "colocated" else num_gpus - world
+    for size in SIZES:
+        if available % size == 0 and plan.architecture.num_attention_heads % size == 0:
+            yield _with_engine(plan, {"tensor_parallel_size": size, "num_engines": available // size})
+
+
+def _with_engine(plan: Plan, rollout: dict[str, Any]) -> Plan:
+    changed = replace(plan, config=with_settings(plan.config, {"rollout": rollout}))
+    vars(changed)["stages"] = plan.stages  # the trainer's memory is the same, and takes the longest to find
+    return changed
+
+
+def _changes(prefix: str, old: Section, new: Section) -> Iterator[str]:
+    for name in type(old).model_fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if isinstance(before, Section) and isinstance(after, Section):
+            yield from _changes(f"{prefix}{name}.", before, after)
+        else:
+            yield f"{prefix}{name}={_written(after)}"
+
+
+def _written(value: Any) -> str:
+    """As YAML on the command line."""
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else json.dumps(value, default=str).strip('"')

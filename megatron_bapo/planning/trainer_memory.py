@@ -1,0 +1,132 @@
+"""Peak bytes of every pipeline stage of the trainer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.activations import (
+    MicroBatch,
+    Terms,
+    chunk_activations,
+    layer_activations,
+    output_layer_bytes,
+    without_recompute,
+)
+from megatron_bapo.planning.hardware import GIB, Assumptions
+from megatron_bapo.planning.model_state import DTYPE_BYTES, ModelState, model_state
+from megatron_bapo.planning.parameters import stage_chunks
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of the fullest rank of one pipeline stage."""
+
+    stage: int
+    state: ModelState
+    in_flight: tuple[int, ...]
+    """Micro-batches whose activations each model chunk holds at once."""
+    activations: Terms
+    """Of all of them."""
+    backward: int
+    """Of the layer whose backward pass runs: what it computes again, and gradients of its activations."""
+    output_layer: int
+    """Chunked log-probs, on the last stage."""
+    reserved: int
+    """Contexts, communication buffers, fragmentation."""
+
+    @property
+    def resident(self) -> int:
+        """What stays while the engines generate."""
+        return self.state.on_device
+
+    @property
+    def peak(self) -> int:
+        return self.resident + sum(self.activations.values()) + self.backward + self.output_layer + self.reserved
+
+
+def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
+    """The token budget, filled with the longest trajectories and one of what is left."""
+    rule, budget = config.padding_rule, config.max_micro_batch_tokens
+    longest = rule.allocated([config.max_model_len])
+    usable = max(budget // rule.granularity * rule.granularity, longest)
+    lengths = [longest] * (usable // longest)
+    rest = usable - sum(lengths)
+    imbalance = assumptions.expert_imbalance if config.parallel.expert_model_parallel_size > 1 else 1.0
+    lengths += [rest] if rest else []
+    return MicroBatch(tuple(lengths), DTYPE_BYTES[config.model.dtype], fused_norms=True, expert_imbalance=imbalance)
+
+
+def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
+    """Of one update, on one data-parallel rank."""
+    trajectories = config.trainer.ppo_mini_batch_size // config.parallel.data_parallel_size
+    tokens = trajectories * mean_length(config, assumptions)
+    needed = -(-tokens // (config.max_micro_batch_tokens * assumptions.packing_efficiency))
+    return round_up(max(1, int(needed)), config.parallel.num_micro_batches_multiple)
+
+
+def mean_length(config: Config, assumptions: Assumptions) -> float:
+    """Tokens of a prompt and its answer."""
+    prompt = config.data.max_prompt_length * assumptions.mean_prompt_fraction
+    return prompt + mean_response(config, assumptions)
+
+
+def mean_response(config: Config, assumptions: Assumptions) -> float:
+    return config.rollout.max_response_length * assumptions.mean_response_fraction
+
+
+def stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions) -> list[StageMemory]:
+    """Of each pipeline stage."""
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    return [_stage_memory(config, architecture, assumptions, stage) for stage in stages]
+
+
+def in_flight(parallel: ParallelConfig, stage: int, num_micro_batches: int) -> tuple[int, ...]:
+    """Forward passes of each model chunk whose backward passes are still to come, at the most.
+
+    1F1B starts as many as there are stages from this one on. The interleaved schedule runs every chunk but the last for
+    one round of micro-batches, and two more for every later stage (megatron/core/pipeline_parallel/schedules.py,
+    get_pp_rank_microbatches); a round is as many micro-batches as there are stages.
+    """
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if vpp == 1:
+        return (min(num_micro_batches, pp - stage),)
+    started = min(num_micro_batches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
+    chunks = Counter(forward % (pp * vpp) // pp for forward in range(started))
+    return tuple(chunks[chunk] for chunk in range(vpp))
+
+
+def _stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions, stage: int) -> StageMemory:
+    parallel, batch = config.parallel, largest_micro_batch(config, assumptions)
+    chunks = stage_chunks(architecture, parallel, stage)
+    counts = in_flight(parallel, stage, num_micro_batches(config, assumptions))
+    activations: Terms = Counter()
+    for chunk, count in zip(chunks, counts, strict=True):
+        for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch).items():
+            activations[name] += count * num_bytes
+    hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
+    for chunk, count in zip(chunks, counts, strict=True):
+        # Megatron holds what a chunk received and what it sent until its backward pass.
+        activations["between stages"] += count * hidden * ((not chunk.has_embedding) + (not chunk.has_output))
+    kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
+    backward = max(_backward_bytes(architecture, parallel, batch, kind) for kind in kinds)
+    output_layer = 0
+    if chunks[-1].has_output:
+        kept, workspace = output_layer_bytes(architecture, parallel, batch, config.trainer.logprob_chunk_size)
+        output_layer = kept + max(0, workspace - backward)  # the two do not run at once
+    reserved = assumptions.reserved_gib * GIB + assumptions.fragmentation * sum(activations.values())
+    state = model_state(config, architecture, stage)
+    return StageMemory(stage, state, counts, activations, backward, output_layer, int(reserved))
+
+
+def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
+    """What recompute brings back of a layer, and the gradients of its largest part: no more than its activations."""
+    whole, kept = (
+        layer_activations(architecture, layout, batch, has_experts=has_experts)
+        for layout in (without_recompute(parallel), parallel)
+    )
+    gathered = batch.tokens(parallel) * architecture.hidden_size * batch.dtype_bytes * 2 * parallel.sequence_parallel
+    return max(0, sum(whole.values()) - sum(kept.values())) + max(whole.values()) + gathered

@@ -1,0 +1,246 @@
+"""Which trainer rank gives which part of which tensor to which host, computed once from both layouts.
+
+A part is a box: rows (and columns) of a Hugging Face tensor. What a trainer rank holds is cut where engine ranks cut
+the tensor, so that an engine rank reads whole boxes only, and every box goes once to each host where an engine rank
+needs it. Boxes with the same way make buckets, the unit of transfer and of checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise, product
+from typing import Any
+
+Shape = tuple[int, ...]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+NUM_THREADS = 2
+"""Buckets that a process works on at a time."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor."""
+
+    start: Shape
+    shape: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Box:
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def stop(self) -> Shape:
+        return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def covers(self, other: Box) -> bool:
+        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
+            a >= b for a, b in zip(self.stop, other.stop, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box and the ranks that hold it, or need it: of the trainer, or of every engine."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+Shards = Mapping[str, Sequence[Shard]]
+"""By Hugging Face's tensor names."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a named tensor."""
+
+    name: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Slices that one trainer rank gives to the same hosts, for the same engine ranks."""
+
+    sender: int
+    hosts: tuple[int, ...]
+    readers: tuple[int, ...]
+    """Ranks of every engine that has them on one of these hosts."""
+    slices: tuple[Slice, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    shapes: Mapping[str, Shape]
+    """Of the whole tensors."""
+    dtype: str
+    """Of all tensors, as PyTorch spells it, without `torch.`."""
+    sender_hosts: tuple[int, ...]
+    """The host of each trainer rank."""
+    reader_layout: str
+    """Name of the layout of the engines that the readers' numbers belong to."""
+    buckets: tuple[Bucket, ...]
+
+    def sent_by(self, rank: int) -> list[int]:
+        """Numbers of the buckets that a trainer rank writes, once each, to its own host's store."""
+        return [i for i, bucket in enumerate(self.buckets) if bucket.sender == rank]
+
+    def needed_on(self, host: int) -> list[int]:
+        """Numbers of the buckets that a host's store must get, each from one sender."""
+        return [i for i, bucket in enumerate(self.buckets) if host in bucket.hosts]
+
+    def stored_on(self, host: int) -> list[int]:
+        """Numbers of the buckets that lie in a host's store: those that it needs and those that its ranks give away."""
+        return [i for i, bucket in enumerate(self.buckets) if host in (*bucket.hosts, self.sender_hosts[bucket.sender])]
+
+    def read_by(self, reader: int, host: int) -> list[int]:
+        """Numbers of the buckets that an engine rank reads from its host's store."""
+        return [i for i in self.needed_on(host) if reader in self.buckets[i].readers]
+
+    def num_bytes(self, buckets: Sequence[int]) -> int:
+        return sum(self.buckets[i].num_bytes for i in buckets)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of one copy of the model."""
+        return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells plans apart."""
+        return blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype,
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "sender_hosts": list(self.sender_hosts),
+            "reader_layout": self.reader_layout,
+            "buckets": [
+                [
+                    *(bucket.sender, list(bucket.hosts), list(bucket.readers), bucket.num_bytes),
+                    [[part.name, list(part.box.start), list(part.box.shape)] for part in bucket.slices],
+                ]
+                for bucket in self.buckets
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> WeightPlan:
+        buckets = tuple(
+            Bucket(
+                sender,
+                tuple(hosts),
+                tuple(readers),
+                tuple(Slice(name, Box(tuple(start), tuple(shape))) for name, start, shape in slices),
+                num_bytes,
+            )
+            for sender, hosts, readers, num_bytes, slices in content["buckets"]
+        )
+        shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
+        return cls(shapes, content["dtype"], tuple(content["sender_hosts"]), content["reader_layout"], buckets)
+
+
+def make_plan(
+    shapes: Mapping[str, Shape],
+    dtype: str,
+    held: Shards,
+    needed: Shards,
+    *,
+    sender_hosts: Sequence[int],
+    reader_hosts: Sequence[Sequence[int]],
+    reader_layout: str,
+    bucket_bytes: int,
+) -> WeightPlan:
+    """The plan that brings every tensor from the trainer ranks that hold its shards to the hosts that need them.
+
+    `sender_hosts` gives each trainer rank's host, `reader_hosts` for each rank of an engine the hosts on which some
+    engine has it. A sender on the destination host is taken before others; otherwise the least busy.
+    """
+    assignment = _Assignment(sender_hosts)
+    open_buckets: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _OpenBucket] = defaultdict(_OpenBucket)
+    buckets: list[Bucket] = []
+    for name in shapes:
+        for shard in held[name]:
+            for box, readers in _cut(shard.box, needed[name], bucket_bytes // ITEM_BYTES[dtype]):
+                num_bytes = box.size * ITEM_BYTES[dtype]
+                hosts = sorted({host for reader in readers for host in reader_hosts[reader]})
+                for sender, destinations in assignment.senders(shard.ranks, hosts, num_bytes).items():
+                    key = sender, tuple(destinations), readers
+                    bucket = open_buckets[key]
+                    if bucket.slices and bucket.num_bytes + num_bytes > bucket_bytes:
+                        buckets.append(Bucket(*key, tuple(bucket.slices), bucket.num_bytes))
+                        bucket = open_buckets[key] = _OpenBucket()
+                    bucket.slices.append(Slice(name, box))
+                    bucket.num_bytes += num_bytes
+    buckets += [Bucket(*key, tuple(bucket.slices), bucket.num_bytes) for key, bucket in open_buckets.items()]
+    return WeightPlan(dict(shapes), dtype, tuple(sender_hosts), reader_layout, tuple(buckets))
+
+
+@dataclass
+class _OpenBucket:
+    slices: list[Slice] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def _cut(box: Box, needed: Sequence[Shard], max_size: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """The box in pieces of at most `max_size` elements, or one row, each with the readers that need all of it."""
+    readers_of = [(shard.box, shard.ranks) for shard in needed]
+    borders = []
+    for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
+        cuts = {cut for part, _ in readers_of for cut in (part.start[dim], part.stop[dim]) if low < cut < high}
+        borders.append(sorted({low, high, *cuts}))
+    for spans in product(*(pairwise(cuts) for cuts in borders)):
+        cell = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
+        readers = tuple(sorted({rank for part, ranks in readers_of if part.covers(cell) for rank in ranks}))
+        if readers:
+            yield from ((part, readers) for part in _rows(cell, max_size))
+
+
+def _rows(box: Box, max_size: int) -> Iterator[Box]:
+    if not box.shape:
+        yield box
+        return
+    num_rows, rest = box.shape[0], box.shape[1:]
+    step = max(1, max_size // max(1, math.prod(rest)))
+    for row in range(0, num_rows, step):
+        yield Box((box.start[0] + row, *box.start[1:]), (min(step, num_rows - row), *rest))
+
+
+class _Assignment:
+    """Chooses senders, and knows how many bytes each has got to send."""
+
+    def __init__(self, sender_hosts: Sequence[int]) -> None:
+        self._host = sender_hosts
+        self._rank_bytes = [0] * len(sender_hosts)
+        self._host_bytes = dict.fromkeys(sender_hosts, 0)
+
+    def senders(self, holders: Sequence[int], hosts: Sequence[int], num_bytes: int) -> dict[int, list[int]]:
+        """Sender -> the destination hosts that get the bytes from it; at most one sender on a host."""
+        by_host: dict[int, list[int]] = defaultdict(list)
+        for rank in holders:
+            by_host[self._host[rank]].append(rank)
+        sources: dict[int, list[int]] = defaultdict(list)
+        for host in hosts:
+            source = host if host in by_host else min(by_host, key=lambda other: (self._host_bytes[other], other))
+            if source != host:
+                self._host_bytes[source] += num_bytes
+            sources[source].append(host)
+        chosen = {}
+        for source, destinations in sources.items():
+            sender = min(by_host[source], key=lambda rank: (self._rank_bytes[rank], rank))
+            self._rank_bytes[sender] += num_bytes
+            chosen[sender] = destinations
+        return chosen

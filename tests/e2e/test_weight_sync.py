@@ -1,0 +1,254 @@
+"""Trainers of several layouts, and real vLLM engines of one and two ranks, three syncs each, training between."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.errors import RunError
+from megatron_bapo.model.weight_layouts import EngineLayout
+from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.weight_sync.version_file import view_of
+from tests.e2e.test_engine import save_tokenizer
+from tests.parallel.launching import launch
+from tests.tolerances import ENGINE_LOG_PROB
+
+SHAPE = {
+    "vocab_size": 126,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+MODELS = {
+    "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "experts": Qwen3MoeConfig(
+        **SHAPE, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+        norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+}  # fmt: skip
+TRAINERS = {
+    "tp2-pp2": ("dense", {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "pp2-vpp2": (
+        "dense",
+        {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "cp2-overlap": (
+        "dense",
+        {"world_size": 2, "context_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+    ),
+    "ep2": ("experts", {"world_size": 2, "expert_model_parallel_size": 2}),
+    "tp2-ep2-etp1": (
+        "experts",
+        {
+            "world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        },
+    ),
+}  # fmt: skip
+ENGINES = {
+    "tp1": {"tensor_parallel_size": 1},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+}
+PUBLISHED_FOR = {"dense": ("tp1", "tp2"), "experts": ("tp2", "tp2-ep")}
+NUM_SYNCS = 3
+
+
+def versions_of(trainer: str) -> dict[int, str]:
+    """The versions that a trainer publishes, and the engine layout that each is for."""
+    model = TRAINERS[trainer][0]
+    before = [name for name in TRAINERS if TRAINERS[name][0] == model]
+    engines = PUBLISHED_FOR[model]
+    first = 1 + before.index(trainer) * NUM_SYNCS * len(engines)
+    return {first + i: engines[i % len(engines)] for i in range(NUM_SYNCS * len(engines))}
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the trainers left, before any engine was started."""
+
+    root: Path
+    stores: dict[str, WeightStore]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+    root = tmp_path_factory.mktemp("weight-sync")
+    with closing(WeightStore.create()) as dense, closing(WeightStore.create()) as experts:
+        stores = {"dense": dense, "experts": experts}
+        for name, config in MODELS.items():
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+            save_tokenizer(root / name)
+        cases = [
+            {
+                "name": name,
+                "world_size": parallel["world_size"],
+                "model": str(root / model),
+                "parallel": parallel,
+                "store": str(stores[model].folder),
+                "engines": [ENGINES[engine] for engine in PUBLISHED_FOR[model]],
+                "first_version": min(versions_of(name)),
+            }
+            for name, (model, parallel) in TRAINERS.items()
+        ]
+        launch("weight_sync_ranks.py", sorted(cases, key=lambda case: case["first_version"]), root, 4)
+        yield Published(root, stores)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_rank_writes_the_plans_bytes(published: Published, trainer: str) -> None:
+    model, parallel = TRAINERS[trainer]
+    store = published.stores[model]
+    for rank in range(parallel["world_size"]):
+        written = json.loads((published.root / trainer / f"bytes-{rank}.json").read_text())
+        assert {int(version) for version in written} == set(versions_of(trainer))
+        for version, num_bytes in written.items():
+            plan = store.plan(int(version))
+            assert num_bytes == plan.num_bytes(plan.sent_by(rank)) > 0
+            assert sum(plan.num_bytes(plan.sent_by(r)) for r in range(parallel["world_size"])) == plan.total_bytes
+
+
+@contextmanager
+def running(published: Published, model: str, engine_name: str) -> Iterator[tuple[Engine, Any]]:
+    """An engine that starts from the checkpoint, and a way to wait for what it does."""
+    settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINES[engine_name])
+    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
+        # The last lets a function of this file run in vLLM's workers.
+        for name, value in {**engine_environment(False), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
+            environment.setenv(name, value)
+
+        async def waited(work: Awaitable[Any]) -> Any:
+            return await work
+
+        def wait_for(work: Awaitable[Any]) -> Any:
+            return runner.run(waited(work))
+
+        engine = Engine()
+        folder, store = published.root / model, published.stores[model].folder
+        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, store_folder=store))
+        try:
+            yield engine, wait_for
+        finally:
+            wait_for(engine.shutdown())
+
+
+def parameter_bytes(worker: Any) -> dict[str, bytes]:
+    """Of one of vLLM's workers."""
+    named = worker.model_runner.get_model().named_parameters()
+    return {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, value in named}
+
+
+def without_the_others_parts(
+    tensors: dict[str, torch.Tensor], plan: WeightPlan, reader: int
+) -> dict[str, torch.Tensor]:
+    """NaN wherever an engine rank needs nothing."""
+    poisoned = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    for number in plan.read_by(reader, host=0):
+        for part in plan.buckets[number].slices:
+            view_of(poisoned[part.name], part.box).copy_(view_of(tensors[part.name], part.box))
+    return poisoned
+
+
+@pytest.mark.parametrize(("model", "engine_name"), [("dense", "tp2"), ("dense", "tp1"), ("experts", "tp2")])
+def test_after_each_sync_the_engine_has_the_trainers_log_probs(
+    published: Published, model: str, engine_name: str, record_property: Any
+) -> None:
+    """Every other version is written for another layout of engines, and this one falls back on loading it whole: the
+    same weights give the same bits. A rank reads the plan's bytes and no others."""
+    store = published.stores[model]
+    num_ranks = ENGINES[engine_name]["tensor_parallel_size"]
+    layout = EngineLayout(num_ranks).name
+    with running(published, model, engine_name) as (engine, wait_for):
+        for trainer in [name for name, (of, _) in TRAINERS.items() if of == model]:
+            scores = load_file(published.root / trainer / "scores.safetensors")
+            answers, worst = {}, 0.0
+            for version in versions_of(trainer):
+                plan = store.plan(version)
+                direct = plan.reader_layout == layout
+                num_bytes = wait_for(engine.load_weights(version))
+                assert num_bytes == (
+                    sum(plan.num_bytes(plan.read_by(rank, 0)) for rank in range(num_ranks))
+                    if direct
+                    else num_ranks * plan.total_bytes
+                )
+                answer = wait_for(engine.score(scores["sequence"].numpy()))
+                assert answer.policy_version == version
+                difference = np.abs(answer.log_probs - scores[str(version)].numpy()).max()
+                worst = max(worst, float(difference))
+                assert difference < ENGINE_LOG_PROB
+                answers[version] = answer.log_probs
+            record_property("weight_sync", (trainer, engine_name, worst))
+            first, *_, last = answers
+            for version in range(first, last, 2):  # the same weights by two plans
+                np.testing.assert_array_equal(answers[version], answers[version + 1])
+            assert np.abs(answers[first] - answers[last]).max() > 100 * ENGINE_LOG_PROB, "training changed nothing"
+        if num_ranks == 2:
+            _check_that_ranks_read_only_their_parts(store, engine, wait_for, layout)
+            _check_a_worker_killed_while_it_loads(store, engine, wait_for)
+
+
+def _check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, wait_for: Any, layout: str) -> None:
+    newest = store.versions()[-1]
+    plan = next(p for p in map(store.plan, store.versions()) if p.reader_layout == layout)
+    tensors = {key: value.clone() for key, value in store.read(newest)}
+    server: Any = engine._server
+
+    def held() -> list[dict[str, bytes]]:
+        return wait_for(server._llm.collective_rpc(parameter_bytes))
+
+    def load(version: int, content: dict[str, torch.Tensor]) -> None:
+        for rank in range(len(plan.sender_hosts)):
+            store.write(version, plan, rank, lambda part: view_of(content[part.name], part.box))
+        store.commit(version, plan)
+        wait_for(engine.load_weights(version))
+
+    first = newest + 1
+    load(first, tensors)
+    expected = held()
+    for reader in (0, 1):
+        load(first + 1 + reader, without_the_others_parts(tensors, plan, reader))
+        assert held()[reader] == expected[reader]
+        assert held()[1 - reader] != expected[1 - reader]
+
+
+def _check_a_worker_killed_while_it_loads(store: WeightStore, engine: Engine, wait_for: Any) -> None:
+    """The rest of the engine never serves what may be a mixture."""
+    newest = store.versions()[-1]
+    plan, tensors = store.plan(newest), dict(store.read(newest))
+    for rank in range(len(plan.sender_hosts)):
+        store.write(newest + 1, plan, rank, lambda part: view_of(tensors[part.name], part.box))
+    store.commit(newest + 1, plan)
+    server: Any = engine._server
+    load = server.load
+
+    async def killed(store_folder: Path, version: int) -> None:
+        loading = asyncio.ensure_future(load(store_folder, version))
+        await asyncio.sleep(0)
+        workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(p.cmdline())]
+        workers[-1].kill()
+        await loading
+
+    server.load = killed
+    with pytest.raises(RunError, match=r"was not loaded, the engine stops serving|did not load"):
+        wait_for(engine.load_weights(newest + 1))
+    with pytest.raises(RunError, match="no known weights"):
+        wait_for(engine.score(np.arange(1, 9, dtype=np.int32)))

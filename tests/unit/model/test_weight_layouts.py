@@ -1,0 +1,177 @@
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
+from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.weight_layouts import (
+    EngineLayout,
+    Placement,
+    engine_shards,
+    many_hosts,
+    one_host,
+    trainer_shards,
+    weight_plan,
+)
+from megatron_bapo.model.weight_slices import LocalSlices
+from megatron_bapo.weight_sync.plan import Box, Slice
+from tests.unit.model.shards import architecture, empty_shard, groups_of
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout, Placement, bool]:
+    """A model, a trainer's mesh for it, engines, and hosts."""
+    family = draw(st.sampled_from(FAMILIES))
+    arch = architecture(
+        family,
+        vocab_size=draw(st.sampled_from([22, 130])),
+        num_key_value_heads=draw(st.sampled_from([1, 2, 4, 8])),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4, 8], [1, 2], [1, 2], [1, 2]))
+    # Megatron splits the rows of queries, keys and values together.
+    assume((arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
+    stage = tp * cp * dp
+    experts = family == "qwen3_moe"
+    etp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if stage % size == 0])) if experts else None
+    ep = draw(st.sampled_from([size for size in (1, 2, 4) if stage % (size * etp) == 0])) if etp else 1
+    parallel = ParallelConfig(
+        world_size=stage * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
+        context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+    )  # fmt: skip
+    engine = EngineLayout(draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3])), draw(st.booleans()))
+    placement = draw(
+        st.one_of(
+            st.just(one_host(parallel, engine)),
+            st.builds(
+                lambda num, ranks, colocated: many_hosts(parallel, engine, num, ranks, colocated=colocated),
+                st.integers(1, 3),
+                st.sampled_from([1, 2, 4]),
+                st.booleans(),
+            ),
+        )
+    )
+    return arch, parallel, engine, placement, draw(st.booleans())
+
+
+def loaded_ranks(
+    arch: Architecture, parallel: ParallelConfig, tensors: dict[str, torch.Tensor], *, transformer_engine: bool
+) -> list[LocalSlices]:
+    """What each rank holds after an import of the whole model."""
+    ranks = []
+    with TemporaryDirectory() as temporary:
+        save_file(tensors, Path(temporary) / "model.safetensors")
+        with SafetensorsFolder(Path(temporary)) as folder:
+            for rank in range(parallel.world_size):
+                shard, groups = empty_shard(arch, parallel, rank, transformer_engine=transformer_engine)
+                load_tensors(shard, folder, groups)
+                ranks.append(LocalSlices(shard, groups))
+    return ranks
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_the_slices_of_all_senders_tile_what_each_host_needs_with_the_whole_models_bits(drawn: tuple):
+    arch, parallel, engine, placement, transformer_engine = drawn
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
+    ranks = loaded_ranks(arch, parallel, tensors, transformer_engine=transformer_engine)
+    plan = weight_plan(arch, parallel, engine, placement, dtype="float32", bucket_bytes=2048)
+    needed = engine_shards(arch, engine)
+    for host in sorted({host for hosts in placement.reader_hosts for host in hosts}):
+        got = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+        for number in plan.needed_on(host):
+            bucket = plan.buckets[number]
+            for part in bucket.slices:
+                target = got[part.name][region(part.box)]
+                assert target.isnan().all(), "an element came twice"
+                target.copy_(ranks[bucket.sender](part))
+        for name, shards in needed.items():
+            wanted = torch.full_like(tensors[name], torch.nan)
+            for shard in shards:
+                if any(host in placement.reader_hosts[rank] for rank in shard.ranks):
+                    wanted[region(shard.box)] = tensors[name][region(shard.box)]
+            assert got[name].view(torch.int32).equal(wanted.view(torch.int32)), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_the_ranks_of_an_engine_need_every_element(drawn: tuple):
+    arch, _, engine, _, _ = drawn
+    for name, shards in engine_shards(arch, engine).items():
+        covered = torch.zeros(expected_shapes(arch)[name], dtype=torch.bool)
+        for shard in shards:
+            covered[region(shard.box)] = True
+        assert covered.all(), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_the_trainers_shards_are_where_its_groups_are(drawn: tuple):
+    """Ranks by closed form against Megatron's own rank generator."""
+    arch, parallel, _, _, transformer_engine = drawn
+    held = trainer_shards(arch, parallel)
+    for rank in range(parallel.world_size):
+        shard, groups = empty_shard(arch, parallel, rank, transformer_engine=transformer_engine)
+        assert groups == groups_of(parallel, rank)
+        local = LocalSlices(shard, groups)
+        for name, shards in held.items():
+            for part in shards:
+                if rank in part.ranks:
+                    assert local(Slice(name, part.box)).shape == part.box.shape
+
+
+def test_a_slice_that_a_rank_does_not_hold_is_our_bug():
+    arch, parallel = architecture("llama"), ParallelConfig(world_size=2, tensor_model_parallel_size=2)
+    local = LocalSlices(*empty_shard(arch, parallel, 0))
+    with pytest.raises(AssertionError, match="does not hold"):
+        local(Slice("model.layers.0.mlp.up_proj.weight", Box((20, 0), (4, 16))))
+
+
+def test_a_rank_gives_views_of_its_parameters():
+    shard, groups = empty_shard(architecture("qwen3"), ParallelConfig(), 0)
+    held = {parameter.untyped_storage().data_ptr() for parameter in shard.parameters.values()}
+    local = LocalSlices(shard, groups)
+    for name, shards in trainer_shards(shard.architecture, ParallelConfig()).items():
+        for part in shards:
+            assert local(Slice(name, part.box)).untyped_storage().data_ptr() in held
+
+
+def test_engines_fill_the_hosts_behind_the_trainers_or_share_them():
+    parallel, engine = ParallelConfig(world_size=6), EngineLayout(tensor_parallel_size=2)
+    behind = many_hosts(parallel, engine, 3, 4, colocated=False)
+    assert behind == Placement((0, 0, 0, 0, 1, 1), ((2, 3), (2, 3)))
+    assert many_hosts(parallel, engine, 3, 4, colocated=True).reader_hosts == ((0, 1), (0, 1))
+    assert many_hosts(parallel, EngineLayout(8), 1, 4, colocated=False).reader_hosts == ((2,),) * 4 + ((3,),) * 4
+
+
+def test_key_value_heads_are_repeated_on_more_ranks_than_heads():
+    arch = architecture("llama", num_key_value_heads=2)
+    shards = engine_shards(arch, EngineLayout(4))["model.layers.0.self_attn.k_proj.weight"]
+    assert [(part.box.start[0], part.box.shape[0], part.ranks) for part in shards] == [
+        (0, 6, (0,)), (0, 6, (1,)), (6, 6, (2,)), (6, 6, (3,)),
+    ]  # fmt: skip
+
+
+def test_layers_and_the_ends_of_the_model_lie_on_vllms_stages():
+    """As get_pp_indices of vllm/distributed/utils.py says: 2, 3, 3 and 2 of ten layers on four stages."""
+    arch = architecture("llama", num_hidden_layers=10, tie_word_embeddings=True)
+    shards = engine_shards(arch, EngineLayout(1, 4))
+    stages = [shards[f"model.layers.{layer}.input_layernorm.weight"][0].ranks[0] for layer in range(10)]
+    assert stages == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
+    assert [part.ranks for part in shards["model.embed_tokens.weight"]] == [(0,), (3,)]
+    assert [part.ranks for part in shards["model.norm.weight"]] == [(3,)]

@@ -1,0 +1,22 @@
+"""Plans to look into."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.planning.hardware import Assumptions, GpuName
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.plan import Placement, Plan
+
+RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
+
+
+def recipe(name: str, *overrides: str, gpu: GpuName = "H100", placement: Placement = "colocated") -> Plan:
+    config = load_config(RECIPES / f"{name}.yaml", overrides)
+    architecture, _ = architecture_of(config.model)
+    return Plan(config, architecture, gpu, placement, Assumptions())
+
+
+def changed(plan: Plan, overrides: list[str], name: str) -> Plan:
+    """The recipe under these overrides, on the same GPUs."""
+    return replace(plan, config=load_config(RECIPES / f"{name}.yaml", overrides))

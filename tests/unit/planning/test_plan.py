@@ -1,0 +1,57 @@
+import pytest
+
+from megatron_bapo.planning.plan import Plan
+from tests.unit.planning.examples import recipe
+
+NAME = "qwen2.5-7b_8gpus"
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (recipe(NAME, gpu="A100", placement="separate"), None),
+        (
+            recipe(NAME, "parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"),
+            "pipeline stage 0 (ranks 0 to 7) keeps 63.8 GiB while the engine on its GPU takes 43.6 GiB",
+        ),
+        (
+            recipe(NAME, "rollout.gpu_memory_utilization=0.9"),
+            "pipeline stage 0 (ranks 0 to 7) keeps 31.9 GiB while the engine on its GPU takes 71.3 GiB",
+        ),
+        (recipe(NAME, "rollout.gpu_memory_utilization=0.9", placement="separate"), None),
+        (
+            recipe(NAME, "rollout.kv_cache_gib=0.25"),
+            "the keys and values of 4,681 tokens, beside 14.2 GiB of weights; the longest prompt and answer have 9,216",
+        ),
+        (
+            recipe(NAME, "rollout.num_engines=16"),
+            "rollout.num_engines=16 x rollout.tensor_parallel_size=1 GPUs do not fit on the trainer's 8",
+        ),
+        (
+            recipe(NAME, "rollout.tensor_parallel_size=16", "rollout.num_engines=1", placement="separate"),
+            "rollout.tensor_parallel_size=16 exceeds the 8 GPUs of a node",
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_does_not_fit_is_said_with_its_sizes(plan: Plan, problem: str | None) -> None:
+    assert plan.fits == (problem is None)
+    if problem is not None:
+        assert any(problem in found for found in plan.problems), plan.problems
+
+
+def test_colocated_engines_share_the_trainers_gpus_and_separate_ones_add_theirs() -> None:
+    assert recipe(NAME).num_gpus == 8
+    assert recipe(NAME, placement="separate").num_gpus == 16
+    colocated, separate = recipe(NAME), recipe(NAME, placement="separate")
+    (stage,) = colocated.stages
+    assert colocated.while_training(stage) - separate.while_training(stage) == 1.5 * 2**30
+    assert colocated.while_generating(stage) - separate.while_generating(stage) == colocated.engine.total
+
+
+def test_host_memory_counts_the_store_the_offloaded_optimizer_and_the_processes() -> None:
+    plan = recipe(NAME, "optimizer.cpu_offload=true")
+    version = 2 * 7_615_616_512
+    offloaded = 8 * plan.stages[0].state.offloaded
+    assert plan.host_bytes == offloaded + 2 * version + 16 * 6 * 2**30
+    assert offloaded == pytest.approx(16 * 7_615_616_512, rel=1e-3)  # fp32 copy, two moments and gradient

@@ -1,0 +1,33 @@
+from megatron_bapo.planning.rollout_memory import engine_parameters
+from tests.unit.planning.examples import recipe
+
+GIB = 2**30
+
+
+def test_a_token_of_qwen25_7b_takes_56_kib_of_keys_and_values() -> None:
+    assert recipe("qwen2.5-7b_8gpus").engine.kv_per_token == 28 * 2 * 4 * 128 * 2 == 56 * 1024
+
+
+def test_the_cache_has_what_weights_and_workspace_leave_of_the_engines_share() -> None:
+    engine = recipe("qwen2.5-7b_8gpus").engine
+    assert engine.weights == 7_615_616_512 * 2
+    assert engine.workspace == 4 * GIB
+    assert engine.total == int(0.55 * 79.2 * GIB)
+    assert recipe("qwen2.5-7b_8gpus", "rollout.kv_cache_gib=10").engine.kv_cache == 10 * GIB
+
+
+def test_answers_at_once_are_held_half_way_and_limited_by_max_num_seqs() -> None:
+    engine = recipe("qwen2.5-7b_8gpus").engine
+    mean = 1024 * 0.25 + 8192 * 0.5
+    assert engine.num_concurrent == min(256, int(engine.kv_cache // engine.kv_per_token / (mean / 2)))
+    assert recipe("qwen2.5-7b_8gpus", "rollout.max_num_seqs=7").engine.num_concurrent == 7
+
+
+def test_with_more_gpus_than_key_value_heads_each_has_a_whole_head() -> None:
+    """Qwen2.5-7B has 4, of 28 layers, hidden size 3584 and head size 128, with a bias."""
+    architecture = recipe("qwen2.5-7b_8gpus").architecture
+    one, eight = engine_parameters(architecture, 1), engine_parameters(architecture, 8)
+    norms = 28 * 2 * 3584 + 3584
+    eighth = (one - norms) / 8 + norms
+    copies = 28 * 2 * (128 - 64) * (3584 + 1)
+    assert eight == eighth + copies

@@ -1,0 +1,63 @@
+import pytest
+
+from megatron_bapo.config.checks import check_planned
+from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.search import changes, search
+from tests.unit.planning.examples import changed, recipe
+
+NAME = "qwen2.5-7b_8gpus"
+
+
+def test_a_search_ranks_layouts_that_keep_the_rules_and_fit() -> None:
+    plan = recipe(NAME)
+    found = search(plan, 16)
+    assert len(found) > 50
+    assert [each.time.total for each in found] == sorted(each.time.total for each in found)
+    for each in found:
+        assert each.problems == []
+        assert each.config.parallel.world_size == each.num_gpus == 16
+        check_planned(each.config, each.architecture, "the model")
+    assert found[0].time.total <= recipe("qwen2.5-7b_16gpus").time.total
+
+
+@pytest.mark.parametrize("name", [NAME, "qwen3-30b-a3b_8gpus"])
+def test_the_overrides_of_a_layout_lead_to_it(name: str) -> None:
+    plan = recipe(name)
+    for found in search(plan, 8)[:20]:
+        assert changed(plan, changes(plan.config, found.config), name).config == found.config
+
+
+def test_separate_engines_and_trainer_share_the_gpus_between_them() -> None:
+    found = search(recipe(NAME, placement="separate"), 16)
+    assert found
+    assert {each.num_gpus for each in found} == {16}
+    assert {each.config.parallel.world_size for each in found} == {4, 8}  # 12 ranks do not divide a minibatch of 1024
+
+
+def test_nothing_is_found_where_nothing_fits() -> None:
+    assert search(recipe("qwen2.5-32b_8gpus"), 1) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        (NAME, ["rollout.gpu_memory_utilization=0.9"], ["rollout.gpu_memory_utilization=0.55"]),
+        (NAME, ["trainer.max_tokens_per_gpu=40000"], ["trainer.max_tokens_per_gpu=9216"]),
+        (NAME, ["rollout.num_engines=16"], None),
+    ],
+    ids=str,
+)
+def test_what_is_advised_fits_and_is_the_smallest_change(
+    name: str, overrides: list[str], expected: list[str] | None
+) -> None:
+    plan = recipe(name, *overrides)
+    assert not plan.fits
+    advised = advice(plan)
+    assert changed(plan, [*overrides, *advised], name).problems == []
+    if expected is not None:
+        assert [override.split("=")[0] for override in advised] == [override.split("=")[0] for override in expected]
+
+
+def test_no_advice_is_given_where_no_layout_fits() -> None:
+    four = ("parallel.world_size=4", "rollout.num_engines=1", "rollout.tensor_parallel_size=4")
+    assert advice(recipe("qwen2.5-32b_8gpus", *four)) == []

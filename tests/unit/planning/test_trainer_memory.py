@@ -1,0 +1,81 @@
+from collections import Counter
+
+import pytest
+
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.trainer_memory import in_flight, largest_micro_batch, num_micro_batches
+from tests.unit.planning.examples import recipe
+
+
+def test_a_pipeline_holds_as_many_micro_batches_as_there_are_stages_to_come() -> None:
+    parallel = ParallelConfig(world_size=4, pipeline_model_parallel_size=4)
+    assert [in_flight(parallel, stage, 8) for stage in range(4)] == [(4,), (3,), (2,), (1,)]
+    assert [in_flight(parallel, stage, 2) for stage in range(4)] == [(2,), (2,), (2,), (1,)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "num"), [(2, 2, 4), (2, 3, 2), (4, 2, 8), (4, 2, 4), (4, 4, 12)])
+def test_an_interleaved_pipeline_holds_what_its_schedule_starts_before_a_backward_pass(
+    pp: int, vpp: int, num: int
+) -> None:
+    """The warm-up's forward passes, then one forward and one backward pass at a time, in rounds of `pp`."""
+    parallel = ParallelConfig(world_size=pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
+    chunks = [chunk for _ in range(num // pp) for chunk in range(vpp) for _ in range(pp)]
+    for stage in range(pp):
+        num_warmup = min((pp - stage - 1) * 2 + (vpp - 1) * pp, num * vpp)
+        held: Counter[int] = Counter()
+        peak: Counter[int] = Counter()
+        for step in range(num * vpp + num_warmup):
+            if step < num * vpp:
+                held[chunks[step]] += 1
+            if held.total() > peak.total():
+                peak = held.copy()
+            if step >= num_warmup:
+                held[vpp - 1 - chunks[step - num_warmup]] -= 1
+        assert held.total() == 0
+        assert in_flight(parallel, stage, num) == tuple(peak[chunk] for chunk in range(vpp))
+
+
+def test_parameters_gradients_and_optimizer_of_7b_on_8_gpus_are_what_hand_arithmetic_says() -> None:
+    (stage,) = recipe("qwen2.5-7b_8gpus").stages
+    norms = 28 * 2 * 3584 + 3584
+    on_rank = (7_615_616_512 - norms) // 2 + norms  # tensor parallel 2
+    assert stage.state.parameters == pytest.approx(2 * on_rank, rel=1e-4)
+    assert stage.state.gradients == pytest.approx(4 * on_rank, rel=1e-4)
+    assert stage.state.optimizer == pytest.approx(12 * on_rank / 4, rel=1e-4)  # data parallel 4
+
+
+def test_full_recompute_keeps_the_inputs_of_layers_alone() -> None:
+    (stage,) = recipe("qwen2.5-7b_8gpus", "parallel.recompute_granularity=full").stages
+    tokens, hidden, bf16, tensor = 9216, 3584, 2, 2
+    assert stage.activations["layer inputs"] == 28 * tokens * hidden * bf16 // tensor
+    assert stage.activations["mlp"] == 0
+    (without,) = recipe("qwen2.5-7b_8gpus").stages
+    assert stage.backward > without.backward
+    assert stage.peak < without.peak
+
+
+def test_the_output_layer_counts_on_the_last_stage_and_grows_with_its_chunk() -> None:
+    stages = recipe("r1-distill-qwen-32b_64gpus").stages
+    assert [stage.output_layer > 0 for stage in stages] == [False, False, False, True]
+    larger = recipe("r1-distill-qwen-32b_64gpus", "trainer.logprob_chunk_size=4096").stages
+    logits = 4096 * 152064 // 4 * (4 + 4 + 2)  # fp32 logits and exponentials, the gradient rounded to bf16
+    assert larger[-1].output_layer - stages[-1].output_layer == pytest.approx(logits * 3 / 4, rel=1e-6)
+
+
+def test_a_reference_policy_is_resident_on_every_stage() -> None:
+    without = recipe("r1-distill-qwen-32b_64gpus").stages
+    with_it = recipe("r1-distill-qwen-32b_64gpus", "algorithm.kl_loss_coef=0.001").stages
+    for before, after in zip(without, with_it, strict=True):
+        assert after.resident - before.resident == after.state.reference
+        assert after.state.reference == pytest.approx(after.state.parameters, rel=1e-4)
+
+
+def test_the_largest_micro_batch_holds_longest_trajectories_and_one_of_the_rest() -> None:
+    plan = recipe("qwen2.5-7b_8gpus", "trainer.max_tokens_per_gpu=20000")
+    assert largest_micro_batch(plan.config, plan.assumptions).lengths == (9216, 9216, 20000 - 2 * 9216)
+
+
+def test_an_update_has_as_many_micro_batches_as_its_mean_tokens_fill() -> None:
+    plan = recipe("qwen2.5-7b_8gpus")
+    tokens = 1024 / 4 * (1024 * 0.25 + 8192 * 0.5)  # of a data-parallel rank
+    assert num_micro_batches(plan.config, plan.assumptions) == -(-tokens // (9216 * 0.95))

@@ -1,0 +1,151 @@
+"""Processes that are killed in the middle of a sync."""
+
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bapo.weight_sync.relay import StoreServer, pull
+from megatron_bapo.weight_sync.transport import WeightStore
+from tests.unit.weight_sync.examples import halves, numbered, reading
+
+SHAPES = {f"layer.{index}": (8, 8) for index in range(6)}
+PLAN = halves(SHAPES, dim=0, reader_dim=1, reader_hosts=(1, 1), bucket_bytes=256)
+STORE = "megatron_bapo.weight_sync.transport"
+POINTS = {
+    "before-the-file": (f"{STORE}:create", 1),
+    "while-room-is-made": ("os:posix_fallocate", 3),
+    "at-the-first-slice": (f"{STORE}:VersionWriter:write", 1),
+    "between-slices": (f"{STORE}:VersionWriter:write", 9),
+    "before-a-manifest": (f"{STORE}:_write_json", 1),
+    "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
+    "before-the-commit": (f"{STORE}:_write_json", 3),
+}
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> tuple[WeightStore, WeightStore]:
+    """The trainer's and the engines', both at version 2."""
+    both = WeightStore(tmp_path / "trainers"), WeightStore(tmp_path / "engines")
+    for store in both:
+        store.folder.mkdir(mode=0o700)
+    for version in (1, 2):
+        sync(*both, version)
+    return both
+
+
+def publish(trainers: WeightStore, version: int) -> None:
+    trainers.discard_before(version - 1)
+    for rank in (0, 1):
+        trainers.write(version, PLAN, rank, reading(numbered(SHAPES, version)))
+    trainers.commit(version, PLAN)
+
+
+def pull_from(trainers: WeightStore, engines: WeightStore, version: int) -> None:
+    pull(engines, version, 1, {0: StoreServer(trainers.folder)}, full_every=100)
+    engines.discard_before(version)
+
+
+def sync(trainers: WeightStore, engines: WeightStore, version: int) -> None:
+    publish(trainers, version)
+    pull_from(trainers, engines, version)
+
+
+def assert_serves(store: WeightStore, version: int) -> None:
+    """The newest version is this one and whole, and no more than two models take up memory."""
+    assert store.versions()[-1] == version
+    store.verify(version)
+    expected = numbered(SHAPES, version)
+    assert all(tensor.equal(expected[name]) for name, tensor in store.read(version))
+    assert len(list(store.folder.rglob("*.safetensors"))) <= 2
+
+
+def kill_at(target: str, call: int) -> None:
+    """Have this process killed, as `kill -9` does it, at a call of a function."""
+    module_name, *path, name = target.split(":")
+    owner: Any = importlib.import_module(module_name)
+    for attribute in path:
+        owner = getattr(owner, attribute)
+    function, calls = getattr(owner, name), iter(range(1, 1_000_000))
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, deadly)
+
+
+def run_killed(task: Callable[[], object], point: str) -> None:
+    """In a process of its own."""
+
+    def until_killed() -> None:
+        kill_at(*POINTS[point])
+        task()
+
+    process = get_context("fork").Process(target=until_killed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("point", ["before-the-file", "between-slices", "before-a-manifest", "before-the-commit"])
+@pytest.mark.parametrize("next_version", [3, 4])
+def test_a_killed_sender_leaves_the_old_version_and_the_next_sync_is_right(
+    stores: tuple[WeightStore, WeightStore], point: str, next_version: int
+):
+    trainers, engines = stores
+    trainers.discard_before(2)
+    run_killed(lambda: publish(trainers, 3), point)
+    for store in stores:
+        assert_serves(store, 2)
+    sync(trainers, engines, next_version)
+    for store in stores:
+        assert_serves(store, next_version)
+
+
+@pytest.mark.parametrize("point", ["at-the-first-slice", "between-slices", "between-writing-and-naming-a-manifest"])
+@pytest.mark.parametrize("next_version", [3, 4])
+def test_a_killed_receiver_leaves_the_old_version_and_the_next_sync_is_right(
+    stores: tuple[WeightStore, WeightStore], point: str, next_version: int
+):
+    trainers, engines = stores
+    publish(trainers, 3)
+    run_killed(lambda: pull_from(trainers, engines, 3), point)
+    assert_serves(engines, 2)
+    if next_version > 3:
+        publish(trainers, next_version)
+    pull_from(trainers, engines, next_version)
+    assert_serves(engines, next_version)
+
+
+def test_a_file_whose_writer_is_killed_while_it_makes_room_is_not_taken_for_full(tmp_path: Path):
+    store = WeightStore(tmp_path / "trainers")
+    store.folder.mkdir(mode=0o700)
+    run_killed(lambda: publish(store, 3), "while-room-is-made")
+    assert store.versions() == []
+    publish(store, 3)
+    assert_serves(store, 3)
+
+
+def test_the_host_of_a_killed_owner_comes_back_with_a_new_store_and_gets_everything(
+    stores: tuple[WeightStore, WeightStore], tmp_path: Path
+):
+    """The owner is the process that made the folder, here the one that is killed while it pulls."""
+    trainers, _ = stores
+    publish(trainers, 3)
+    parent = tmp_path / "shared-memory"
+    parent.mkdir()
+    run_killed(lambda: pull_from(trainers, WeightStore.create(parent), 3), "between-slices")
+    (abandoned,) = parent.iterdir()
+    assert WeightStore(abandoned).versions() == []
+    owned = WeightStore.create(parent)
+    assert not abandoned.exists()
+    pull_from(trainers, owned, 3)
+    assert_serves(owned, 3)
+    owned.close()
