@@ -37,7 +37,8 @@ from bench.report import medians_s, report
 from bench.resident_bytes import peak_resident_bytes
 from bench.weight_sync_on_paper import on_paper
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig, RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.model.build import build_policy
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.model.hf_export import stage_shapes, stream_tensors

@@ -27,6 +27,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
             "whole run",
             f"{_count(steps, 'step')} x {updates:,} = {steps * updates:,} updates on {steps * batch:,} trajectories",
         ),
+        ("rollouts", _rollouts(config)),
         ("behaviour policy", _behaviour_policy(config)),
         ("tokens", _tokens(config, per_rank)),
         ("held-out samples", _evaluation(config)),
@@ -57,6 +58,20 @@ def _trainer_layout(config: Config) -> str:
         f"{ep} expert parallel": ep > 1,
     }
     return ", ".join([text, *(name for name, holds in also.items() if holds)])
+
+
+def _rollouts(config: Config) -> str:
+    rollout, partial = config.rollout, config.rollout.partial_rollout
+    when = {"sync": "while the trainer waits", "async": "also while the trainer trains"}[rollout.mode]
+    may_age = rollout.mode == "async" or partial.over_sampling > 1.0 or rollout.max_reuse > 1
+    also = {
+        f"tokens of up to {_count(rollout.max_staleness, 'policy version')} before": may_age,
+        f"answers in pieces of {partial.token_budget} tokens": partial.token_budget is not None,
+        f"{partial.over_sampling} prompts in flight for each of the batch": partial.over_sampling > 1.0,
+        f"each group in up to {rollout.max_reuse} batches": rollout.max_reuse > 1,
+        "groups of equal rewards dropped and refilled": rollout.filter_groups.enable,
+    }
+    return ", ".join([f"{rollout.mode}: {when}", *(name for name, holds in also.items() if holds)])
 
 
 def _behaviour_policy(config: Config) -> str:

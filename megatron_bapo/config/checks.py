@@ -14,6 +14,7 @@ from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import colocation_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems
+from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.errors import UserError
 
@@ -29,6 +30,8 @@ FREE_ON_RESUME = (
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.colocate", "rollout.sleep_level", "trainer.offload"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
+    *("rollout.max_request_failures", "rollout.max_engine_restarts", "rollout.on_refresh"),
+    *("rollout.health_check_interval_s", "rollout.health_check_timeout_s"),
     *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload", "algorithm.clip_bounds.method"),
 )
 """Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
@@ -52,13 +55,14 @@ def check_planned(config: Config, architecture: Architecture, where: str) -> lis
 
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     rules = (
-        *(_layout_problems, _optimizer_problems, _batch_problems),
+        *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
         *(algorithm_problems, _data_problems, colocation_problems),
     )
     problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
-    return list(chain(_clip_bounds_warnings(config), algorithm_warnings(config), _other_warnings(config)))
+    warnings = (_clip_bounds_warnings, algorithm_warnings, rollout_warnings, _other_warnings)
+    return list(chain.from_iterable(warning(config) for warning in warnings))
 
 
 def resume_conflicts(old: Config, new: Config) -> list[str]:

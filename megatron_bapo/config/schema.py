@@ -1,7 +1,7 @@
 """The configuration: frozen sections, every default of the project, no torch.
 
 A key that is not here is fatal. Sizes are counted in trajectories or tokens, times in seconds. Derived values are
-properties. Rules that span sections live in `checks.py`, the algorithm's own section in `algorithm.py`.
+properties. Rules that span sections live in `checks.py`, the larger sections in `algorithm.py` and `rollout.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section
 
 
@@ -149,49 +150,6 @@ class RewardConfig(Section):
         if self.function is not None and self.function.count(":") != 1:
             raise ValueError(f"reward.function is {self.function!r}; write it as path.to.module:function")
         return self
-
-
-class SamplingConfig(Section):
-    """How tokens are drawn."""
-
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
-    """-1 or 0: all tokens."""
-    min_p: Fraction = 0.0
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-
-
-class RolloutConfig(SamplingConfig):
-    """The vLLM engines."""
-
-    n: PositiveInt = 8
-    """Trajectories per prompt."""
-    max_response_length: PositiveInt = 1024
-    """Tokens, the end-of-sequence token included."""
-    num_engines: PositiveInt = 1
-    tensor_parallel_size: PositiveInt = 1
-    """Of each engine, as vLLM calls it; so are the next two."""
-    pipeline_parallel_size: PositiveInt = 1
-    enable_expert_parallel: bool = False
-    """Give each tensor-parallel rank whole experts in the place of a part of every expert. vLLM's CPU build cannot."""
-    max_num_seqs: PositiveInt = 256
-    kv_cache_gib: PositiveFloat | None = None
-    """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
-    gpu_memory_utilization: Fraction = 0.85
-    colocate: bool = False
-    """Engines have the trainer's GPUs, and not the next ones."""
-    sleep_level: Literal[0, 1, 2] = 0
-    """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
-    memory (1), or both for good (2)."""
-    quantization: Literal["fp8_per_block"] | None = None
-    """Have vLLM quantise linear layers to FP8 in blocks of 128 x 128, anew at each weight sync."""
-    start_timeout_s: PositiveFloat = 900.0
-    request_timeout_s: PositiveFloat = 3600.0
-    """A batch of requests that is not answered within this time ends the run."""
 
 
 class OptimizerConfig(Section):

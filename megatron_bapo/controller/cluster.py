@@ -19,6 +19,12 @@ from megatron_bapo.errors import RunError, UserError
 
 NAMESPACE = "megatron-bapo"
 OBJECT_STORE_BYTES = 256 << 20
+MAX_CALLS = 100_000
+"""Calls of one actor that may be under way at a time."""
+
+
+class ActorDied(RunError):
+    """The process behind a handle has ended."""
 
 
 @contextmanager
@@ -52,7 +58,13 @@ def connect(address: str) -> None:
 def place(actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None) -> Any:
     """Start an actor of a plain class, without waiting for it."""
     options = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
-    return ray.remote(actor_class).options(**options).remote(*args)
+    # Calls that only wait for others cost nothing; Ray's own limit would hold probes back behind a thousand requests.
+    return ray.remote(actor_class).options(**options, max_concurrency=MAX_CALLS).remote(*args)
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process, without waiting for it."""
+    ray.kill(actor)
 
 
 def find(name: str) -> Any:
@@ -91,7 +103,7 @@ async def answer(reference: Any, who: str) -> Any:
 def _cause(error: RayActorError | RayTaskError, who: str) -> Exception:
     if isinstance(error, RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return RunError(f"{who} died: {lines[-1] if lines else 'no reason given'}; see the run's logs folder")
+        return ActorDied(f"{who} died: {lines[-1] if lines else 'no reason given'}; see the run's logs folder")
     if isinstance(error.cause, UserError | RunError):
         return error.cause
     return RunError(f"{who} failed with {type(error.cause).__name__}: {error.cause}; see the run's logs folder")

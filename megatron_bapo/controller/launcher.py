@@ -23,20 +23,19 @@ from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
+from megatron_bapo.controller.engine_fleet import place_engine
 from megatron_bapo.controller.host_store import HOST_STORE, STORE_SERVER, HostStore
 from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
-from megatron_bapo.controller.rollout_client import SERVICE, engine_name
+from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
-from megatron_bapo.model.weight_layouts import engine_route
 from megatron_bapo.parallel.platform import visible_devices
-from megatron_bapo.rollout.engine import Engine, engine_devices, engine_environment
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -108,24 +107,12 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
 
 def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple[list[Any], dict[str, Any]]:
     """Place engines and service: their handles, and by name the references that tell when each has started."""
-    settings = config.rollout
     engines: dict[str, Any] = {}
     starting: dict[str, Any] = {}
-    for index in range(settings.num_engines):
-        name = engine_name(index)
-        log_file = directory.logs / f"engine-{index}.log"
-        seen = engine_devices(config, index, visible_devices())
-        engines[name] = place(Engine, log_file, name=name, environment=engine_environment(seen))
-        starting[name] = engines[name].start.remote(
-            config.model_path.absolute(),
-            settings,
-            config.model.dtype,
-            max_model_len=config.max_model_len,
-            seed=config.seed,
-            route=engine_route(config, store, index),
-        )
-    log_file = directory.logs / "rollout-service.log"
-    service = place(RolloutService, config, engines, dict(starting), log_file, name=SERVICE)
+    for index in range(config.rollout.num_engines):
+        name = f"engine {index}"
+        engines[name], starting[name] = place_engine(config, index, store, name)
+    service = place(RolloutService, config, engines, dict(starting), store, name=SERVICE)
     starting[SERVICE] = service.probe_token_ids.remote()
     return [*engines.values(), service], starting
 

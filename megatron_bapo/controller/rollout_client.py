@@ -18,10 +18,6 @@ SERVICE = "rollout service"
 _QUICK_S = 120.0
 
 
-def engine_name(index: int) -> str:
-    return f"engine {index}"
-
-
 class RolloutClient:
     """Holds the connection to the run's actors."""
 
@@ -29,7 +25,6 @@ class RolloutClient:
         connect(ray_address)
         self._config = config
         self._service = find(SERVICE)
-        self._engines = {name: find(name) for name in map(engine_name, range(config.rollout.num_engines))}
 
     def wait_for_engines(self) -> None:
         ask(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
@@ -42,8 +37,10 @@ class RolloutClient:
     def worked_examples(self, num: int) -> list[Trajectory]:
         return ask(self._service.worked_examples.remote(num), SERVICE, self._config.rollout.start_timeout_s)
 
-    def take(self, num_prompts: int, seed: int) -> tuple[ScoredGroups, dict[str, float]]:
-        return ask(self._service.take.remote(num_prompts, seed), SERVICE, self._config.rollout.request_timeout_s)
+    def take(self) -> tuple[ScoredGroups, dict[str, float]]:
+        """The next rollout batch, and the seconds of each phase of waiting for it."""
+        # The service has the shorter limit, and says who did not answer.
+        return ask(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
 
     def validate(self, seed: int) -> ScoredGroups:
         return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s)
@@ -63,21 +60,19 @@ class RolloutClient:
         if self._config.weight_sync.engine_store == "own":
             reference = find(HOST_STORE).pull.remote(policy_version)
             num_bytes = ask(reference, HOST_STORE, self._config.rollout.start_timeout_s).num_bytes
-        self._ask_all({name: engine.load_weights.remote(policy_version) for name, engine in self._engines.items()})
+        settings = self._config.rollout
+        limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
+        ask(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
         return num_bytes
 
     def sleep(self, level: int) -> None:
         """Every engine frees its memory; returns when all have."""
-        self._ask_all({name: engine.sleep.remote(level) for name, engine in self._engines.items()})
+        ask(self._service.sleep.remote(level), SERVICE, self._config.rollout.start_timeout_s)
 
     def wake(self, tags: tuple[str, ...]) -> None:
-        self._ask_all({name: engine.wake.remote(tags) for name, engine in self._engines.items()})
-
-    def _ask_all(self, pending: dict[str, Any]) -> None:
-        for name, reference in pending.items():
-            ask(reference, name, self._config.rollout.start_timeout_s)
+        ask(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
 
     def score_probe(self) -> dict[str, SequenceScore]:
         """Each engine's log-probs on the probe sequence."""
-        pending = {name: engine.score.remote(self.probe_token_ids) for name, engine in self._engines.items()}
-        return {name: ask(reference, name, _QUICK_S) for name, reference in pending.items()}
+        limit_s = self._config.rollout.start_timeout_s + _QUICK_S
+        return ask(self._service.score_probe.remote(self.probe_token_ids), SERVICE, limit_s)

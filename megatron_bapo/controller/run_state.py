@@ -30,7 +30,7 @@ class RunState:
     policy_version: int = 0
     """Of the weights that the engines serve; 0 is the initial model."""
     data: dict[str, Any] = field(default_factory=dict)
-    """The prompt stream's position."""
+    """The prompt stream's position, and the prompts that are open."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,6 +65,11 @@ class RunDirectory:
     @property
     def samples(self) -> Path:
         return self.root / "samples.jsonl"
+
+    @property
+    def set_aside(self) -> Path:
+        """Prompts that engines failed at too often."""
+        return self.root / "set_aside.jsonl"
 
     @property
     def tensorboard(self) -> Path:

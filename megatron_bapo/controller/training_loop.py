@@ -2,7 +2,7 @@
 
     rank 0                        all ranks                                   Ray
     ------                        ---------                                   ---
-    take(prompts) ───────────────────────────────────────────────► service ─► engines ─► rewards
+    take() ──────────────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
       └─ broadcast ─────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
                                   publish weights ─► store (shared memory)
@@ -203,7 +203,7 @@ def take_groups(run: Run, timer: Timer) -> ScoredGroups:
     run.announce("generating answers")
     start, answer = now_s(), None
     if run.rollouts is not None:
-        answer = run.rollouts.take(run.config.prompts_per_step, seed=_rollout_seed(run.config.seed, run.state.step))
+        answer = run.rollouts.take()
     scored, seconds = broadcast_object(answer, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
     run.announce("training")
@@ -216,13 +216,20 @@ def update_on(run: Run, groups: Sequence[Group]) -> tuple[dict[str, Metric], lis
     examples, batch_metrics = make_examples(run.worker, run.reference, groups)
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
+    # Ratios start from the trainer's own log-probs, or from those of engines that had its present weights.
+    is_fresh = config.algorithm.behaviour_policy == "recomputed" or all(
+        span.policy_version == run.state.policy_version
+        for group in groups
+        for trajectory in group.trajectories
+        for span in trajectory.version_spans
+    )
     for epoch in range(config.trainer.ppo_epochs):
         order = np.arange(len(examples))
         if epoch:
             order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
         for start in range(0, len(order), size):
             chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
-            on_policy = epoch == 0 and start == 0
+            on_policy = epoch == 0 and start == 0 and is_fresh
             lr = _policy_lr(run, len(parts))
             parts.append(update_policy(run.worker, chosen, lr=lr, on_policy=on_policy, reservoir=reservoir))
     run.state.update += len(parts)
@@ -257,7 +264,7 @@ def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], time
     if run.recorder is None:
         return
     step = run.state.step
-    metrics = metrics | rollout_metrics(scored) | timer.metrics()
+    metrics = metrics | rollout_metrics(scored) | scored.metrics | timer.metrics()
     num_tokens = metrics["perf/total_num_tokens"]
     assert isinstance(num_tokens, Sum), "the token count is a sum"
     metrics["perf/throughput"] = Last(num_tokens.value / timer.seconds["step"])
@@ -270,10 +277,6 @@ def _policy_lr(run: Run, done_in_step: int) -> float:
     trainer = run.config.trainer
     update = run.state.step * trainer.updates_per_step + done_in_step
     return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)
-
-
-def _rollout_seed(seed: int, step: int) -> int:
-    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0] >> 1)
 
 
 def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:

@@ -29,6 +29,11 @@ class PromptStream:
         self._fingerprint = _fingerprint(self._prompts)
         self._start_epoch(epoch=0, position=0)
 
+    @property
+    def num_drawn(self) -> int:
+        """Prompts given away since the first epoch's start."""
+        return self._epoch * len(self._prompts) + self._position
+
     def take(self, num: int) -> list[Prompt]:
         """The next `num` prompts, over as many epoch borders as needed."""
         taken: list[Prompt] = []

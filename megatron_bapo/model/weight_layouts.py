@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import Config, ParallelConfig, RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
 from megatron_bapo.weight_sync.route import WeightRoute

@@ -13,13 +13,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import psutil
 from safetensors import safe_open
 
-from megatron_bapo.config.schema import Config, RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.messages import Generated, GenerationRequest, SequenceScore
@@ -74,6 +77,16 @@ def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What others need to know of an engine that has started."""
+
+    kv_cache_tokens: int
+    """Tokens whose keys and values fit its memory."""
+    processes: tuple[tuple[int, float], ...]
+    """Process id and start time of its own process and vLLM's."""
+
+
 class Engine:
     """Owns one vLLM server and knows which weights it has."""
 
@@ -90,7 +103,7 @@ class Engine:
 
     async def start(
         self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
-    ) -> None:
+    ) -> EngineFacts:
         """Load the checkpoint and get ready to serve it as policy version 0.
 
         `max_model_len` counts prompt and response. Raises UserError for settings that vLLM refuses, RunError when its
@@ -103,6 +116,9 @@ class Engine:
         await self.connect(route)
         self._expected_shapes = _checkpoint_shapes(model_path)
         self._policy_version = INITIAL_VERSION
+        me = psutil.Process()
+        processes = tuple((process.pid, process.create_time()) for process in [me, *me.children(recursive=True)])
+        return EngineFacts(self._server.kv_cache_tokens, processes)
 
     async def connect(self, route: WeightRoute) -> None:
         """From now on weights come by this route."""
@@ -126,6 +142,17 @@ class Engine:
         """Log-probs of a given sequence [S], which must be shorter than `max_model_len`; errors as `generate_many`."""
         async with self._serving("a score request") as (server, version):
             return SequenceScore(version, await server.score(token_ids))
+
+    async def abort(self) -> None:
+        """Let go of every request in flight; each is answered with the tokens that it has."""
+        server, _ = self._running()
+        await server.abort()
+
+    async def alive(self) -> None:
+        """Return when vLLM's processes answer, asleep or not; raises RunError when they, or a load, have failed."""
+        server = self._server if self._asleep else self._running()[0]
+        assert server is not None, "it has slept, so it was started"
+        await server.check_health()
 
     async def load_weights(self, version: int) -> int:
         """Take over a version as the route says; the bytes that vLLM's workers read.

@@ -1,20 +1,37 @@
-"""From prompts to scored groups over any number of engines."""
+"""An answer grows in segments: each is one request to an engine, and knows the policy version that sampled it.
+
+An unfinished answer keeps its tokens, behaviour log-probs and versions, and goes on (prompt and partial answer as the
+new prompt) on whatever engine and under whatever policy comes next. Partial rollouts, aborted requests and engines that
+die are all the same here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.records import Group, Trajectory, VersionSpan
+from megatron_bapo.metrics.values import Metric
+from megatron_bapo.records import FinishReason, Group, Trajectory, VersionSpan
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
-from megatron_bapo.rollout.messages import Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
-GenerateMany = Callable[[list[GenerationRequest]], Awaitable[list[Generated]]]
-"""One engine: a batch of requests to their answers, in order."""
+Decode = Callable[[np.ndarray], str]
+"""Token ids of a whole answer to its text, special tokens left out."""
+
+
+class Send(Protocol):
+    """One request to any engine: that engine's name and its answer (`Router.generate`)."""
+
+    def __call__(
+        self, request: GenerationRequest, *, order: int, prefer: str | None
+    ) -> Awaitable[tuple[str, Generated]]: ...
 
 
 @dataclass(frozen=True)
@@ -25,26 +42,141 @@ class Sampling:
     top_k: int
     min_p: float
     max_response_length: int
-    seed: int
-    """Of this batch; every prompt's own seed is derived from it and the prompt's id."""
+    token_budget: int | None = None
+    """Tokens of one segment; None: the whole answer."""
 
 
 @dataclass(frozen=True)
 class ScoredGroups:
     groups: list[Group]
     num_reward_timeouts: int
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
 
-async def generate_groups(
-    engines: Sequence[GenerateMany], prompts: Sequence[TokenizedPrompt], sampling: Sampling
-) -> list[Group]:
-    """Sample `n` answers to each prompt; prompts are dealt to the engines in turn. Rewards are still NaN."""
-    requests = [_request(prompt, index, sampling) for index, prompt in enumerate(prompts)]
-    shares = [requests[i :: len(engines)] for i in range(len(engines))]
-    answers = await asyncio.gather(*(engine(share) for engine, share in zip(engines, shares, strict=True) if share))
-    return [
-        _group(prompt, answers[index % len(engines)][index // len(engines)]) for index, prompt in enumerate(prompts)
-    ]
+class SetAside(RunError):
+    """The prompt's request failed on engines as often as is allowed."""
+
+    def __init__(self, prompt_id: str, failures: Sequence[str]) -> None:
+        super().__init__(
+            f"prompt {prompt_id} failed {len(failures)} times on engines, the last time with: {failures[-1]}"
+        )
+        self.prompt_id = prompt_id
+        self.failures = tuple(failures)
+
+
+@dataclass
+class Answer:
+    """One trajectory on its way."""
+
+    segments: list[Completion] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(span.num_tokens for span in self.spans)
+
+    def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
+        if (num := len(segment.token_ids)) > 0:
+            self.segments.append(segment)
+            if self.spans and self.spans[-1].policy_version == policy_version:
+                num += self.spans.pop().num_tokens
+            self.spans.append(VersionSpan(policy_version, num))
+        if segment.finish_reason == "stop":
+            self.finish_reason = "stop"
+        elif self.num_tokens == max_response_length:
+            self.finish_reason = "length"
+
+
+@dataclass
+class GrowingGroup:
+    """One prompt's trajectories on their way, and what its engines did to it."""
+
+    prompt: TokenizedPrompt
+    sampling: Sampling
+    identity: str
+    """All seeds derive from it."""
+    order: int
+    """Lower goes first."""
+    answers: list[Answer] = field(default_factory=list)
+    engine: str | None = None
+    """The one that has the prompt's prefix."""
+    num_failures: int = 0
+    """Requests that engines failed at and that were sent again."""
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The policy version of the oldest token."""
+        return min((answer.spans[0].policy_version for answer in self.answers if answer.spans), default=None)
+
+    def group(self, decode: Decode) -> Group:
+        """The finished group; rewards are still NaN."""
+        return Group(self.prompt.prompt, tuple(self._trajectory(answer, decode) for answer in self.answers))
+
+    def _trajectory(self, answer: Answer, decode: Decode) -> Trajectory:
+        assert answer.finish_reason is not None, "the answer is unfinished"
+        token_ids = np.concatenate([segment.token_ids for segment in answer.segments])
+        return Trajectory(
+            prompt_token_ids=self.prompt.token_ids,
+            response_token_ids=token_ids,
+            behaviour_log_probs=np.concatenate([segment.log_probs for segment in answer.segments]),
+            version_spans=tuple(answer.spans),
+            finish_reason=answer.finish_reason,
+            # Segments do not end where characters do.
+            text=answer.segments[0].text if len(answer.segments) == 1 else decode(token_ids),
+        )
+
+
+def growing_group(
+    prompt: TokenizedPrompt, sampling: Sampling, *, batch_seed: int, index: int, order: int
+) -> GrowingGroup:
+    """A group before its first token. `batch_seed` and the `index` in the batch make its seeds its own."""
+    return GrowingGroup(prompt, sampling, f"{batch_seed}:{index}:{prompt.prompt.prompt_id}", order)
+
+
+async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bool = True) -> None:
+    """Send segments until every answer is finished.
+
+    The answers start as one request, so that they share the prompt's keys and values, and go on each on its own.
+    `sticky` keeps answers that were aborted on their engine. Raises SetAside after `max_failures` failed requests.
+    """
+
+    async def attempt(request: GenerationRequest) -> Generated:
+        failures: list[str] = []
+        while True:
+            attempt_id = f"{request.request_id}#{len(failures)}"
+            try:
+                engine, generated = await send(
+                    replace(request, request_id=attempt_id), order=group.order, prefer=group.engine
+                )
+                _check(group, request, generated)
+            except RunError as error:
+                failures.append(str(error))
+                group.num_failures += 1
+                group.engine = None
+                if len(failures) >= max_failures:
+                    raise SetAside(group.prompt.prompt.prompt_id, failures) from error
+            else:
+                aborted = any(completion.finish_reason == "abort" for completion in generated.completions)
+                group.engine = engine if sticky or not aborted else None
+                return generated
+
+    async def finish(position: int) -> None:
+        answer = group.answers[position]
+        while answer.finish_reason is None:
+            generated = await attempt(_continuation(group, position))
+            answer.extend(generated.completions[0], generated.policy_version, group.sampling.max_response_length)
+
+    generated = await attempt(_first_request(group))
+    group.answers = [Answer() for _ in generated.completions]
+    for answer, completion in zip(group.answers, generated.completions, strict=True):
+        answer.extend(completion, generated.policy_version, group.sampling.max_response_length)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for position in range(len(group.answers)):
+                tasks.create_task(finish(position))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def score_groups(groups: Sequence[Group], scorer: Scorer) -> ScoredGroups:
@@ -73,35 +205,48 @@ def score_groups(groups: Sequence[Group], scorer: Scorer) -> ScoredGroups:
     return ScoredGroups(scored, num_timeouts)
 
 
-def _request(prompt: TokenizedPrompt, index: int, sampling: Sampling) -> GenerationRequest:
-    identity = f"{sampling.seed}:{index}:{prompt.prompt.prompt_id}"
+def _first_request(group: GrowingGroup) -> GenerationRequest:
+    sampling = group.sampling
     return GenerationRequest(
-        request_id=identity,
-        prompt_token_ids=prompt.token_ids,
+        request_id=group.identity,
+        prompt_token_ids=group.prompt.token_ids,
         n=sampling.n,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        max_tokens=sampling.max_response_length,
-        seed=int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1,
+        max_tokens=_segment_length(sampling, 0),
+        seed=_seed(group.identity),
     )
 
 
-def _group(prompt: TokenizedPrompt, generated: Generated) -> Group:
-    if any(len(completion.token_ids) == 0 for completion in generated.completions):
-        raise RunError(f"an engine answered prompt {prompt.prompt.prompt_id} without a single token")
-    return Group(
-        prompt.prompt,
-        tuple(
-            Trajectory(
-                prompt_token_ids=prompt.token_ids,
-                response_token_ids=completion.token_ids,
-                behaviour_log_probs=completion.log_probs,
-                version_spans=(VersionSpan(generated.policy_version, len(completion.token_ids)),),
-                finish_reason=completion.finish_reason,
-                text=completion.text,
-            )
-            for completion in generated.completions
-        ),
+def _continuation(group: GrowingGroup, position: int) -> GenerationRequest:
+    answer = group.answers[position]
+    identity = f"{group.identity}:{position}:{answer.num_tokens}"
+    tokens = [group.prompt.token_ids, *(segment.token_ids for segment in answer.segments)]
+    return replace(
+        _first_request(group),
+        request_id=identity,
+        prompt_token_ids=np.concatenate(tokens),
+        n=1,
+        max_tokens=_segment_length(group.sampling, answer.num_tokens),
+        seed=_seed(identity),
     )
+
+
+def _segment_length(sampling: Sampling, num_tokens: int) -> int:
+    left = sampling.max_response_length - num_tokens
+    return left if sampling.token_budget is None else min(left, sampling.token_budget)
+
+
+def _seed(identity: str) -> int:
+    return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1
+
+
+def _check(group: GrowingGroup, request: GenerationRequest, generated: Generated) -> None:
+    prompt_id = group.prompt.prompt.prompt_id
+    if len(generated.completions) != request.n:
+        raise RunError(f"an engine gave prompt {prompt_id} {len(generated.completions)} answers instead of {request.n}")
+    for completion in generated.completions:
+        if len(completion.token_ids) == 0 and completion.finish_reason != "abort":
+            raise RunError(f"an engine answered prompt {prompt_id} without a single token")

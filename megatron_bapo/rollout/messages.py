@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_bapo.records import FinishReason
+from megatron_bapo.errors import RunError
+
+SegmentEnd = Literal["stop", "length", "abort"]
+"""`length`: the request's `max_tokens` are used up; `abort`: the engine was asked to let go of it."""
+
+
+class EngineLost(RunError):
+    """The engine is dead, hangs or is out of reach; what was in flight on it has to go elsewhere."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     request_id: str
     prompt_token_ids: np.ndarray
-    """int32 [P]"""
+    """int32 [P]; of an answer that is continued, with the tokens that it has."""
     n: int
     """Number of completions."""
     temperature: float
@@ -30,10 +38,10 @@ class GenerationRequest:
 @dataclass(frozen=True)
 class Completion:
     token_ids: np.ndarray
-    """int32 [R], with the end-of-sequence token when `finish_reason` is `stop`."""
+    """int32 [R], with the end-of-sequence token when `finish_reason` is `stop`; R may be 0 when it is `abort`."""
     log_probs: np.ndarray
     """float32 [R], of each sampled token at the sampling temperature, in nats."""
-    finish_reason: FinishReason
+    finish_reason: SegmentEnd
     text: str
     """Special tokens left out."""
 
@@ -49,3 +57,17 @@ class SequenceScore:
     policy_version: int
     log_probs: np.ndarray
     """float32 [S - 1], of each token but the first given those before it, at temperature 1, in nats."""
+
+
+class GenerationEngine(Protocol):
+    """What the scheduler needs of an engine, real or modelled. A call raises EngineLost when there is none any more."""
+
+    async def generate(self, request: GenerationRequest) -> Generated: ...
+
+    async def abort(self) -> None:
+        """Let go of every request in flight: each returns the tokens that it has."""
+
+    async def load_weights(self, version: int) -> None: ...
+
+    async def alive(self) -> None:
+        """Return when the engine is able to serve."""

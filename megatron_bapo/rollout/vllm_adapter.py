@@ -25,7 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, GenerationRequest
@@ -73,6 +73,25 @@ class VllmServer:
             raise RunError(f"vLLM failed while scoring: {error!r}; its output says why") from error
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return np.asarray(output.prompt_logprobs.logprobs, np.float32)
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        cache = self._llm.vllm_config.cache_config
+        assert cache.num_gpu_blocks, "vLLM has started and knows its cache"
+        return cache.num_gpu_blocks * cache.block_size
+
+    async def abort(self) -> None:
+        """End every request in flight with the tokens that it has."""
+        await self._llm.pause_generation(mode="abort", clear_cache=False)
+        await self._llm.resume_generation()
+
+    async def check_health(self) -> None:
+        """Return when the engine core answers. Raises RunError when vLLM has failed."""
+        try:
+            await self._llm.check_health()
+            await self._llm.is_paused()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RunError(f"vLLM failed: {error!r}; its output says why") from error
 
     async def connect(self, route: WeightRoute) -> None:
         """Tell the workers where new weights will come from; comes before `verify` and `load`."""
@@ -168,9 +187,12 @@ def _completions(answers: Sequence[CompletionOutput], tokenizer: TokenizerLike) 
     texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportAttributeAccessIssue]
     completions = []
     for answer, ids, text in zip(answers, token_ids, texts, strict=True):
+        if answer.finish_reason == "abort" and not ids:
+            completions.append(Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", ""))
+            continue
         assert isinstance(answer.logprobs, FlatLogprobs)
         assert len(answer.logprobs.logprobs) == len(ids), "one log-prob per sampled token"
-        if answer.finish_reason not in ("stop", "length"):
+        if answer.finish_reason not in ("stop", "length", "abort"):
             raise RunError(f"vLLM ended a request with {answer.finish_reason!r} instead of an answer")
         log_probs = np.asarray(answer.logprobs.logprobs, np.float32)
         completions.append(Completion(np.asarray(ids, np.int32), log_probs, answer.finish_reason, text))

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
 from megatron_bapo.weight_sync.route import WeightRoute

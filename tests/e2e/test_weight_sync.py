@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.rollout.engine import Engine, engine_environment

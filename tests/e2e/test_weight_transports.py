@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.schema import ParallelConfig, RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import share_storage, transfer_group

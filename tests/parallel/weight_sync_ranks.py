@@ -15,7 +15,7 @@ from examples import LEARNING_RATE, make_config, make_examples
 from launching import run_cases
 from safetensors.torch import save_file
 
-from megatron_bapo.config.schema import RolloutConfig
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.megatron import parallel_state

@@ -40,6 +40,16 @@ def test_held_out_samples_and_warm_start_are_listed() -> None:
     assert table["warm start"] == "300 supervised updates of 128 worked examples"
 
 
+def test_when_answers_are_generated_and_how_old_they_may_be_is_said() -> None:
+    assert rows()["rollouts"] == "sync: while the trainer waits"
+    rollout = {"n": 16, "max_response_length": 3000, "mode": "async", "max_staleness": 2}
+    table = rows(rollout=rollout | {"partial_rollout": {"token_budget": 500}, "filter_groups": {"enable": True}})
+    assert table["rollouts"] == (
+        "async: also while the trainer trains, tokens of up to 2 policy versions before, answers in pieces of 500 "
+        "tokens, groups of equal rewards dropped and refilled"
+    )
+
+
 def test_the_behaviour_policy_is_said() -> None:
     assert rows()["behaviour policy"].startswith("rollout: ratios are current / rollout log-probs")
     correction = {"rollout_is": "token", "rollout_rs": "geometric"}

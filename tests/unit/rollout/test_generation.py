@@ -1,6 +1,6 @@
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,145 +8,226 @@ import pytest
 
 from megatron_bapo.config.schema import RewardConfig
 from megatron_bapo.errors import RunError
-from megatron_bapo.records import Group, Prompt, VersionSpan
+from megatron_bapo.records import Group, VersionSpan
 from megatron_bapo.rewards.scorer import Scorer
-from megatron_bapo.rollout.generation import GenerateMany, Sampling, generate_groups, score_groups
+from megatron_bapo.rollout.generation import (
+    GrowingGroup,
+    Sampling,
+    SetAside,
+    grow,
+    growing_group,
+    score_groups,
+)
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
-from megatron_bapo.rollout.tokenization import TokenizedPrompt
+from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.virtual_time import run_in_virtual_time
+from tests.unit.rollout.modelled_engines import SAMPLING, TOKEN_S, ModelledEngine, decode, log_prob, prompts
 
-SAMPLING = Sampling(n=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, max_response_length=5, seed=11)
+GREEDY = replace(SAMPLING, temperature=0.0)
 REWARD_MODULE = """
 import time
 
 def matches(data_source, solution_str, ground_truth, extra_info=None):
-    if solution_str == extra_info["hangs_on"]:
+    if "7" in solution_str:
         time.sleep(60)
     return float(solution_str == ground_truth)
 """
 
 
-def prompts(num: int) -> list[TokenizedPrompt]:
-    return [
-        TokenizedPrompt(
-            Prompt(
-                prompt_id=f"train:{i}",
-                messages=({"role": "user", "content": str(i)},),
-                ground_truth=f"answer 0 to {i}",
-                data_source="counting",
-                extra_info={"hangs_on": "answer 1 to 2"},
-            ),
-            np.array([i, 100], np.int32),
-        )
-        for i in range(num)
-    ]
+def growing(num: int, sampling: Sampling = SAMPLING, batch_seed: int = 11) -> list[GrowingGroup]:
+    return [growing_group(p, sampling, batch_seed=batch_seed, index=i, order=i) for i, p in enumerate(prompts(num))]
 
 
-def completion(text: str, num_tokens: int) -> Completion:
-    return Completion(np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.5, np.float32), "stop", text)
+async def finished(groups: list[GrowingGroup], engines: list[ModelledEngine], *, max_failures: int = 3) -> list[Group]:
+    router = Router()
+    for engine in engines:
+        router.add(engine.name, engine, 10**9)
+    await asyncio.gather(*(grow(group, router.generate, max_failures=max_failures) for group in groups))
+    return [group.group(decode) for group in groups]
 
 
-def echo(policy_version: int, log: list[list[GenerationRequest]]) -> GenerateMany:
-    """An engine that names the prompt in its answers, and the later ones are the faster."""
-
-    async def generate(requests: list[GenerationRequest]) -> list[Generated]:
-        log.append(requests)
-        await asyncio.sleep(0.01 / (1 + policy_version))
-        return [
-            Generated(
-                policy_version,
-                tuple(completion(f"answer {k} to {r.prompt_token_ids[0]}", k + 1) for k in range(r.n)),
-            )
-            for r in requests
-        ]
-
-    return generate
+def generate(num_engines: int, groups: list[GrowingGroup]) -> tuple[list[Group], list[ModelledEngine]]:
+    engines = [ModelledEngine(f"engine {i}") for i in range(num_engines)]
+    return run_in_virtual_time(finished(groups, engines)), engines
 
 
-def generate(
-    num_engines: int, tokenized: Sequence[TokenizedPrompt], sampling: Sampling = SAMPLING
-) -> tuple[list[Group], list[list[GenerationRequest]]]:
-    log: list[list[GenerationRequest]] = []
-    engines = [echo(version, log) for version in range(num_engines)]
-    return asyncio.run(generate_groups(engines, tokenized, sampling)), log
+def tokens(groups: list[Group]) -> list[list[list[int]]]:
+    return [[t.response_token_ids.tolist() for t in group.trajectories] for group in groups]
 
 
-@pytest.mark.parametrize("num_prompts", [1, 2, 7])
-@pytest.mark.parametrize("num_engines", [1, 2, 3])
-def test_every_group_is_that_of_its_prompt_whichever_engine_answered(num_engines, num_prompts):
-    tokenized = prompts(num_prompts)
+@pytest.mark.parametrize("token_budget", [1, 3, 7, 49])
+@pytest.mark.parametrize("num_engines", [1, 3])
+def test_at_temperature_0_segments_add_up_to_the_uninterrupted_answer(num_engines: int, token_budget: int):
+    whole, _ = generate(1, growing(9, GREEDY))
+    pieces, engines = generate(num_engines, growing(9, replace(GREEDY, token_budget=token_budget)))
 
-    groups, log = generate(num_engines, tokenized)
+    assert tokens(pieces) == tokens(whole)
+    assert {t.finish_reason for group in whole for t in group.trajectories} == {"stop", "length"}
+    for ours, theirs in zip(pieces, whole, strict=True):
+        for piece, answer in zip(ours.trajectories, theirs.trajectories, strict=True):
+            assert (piece.finish_reason, piece.text) == (answer.finish_reason, answer.text)
+            assert piece.version_spans == answer.version_spans
+            np.testing.assert_array_equal(piece.behaviour_log_probs, answer.behaviour_log_probs)
+    assert max(request.max_tokens for engine in engines for _, request in engine.log) == token_budget
 
-    assert [group.prompt for group in groups] == [t.prompt for t in tokenized]
-    assert [[t.text for t in group.trajectories] for group in groups] == [
-        [f"answer 0 to {i}", f"answer 1 to {i}"] for i in range(num_prompts)
-    ]
-    assert sum(map(len, log)) == num_prompts
-    assert max(map(len, log)) - min(map(len, log)) <= 1
+
+def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_version():
+    async def main() -> Group:
+        router, engine, (group,) = Router(), ModelledEngine(mean_length=10**9), growing(1, GREEDY)
+        router.add(engine.name, engine, 10**9)
+        task = asyncio.ensure_future(grow(group, router.generate, max_failures=1))
+        for version in (1, 2):
+            await asyncio.sleep(20.5 * TOKEN_S)
+            router.pause()
+            await router.abort(1.0)
+            await router.drain(1.0)
+            await engine.load_weights(version)
+            router.resume()
+        await task
+        return group.group(decode)
+
+    for trajectory in run_in_virtual_time(main()).trajectories:
+        assert trajectory.version_spans == (VersionSpan(0, 20), VersionSpan(1, 20), VersionSpan(2, 10))
+        context = trajectory.prompt_token_ids.tolist()
+        versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
+        for version, token, said in zip(
+            versions, trajectory.response_token_ids.tolist(), trajectory.behaviour_log_probs, strict=True
+        ):
+            assert said == pytest.approx(log_prob(version, context, token))
+            context.append(token)
+        assert trajectory.text == decode(trajectory.response_token_ids)
+
+
+def test_a_groups_answers_start_as_one_request_and_stay_on_one_engine():
+    _, engines = generate(3, growing(6, replace(SAMPLING, token_budget=5)))
+
+    seen: dict[int, set[str]] = {}
+    for engine in engines:
+        for _, request in engine.log:
+            seen.setdefault(request.prompt_token_ids[0], set()).add(engine.name)
+            assert request.n == (2 if len(request.prompt_token_ids) == 2 else 1)
+    assert all(len(names) == 1 for names in seen.values())
+    assert set.union(*seen.values()) == {"engine 0", "engine 1", "engine 2"}
+
+
+def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_that_they_had():
+    async def main() -> tuple[list[Group], ModelledEngine]:
+        first, second = ModelledEngine("first"), ModelledEngine("second")
+        work = asyncio.ensure_future(finished(growing(8, replace(GREEDY, token_budget=6)), [first, second]))
+        await asyncio.sleep(9 * TOKEN_S)
+        first.die()
+        return await work, second
+
+    groups, second = run_in_virtual_time(main())
+    assert tokens(groups) == tokens(generate(1, growing(8, GREEDY))[0])
+    from_first = [r for at, r in second.log if at == pytest.approx(9 * TOKEN_S)]
+    assert from_first
+    assert all(len(request.prompt_token_ids) == 2 + 6 for request in from_first)
+
+
+def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
+    async def main() -> None:
+        engines = [ModelledEngine("engine 0", fails_on={1}), ModelledEngine("engine 1", fails_on={1})]
+        with pytest.raises(SetAside, match="prompt train:0 failed 4 times on engines, the last time with: engine") as e:
+            await finished(growing(1), engines, max_failures=4)
+        assert len(e.value.failures) == sum(len(engine.log) for engine in engines) == 4
+
+    run_in_virtual_time(main())
+
+
+def test_a_request_that_fails_once_is_answered_with_the_same_seed():
+    async def main() -> list[Group]:
+        router, bad, (group,) = Router(), ModelledEngine("bad", fails_on={1}), growing(1)
+        router.add(bad.name, bad, 10**9)
+
+        async def mended(request: GenerationRequest, *, order: int, prefer: str | None):
+            if bad.log:
+                bad.fails_on.clear()
+            return await router.generate(request, order=order, prefer=prefer)
+
+        await grow(group, mended, max_failures=2)
+        assert len({request.request_id for _, request in bad.log}) == 2
+        return [group.group(decode)]
+
+    assert tokens(run_in_virtual_time(main())) == tokens(generate(1, growing(1))[0])
 
 
 def test_a_trajectory_keeps_what_the_engine_said_and_awaits_its_reward():
-    (group,), _ = generate(1, prompts(1))
+    (group,), (engine,) = generate(1, growing(1))
 
+    (_, request) = engine.log[0]
+    said = run_in_virtual_time(ModelledEngine().generate(request)).completions[1]
     second = group.trajectories[1]
-    assert second.prompt_token_ids.tolist() == [0, 100]
-    assert second.response_token_ids.tolist() == [0, 1]
-    assert second.behaviour_log_probs.tolist() == [-0.5, -0.5]
-    assert second.version_spans == (VersionSpan(0, 2),)
-    assert second.finish_reason == "stop"
+    assert second.prompt_token_ids.tolist() == [1, 100]
+    np.testing.assert_array_equal(second.response_token_ids, said.token_ids)
+    np.testing.assert_array_equal(second.behaviour_log_probs, said.log_probs)
+    assert (second.finish_reason, second.text) == (said.finish_reason, said.text)
     assert math.isnan(second.reward)
 
 
-def test_each_trajectory_names_the_policy_version_that_sampled_it():
-    groups, _ = generate(3, prompts(3))
-
-    versions = [span.policy_version for group in groups for t in group.trajectories for span in t.version_spans]
-    assert versions == [0, 0, 1, 1, 2, 2]
-
-
 def test_a_request_carries_the_sampling_parameters():
-    _, ((request,),) = generate(1, prompts(1))
+    _, (engine,) = generate(1, growing(1))
 
-    assert (request.n, request.temperature, request.max_tokens) == (2, 0.7, 5)
+    request = engine.log[0][1]
+    assert (request.n, request.temperature, request.max_tokens) == (2, 0.7, 50)
     assert (request.top_p, request.top_k, request.min_p) == (0.9, 20, 0.1)
 
 
-def seeds(num_engines: int, tokenized: Sequence[TokenizedPrompt], batch_seed: int = 11) -> dict[str, int]:
-    _, log = generate(num_engines, tokenized, replace(SAMPLING, seed=batch_seed))
-    return {request.request_id: request.seed for requests in log for request in requests}
+def seeds(num_engines: int, groups: list[GrowingGroup]) -> dict[str, int]:
+    _, engines = generate(num_engines, groups)
+    return {request.request_id: request.seed for engine in engines for _, request in engine.log}
 
 
-def test_seeds_differ_between_prompts_and_do_not_depend_on_the_number_of_engines():
-    by_request = seeds(1, prompts(50))
+def test_seeds_differ_between_requests_and_do_not_depend_on_the_number_of_engines():
+    by_request = seeds(1, growing(50, replace(SAMPLING, token_budget=9)))
 
-    assert len(set(by_request.values())) == 50
+    assert len(by_request) > 100
+    assert len(set(by_request.values())) == len(by_request)
     assert all(0 <= seed < 2**31 for seed in by_request.values())
-    assert seeds(3, prompts(50)) == by_request
+    assert seeds(3, growing(50, replace(SAMPLING, token_budget=9))) == by_request
 
 
 def test_a_prompt_that_comes_twice_in_a_batch_or_in_another_batch_gets_another_seed():
     (prompt,) = prompts(1)
+    places = [(11, 0), (11, 1), (12, 0)]
+    groups = [growing_group(prompt, SAMPLING, batch_seed=seed, index=i, order=0) for seed, i in places]
 
-    assert len(set(seeds(1, [prompt, prompt]).values())) == 2
-    assert not set(seeds(1, [prompt], batch_seed=11).values()) & set(seeds(1, [prompt], batch_seed=12).values())
+    assert len(set(seeds(1, groups).values())) == 3
 
 
 def test_seeds_are_the_same_in_every_process_and_release():
-    assert seeds(1, prompts(1)) == {"11:0:train:0": 2052504237}
+    assert seeds(1, growing(1)) == {"11:0:train:0#0": 2052504237}
 
 
-def test_an_answer_without_a_token_is_the_engines_failure_and_names_the_prompt():
-    async def silent(requests: list[GenerationRequest]) -> list[Generated]:
-        return [Generated(0, (completion("", 0),)) for _ in requests]
+def answering(completions: tuple[Completion, ...]) -> Callable[..., Awaitable[tuple[str, Generated]]]:
+    async def send(request: GenerationRequest, *, order: int, prefer: str | None) -> tuple[str, Generated]:
+        return "engine 0", Generated(0, completions)
 
-    with pytest.raises(RunError, match="an engine answered prompt train:0 without a single token"):
-        asyncio.run(generate_groups([silent], prompts(1), SAMPLING))
+    return send
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [((1, 0), "answered prompt train:0 without a single token"), ((1,), "gave prompt train:0 1 answers instead of 2")],
+)
+def test_an_answer_that_is_none_is_the_engines_failure_and_names_the_prompt(lengths: tuple[int, ...], message: str):
+    completions = tuple(
+        Completion(np.zeros(size, np.int32), np.zeros(size, np.float32), "stop", "") for size in lengths
+    )
+    (group,) = growing(1)
+    with pytest.raises(RunError, match=message):
+        run_in_virtual_time(grow(group, answering(completions), max_failures=1))
 
 
 def test_rewards_stand_on_the_answers_that_earned_them_and_timeouts_are_counted(tmp_path, monkeypatch):
     (tmp_path / "generation_test_rewards.py").write_text(REWARD_MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    groups, _ = generate(2, prompts(3))
+    texts = [["truth 0", "other"], ["truth 1", "7"]]
+    groups, _ = generate(2, growing(2))
+    groups = [
+        Group(group.prompt, tuple(replace(t, text=text) for t, text in zip(group.trajectories, said, strict=True)))
+        for group, said in zip(groups, texts, strict=True)
+    ]
     config = RewardConfig(
         type="function", function="generation_test_rewards:matches", timeout_s=2.0, timeout_reward=-1.0, num_workers=2
     )
@@ -154,9 +235,6 @@ def test_rewards_stand_on_the_answers_that_earned_them_and_timeouts_are_counted(
     with Scorer(config) as scorer:
         scored = score_groups(groups, scorer)
 
-    rewards = [[t.reward for t in group.trajectories] for group in scored.groups]
-    assert rewards == [[1.0, 0.0], [1.0, 0.0], [1.0, -1.0]]
+    assert [[t.reward for t in group.trajectories] for group in scored.groups] == [[1.0, 0.0], [1.0, -1.0]]
     assert scored.num_reward_timeouts == 1
-    assert [[t.text for t in g.trajectories] for g in scored.groups] == [
-        [t.text for t in g.trajectories] for g in groups
-    ]
+    assert [[t.text for t in g.trajectories] for g in scored.groups] == texts

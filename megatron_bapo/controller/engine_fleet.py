@@ -1,0 +1,158 @@
+"""Engines as Ray actors: placed, asked with time limits, killed and placed again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.cluster import ActorDied, answer, kill, place
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.errors import RunError
+from megatron_bapo.model.weight_layouts import engine_route
+from megatron_bapo.parallel.platform import visible_devices
+from megatron_bapo.rollout.engine import INITIAL_VERSION, Engine, EngineFacts, engine_devices, engine_environment
+from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest, SequenceScore
+
+logger = logging.getLogger(__name__)
+_GRACE_S = 60.0
+"""An engine has the limit of a request itself; this much later nothing will come any more."""
+
+
+def place_engine(config: Config, index: int, store: Path, name: str) -> tuple[Any, Any]:
+    """Start an engine without waiting for it: its handle, and the reference that tells when it has started.
+
+    `index` says which GPUs and weights are its own.
+    """
+    log_file = RunDirectory(config.run_dir).logs / f"{name.replace(' ', '-')}.log"
+    seen = engine_devices(config, index, visible_devices())
+    handle = place(Engine, log_file, name=name, environment=engine_environment(seen))
+    start = handle.start.remote(
+        config.model_path.absolute(),
+        config.rollout,
+        config.model.dtype,
+        max_model_len=config.max_model_len,
+        seed=config.seed,
+        route=engine_route(config, store, index),
+    )
+    return handle, start
+
+
+class EngineActor:
+    """A handle as the scheduler sees an engine; every wait has a limit."""
+
+    def __init__(self, name: str, handle: Any, settings: RolloutConfig) -> None:
+        self.name = name
+        self.handle = handle
+        self._settings = settings
+
+    async def generate(self, request: GenerationRequest) -> Generated:
+        return await self._answer(self.handle.generate.remote(request), self._settings.request_timeout_s + _GRACE_S)
+
+    async def score(self, token_ids: np.ndarray) -> SequenceScore:
+        return await self._answer(self.handle.score.remote(token_ids), self._settings.health_check_timeout_s)
+
+    async def abort(self) -> None:
+        await self._answer(self.handle.abort.remote(), self._settings.health_check_timeout_s)
+
+    async def load_weights(self, version: int) -> None:
+        await self._answer(self.handle.load_weights.remote(version), self._settings.start_timeout_s)
+
+    async def sleep(self, level: int) -> None:
+        await self._answer(self.handle.sleep.remote(level), self._settings.start_timeout_s)
+
+    async def wake(self, tags: tuple[str, ...]) -> None:
+        await self._answer(self.handle.wake.remote(tags), self._settings.start_timeout_s)
+
+    async def alive(self) -> None:
+        await self._answer(self.handle.alive.remote(), self._settings.health_check_timeout_s)
+
+    async def started(self, start: Any) -> EngineFacts:
+        return await self._answer(start, self._settings.start_timeout_s)
+
+    async def _answer(self, reference: Awaitable[Any], limit_s: float) -> Any:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer(reference, self.name)
+        except TimeoutError:
+            raise EngineLost(f"{self.name} did not answer within {limit_s:.0f} s") from None
+        except ActorDied as error:
+            raise EngineLost(str(error)) from error
+
+
+class EngineFleet:
+    """The run's engines by name, and the policy version that all of them have to have."""
+
+    def __init__(self, config: Config, handles: dict[str, Any], store: Path) -> None:
+        self._config = config
+        self._store = store
+        self._indexes = {name: index for index, name in enumerate(handles)}
+        self._actors = {name: EngineActor(name, handle, config.rollout) for name, handle in handles.items()}
+        self._facts: dict[str, EngineFacts] = {}
+        self._restarts = count(1)
+        self.policy_version = INITIAL_VERSION
+
+    async def started(self, name: str, start: Any) -> tuple[EngineActor, int]:
+        """The engine, when it serves the initial model, and the tokens that its cache holds."""
+        facts = self._facts[name] = await self._actors[name].started(start)
+        return self._actors[name], facts.kv_cache_tokens
+
+    async def restart(self, name: str) -> tuple[GenerationEngine, int]:
+        """Kill what is left of an engine and start another in its place.
+
+        Raises RunError where another could not join in.
+        """
+        rollout, transport = self._config.rollout, self._config.weight_sync.transport
+        if transport != "store":
+            raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
+        if rollout.sleep_level:
+            raise RunError(f"with rollout.sleep_level={rollout.sleep_level} the GPUs may be the trainer's now")
+        logger.warning("replacing %s", name)
+        self._kill(name)
+        new_name = f"{name} restart {next(self._restarts)}"
+        handle, start = place_engine(self._config, self._indexes[name], self._store, new_name)
+        self._actors[name] = EngineActor(name, handle, self._config.rollout)
+        return await self.started(name, start)
+
+    async def load_current_weights(self, engine: GenerationEngine) -> None:
+        if self.policy_version != INITIAL_VERSION:
+            await engine.load_weights(self.policy_version)
+
+    def _kill(self, name: str) -> None:
+        kill(self._actors[name].handle)
+        # A stopped process cannot end itself, and vLLM's own outlive an engine that was killed.
+        facts = self._facts.pop(name, None)
+        for pid, create_time in facts.processes if facts else ():
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == create_time:
+                    process.kill()
+
+
+async def load_everywhere(engines: dict[str, GenerationEngine], version: int) -> dict[str, EngineLost]:
+    """Have all engines load a version at the same time; those that were lost over it, and why.
+
+    Raises RunError when an engine refuses the weights: another one would, too.
+    """
+
+    async def load(engine: GenerationEngine) -> EngineLost | None:
+        try:
+            await engine.load_weights(version)
+        except EngineLost as error:
+            return error
+        return None
+
+    outcomes = await asyncio.gather(*map(load, engines.values()), return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLost):
+            raise outcome
+    return {name: outcome for name, outcome in zip(engines, outcomes, strict=True) if isinstance(outcome, EngineLost)}

@@ -1,0 +1,193 @@
+"""Deals requests to engines: least outstanding tokens, oldest prompt first, no more than an engine's cache holds."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest
+
+
+@dataclass
+class _Slot:
+    name: str
+    engine: GenerationEngine
+    capacity_tokens: int
+    lost: asyncio.Future[str]
+    """Set, with the reason, when the engine is taken out."""
+    outstanding_tokens: int = 0
+    requests: set[str] = field(default_factory=set)
+
+    def fits(self, tokens: int) -> bool:
+        # What exceeds the cache on its own is for the engine to refuse or to preempt.
+        return not self.requests or self.outstanding_tokens + tokens <= self.capacity_tokens
+
+
+@dataclass(order=True)
+class _Waiting:
+    order: int
+    arrival: int
+    tokens: int = field(compare=False)
+    prefer: str | None = field(compare=False)
+    slot: asyncio.Future[_Slot] = field(compare=False)
+    request_id: str = field(compare=False)
+
+
+class Router:
+    """Holds the engines that serve. They come and go; requests wait while there is none."""
+
+    def __init__(self, on_lost: Callable[[str, str], None] | None = None) -> None:
+        """`on_lost(name, reason)` is told of each engine that was taken out because it failed."""
+        self._slots: dict[str, _Slot] = {}
+        self._waiting: list[_Waiting] = []
+        self._arrivals = count()
+        self._on_lost = on_lost
+        self._paused = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._num_answers = 0
+        self._num_answer_tokens = 0
+
+    @property
+    def engines(self) -> dict[str, GenerationEngine]:
+        return {name: slot.engine for name, slot in self._slots.items()}
+
+    def outstanding_tokens(self) -> dict[str, int]:
+        return {name: slot.outstanding_tokens for name, slot in self._slots.items()}
+
+    def add(self, name: str, engine: GenerationEngine, capacity_tokens: int) -> None:
+        """`capacity_tokens`: tokens whose keys and values the engine can hold."""
+        assert name not in self._slots, f"{name} is there already"
+        self._slots[name] = _Slot(name, engine, capacity_tokens, asyncio.get_running_loop().create_future())
+        self._dispatch()
+
+    def remove(self, name: str, reason: str) -> None:
+        """Take an engine out; its requests raise EngineLost. No effect when it is out."""
+        slot = self._slots.pop(name, None)
+        if slot is None:
+            return
+        slot.lost.set_result(reason)
+        if self._on_lost is not None:
+            self._on_lost(name, reason)
+
+    async def generate(
+        self, request: GenerationRequest, *, order: int = 0, prefer: str | None = None
+    ) -> tuple[str, Generated]:
+        """The answer, and the name of the engine that gave it.
+
+        Among waiting requests the lowest `order` goes first. `prefer` is the engine that knows the prompt's prefix; it
+        is taken unless it is full. Raises EngineLost when the engine is lost on the way, and what the engine raises.
+        """
+        tokens = self._expected_tokens(request)
+        slot = await self._acquire(request.request_id, tokens, order, prefer)
+        try:
+            generated = await _or_lost(slot, request)
+        except EngineLost as error:
+            if self._slots.get(slot.name) is slot:
+                self.remove(slot.name, str(error))
+            raise
+        finally:
+            self._release(slot, request.request_id, tokens)
+        for completion in generated.completions:
+            if completion.finish_reason != "abort":
+                self._num_answers += 1
+                self._num_answer_tokens += len(completion.token_ids)
+        return slot.name, generated
+
+    def pause(self) -> None:
+        """Hold what is not in flight yet."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._dispatch()
+
+    async def abort(self, timeout_s: float) -> None:
+        """Have every engine let go of what it has in flight; one that does not within the limit is lost."""
+
+        async def abort_one(slot: _Slot) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await slot.engine.abort()
+            except (TimeoutError, EngineLost) as error:
+                self.remove(slot.name, str(error) or f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
+
+        await asyncio.gather(*(abort_one(slot) for slot in [*self._slots.values()] if slot.requests))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return when nothing is in flight. Raises RunError that names the engines that did not answer."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            raise RunError(f"no answer within {timeout_s:.0f} s from {self.unanswered()}") from None
+
+    def unanswered(self) -> str:
+        """Which engines still owe an answer to how many requests."""
+        owing = [f"{slot.name} ({len(slot.requests)} requests)" for slot in self._slots.values() if slot.requests]
+        if self._waiting:
+            owing.append(f"no engine yet ({len(self._waiting)} requests wait)")
+        return ", ".join(owing) or "no engine"
+
+    def _expected_tokens(self, request: GenerationRequest) -> int:
+        """Prompt and answers; an answer counts as long as answers have been on average."""
+        length = request.max_tokens
+        if self._num_answers:
+            length = min(length, -(-self._num_answer_tokens // self._num_answers))
+        return len(request.prompt_token_ids) + request.n * length
+
+    async def _acquire(self, request_id: str, tokens: int, order: int, prefer: str | None) -> _Slot:
+        future: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, _Waiting(order, next(self._arrivals), tokens, prefer, future, request_id))
+        self._dispatch()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self._release(future.result(), request_id, tokens)
+            raise
+
+    def _dispatch(self) -> None:
+        while self._waiting and not self._paused:
+            first = self._waiting[0]
+            if first.slot.done():  # whoever waited was cancelled
+                heapq.heappop(self._waiting)
+                continue
+            slot = self._choose(first.tokens, first.prefer)
+            if slot is None:
+                return
+            heapq.heappop(self._waiting)
+            slot.outstanding_tokens += first.tokens
+            slot.requests.add(first.request_id)
+            self._idle.clear()
+            first.slot.set_result(slot)
+
+    def _choose(self, tokens: int, prefer: str | None) -> _Slot | None:
+        fitting = [slot for slot in self._slots.values() if slot.fits(tokens)]
+        preferred = [slot for slot in fitting if slot.name == prefer]
+        return min(preferred or fitting, key=lambda slot: slot.outstanding_tokens, default=None)
+
+    def _release(self, slot: _Slot, request_id: str, tokens: int) -> None:
+        slot.outstanding_tokens -= tokens
+        slot.requests.discard(request_id)
+        if not any(other.requests for other in self._slots.values()):
+            self._idle.set()
+        self._dispatch()
+
+
+async def _or_lost(slot: _Slot, request: GenerationRequest) -> Generated:
+    """The engine's answer, unless the engine is taken out first."""
+    call = asyncio.ensure_future(slot.engine.generate(request))
+    try:
+        await asyncio.wait({call, slot.lost}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not call.done():
+            call.cancel()
+    if slot.lost.done():
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
+        raise EngineLost(slot.lost.result())
+    return call.result()

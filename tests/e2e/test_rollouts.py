@@ -1,0 +1,174 @@
+"""The scheduler on a real vLLM engine, with Hugging Face as the independent scorer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.data.prompt_stream import PromptStream
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.records import Group, Prompt
+from megatron_bapo.rollout.engine import Engine
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.messages import Generated, GenerationRequest
+from megatron_bapo.rollout.producer import Producer, Surroundings
+from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.tokenization import TokenizedPrompt
+from tests.e2e.test_engine import DENSE, VOCABULARY, Running, running_engine
+from tests.tolerances import ENGINE_LOG_PROB
+
+GROUPS_PER_BATCH = 4
+KV_TOKENS = 400
+"""Three groups at a time, so that new weights meet some in the middle."""
+
+
+@dataclass
+class GreedyEngine:
+    """Takes the likeliest token, which training cannot ask for."""
+
+    engine: Engine
+
+    async def generate(self, request: GenerationRequest) -> Generated:
+        # vLLM answers such a request once; n answers would all be the same.
+        (answer,) = (generated := await self.engine.generate(replace(request, temperature=0.0, n=1))).completions
+        return replace(generated, completions=(answer,) * request.n)
+
+    async def abort(self) -> None:
+        await self.engine.abort()
+
+    async def load_weights(self, version: int) -> None:
+        await self.engine.load_weights(version)
+
+    async def alive(self) -> None:
+        await self.engine.alive()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_engine(tmp_path_factory.mktemp("checkpoint"), DENSE) as run:
+        yield run
+
+
+class Weights:
+    """Two sets of weights that come and go under ever newer versions."""
+
+    def __init__(self, run: Running) -> None:
+        self._run = run
+        self._states = []
+        self.models: dict[int, PreTrainedModel] = {}
+        """By version, those that sampled it."""
+        self.version = 0
+        for seed in range(2):
+            run.perturb(seed)
+            self._states.append({name: tensor.clone() for name, tensor in run.model.state_dict().items()})
+
+    async def load(self, which: int) -> None:
+        self.version += 1
+        self._run.model.load_state_dict(self._states[which])
+        model = AutoModelForCausalLM.from_config(DENSE)
+        model.load_state_dict(self._states[which])
+        self.models[self.version] = model.eval()
+        self._run.publish(self.version)
+        await self._run.engine.load_weights(self.version)
+
+
+@pytest.fixture(scope="module")
+def weights(run: Running) -> Weights:
+    return Weights(run)
+
+
+def tokenized(num: int) -> dict[str, TokenizedPrompt]:
+    return {
+        f"train:{i}": TokenizedPrompt(
+            Prompt(f"train:{i}", ({"role": "user", "content": str(i)},), "", "sums"),
+            np.asarray([1 + i, 5, 9 + i, 2], np.int32),
+        )
+        for i in range(num)
+    }
+
+
+async def score(group: Group) -> ScoredGroups:
+    return ScoredGroups([Group(group.prompt, tuple(replace(t, reward=1.0) for t in group.trajectories))], 0)
+
+
+def decode(token_ids: np.ndarray) -> str:
+    return "".join(VOCABULARY[token] for token in token_ids if 0 < token < len(VOCABULARY))
+
+
+def trained(run: Running, weights: Weights, num_steps: int, *, greedy: bool, **values: Any) -> list[ScoredGroups]:
+    """`num_steps` batches, with other weights after each; the first pair of weights is the same in every call."""
+    settings = RolloutConfig.model_validate({"n": 2, "max_response_length": 60} | values)
+
+    async def main() -> list[ScoredGroups]:
+        prompts, router = tokenized(40), Router()
+        stream = PromptStream([p.prompt for p in prompts.values()], seed=0, shuffle=False)
+        given = Surroundings(stream, prompts, router, score, decode, lambda reason: None)
+        producer = Producer(settings, GROUPS_PER_BATCH, 7, given)
+        router.add("engine 0", GreedyEngine(run.engine) if greedy else run.engine, KV_TOKENS)
+        batches = []
+
+        async def refresh(which: int) -> None:
+            await producer.refresh(weights.version + 1, lambda: weights.load(which))
+
+        await refresh(0)
+        for step in range(num_steps):
+            batches.append(await producer.take())
+            await refresh((step + 1) % 2)
+        await producer.close()
+        return batches
+
+    return run.wait_for(main())
+
+
+def answers(batches: list[ScoredGroups], what: Callable[[Any], Any]) -> list[Any]:
+    return [what(t) for batch in batches for group in batch.groups for t in group.trajectories]
+
+
+def test_async_with_max_staleness_0_and_any_token_budget_give_the_groups_of_sync_at_temperature_0(run, weights):
+    sync = trained(run, weights, 3, greedy=True)
+    for values in (
+        {"mode": "async", "max_staleness": 0},
+        {"partial_rollout": {"token_budget": 7}},
+        {"mode": "async", "max_staleness": 0, "partial_rollout": {"token_budget": 23}},
+    ):
+        other = trained(run, weights, 3, greedy=True, **values)
+        for what in (
+            lambda t: t.response_token_ids.tolist(),
+            lambda t: (t.finish_reason, t.text, len(t.version_spans)),
+        ):
+            assert answers(other, what) == answers(sync, what)
+    assert {len(ids) for ids in answers(sync, lambda t: t.response_token_ids)} != {60}  # some answers stop
+
+
+@pytest.mark.parametrize("on_refresh", ["abort_and_resume", "keep", "drain"])
+def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(run, weights, on_refresh: str):
+    batches = trained(
+        run, weights, 4, mode="async", max_staleness=3, greedy=False, on_refresh=on_refresh,
+        partial_rollout={"token_budget": 25},
+    )  # fmt: skip
+    num_mixed = 0
+    for trajectory in answers(batches, lambda t: t):
+        num_mixed += len(trajectory.version_spans) > 1
+        sequence = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
+        start = len(trajectory.prompt_token_ids)
+        for span in trajectory.version_spans:
+            end = start + span.num_tokens
+            expected = log_probs(weights.models[span.policy_version], sequence[:end])[start - 1 :]
+            said = trajectory.behaviour_log_probs[start - len(trajectory.prompt_token_ids) :][: span.num_tokens]
+            np.testing.assert_allclose(said, expected, atol=ENGINE_LOG_PROB, rtol=0)
+            start = end
+        assert start == len(sequence)
+    assert num_mixed > 0
+    assert scalars(batches[-1].metrics)["rollout/staleness/max"] <= 3
+
+
+def log_probs(model: PreTrainedModel, token_ids: np.ndarray) -> np.ndarray:
+    tokens = torch.from_numpy(token_ids).long()
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()

@@ -1,0 +1,65 @@
+import pytest
+
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.rollout.accounting import Ledger
+
+
+class Stream:
+    num_drawn = 0
+
+    def ledger(self) -> Ledger:
+        return Ledger(lambda: self.num_drawn)
+
+
+def test_every_prompt_is_in_one_place_and_the_sums_are_the_streams():
+    stream = Stream()
+    ledger = stream.ledger()
+    for prompt_id in "abcdef":
+        stream.num_drawn += 1
+        ledger.draw(prompt_id)
+    ledger.move(1, "buffered")
+    for serial, outcome in [(1, "trained"), (2, "dropped_uniform"), (3, "dropped_stale"), (4, "set_aside")]:
+        ledger.close(serial, outcome)
+    ledger.move(5, "buffered")
+    stream.num_drawn += 3
+    ledger.draw_worked_examples(3)
+    assert scalars(ledger.metrics()) == {
+        "rollout/accounting/drawn": 9,
+        "rollout/accounting/in_flight": 1,
+        "rollout/accounting/buffered": 1,
+        "rollout/accounting/returned": 0,
+        "rollout/accounting/trained": 1,
+        "rollout/accounting/warm_start": 3,
+        "rollout/accounting/dropped_uniform": 1,
+        "rollout/accounting/dropped_stale": 1,
+        "rollout/accounting/set_aside": 1,
+    }
+
+
+def test_a_prompt_that_is_lost_or_ends_twice_is_noticed_at_the_next_transition():
+    stream = Stream()
+    ledger = stream.ledger()
+    stream.num_drawn = 2
+    with pytest.raises(AssertionError, match="the stream gave away 2 prompts, the ledger knows of 1"):
+        ledger.draw("a")
+    stream.num_drawn = 1
+    ledger.close(0, "trained")
+    with pytest.raises(KeyError):
+        ledger.close(0, "trained")
+
+
+def test_what_was_open_is_returned_in_order_with_its_numbers():
+    stream = Stream()
+    ledger = stream.ledger()
+    for prompt_id in "abcd":
+        stream.num_drawn += 1
+        ledger.draw(prompt_id)
+    ledger.move(2, "buffered")
+    ledger.close(1, "trained")
+    again = stream.ledger()
+    again.load_state_dict(ledger.state_dict())
+    assert again.returned() == [(0, "a"), (2, "c"), (3, "d")]
+    again.move(2, "in_flight")
+    assert again.returned() == [(0, "a"), (3, "d")]
+    stream.num_drawn += 1
+    assert again.draw("e") == 4

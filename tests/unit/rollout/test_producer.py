@@ -1,0 +1,390 @@
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.data.prompt_stream import PromptStream
+from megatron_bapo.errors import RunError
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.records import Group
+from megatron_bapo.rollout.generation import ScoredGroups, SetAside
+from megatron_bapo.rollout.producer import Producer, Surroundings
+from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.virtual_time import run_in_virtual_time
+from tests.unit.rollout.modelled_engines import TOKEN_S, ModelledEngine, decode, prompts
+
+GREEDY = 1e-9
+"""Training refuses a temperature of 0; the modelled engines take this for it."""
+UPDATE_S = 2.0
+
+
+@dataclass
+class World:
+    """A producer with modelled engines, and a trainer that takes, updates and refreshes."""
+
+    settings: RolloutConfig
+    num_engines: int = 2
+    groups_per_batch: int = 6
+    num_prompts: int = 40
+    mean_length: int = 20
+    score_s: float = 0.05
+    reward: Callable[[str, int], float] = lambda prompt_id, position: float(position)
+    set_aside: list[SetAside] = field(default_factory=list)
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.router = Router()
+        self.engines = [ModelledEngine(f"engine {i}", mean_length=self.mean_length) for i in range(self.num_engines)]
+        for engine in self.engines:
+            self.router.add(engine.name, engine, 10**9)
+        tokenized = prompts(self.num_prompts)
+        self.stream = PromptStream([p.prompt for p in tokenized], seed=3, shuffle=True)
+        given = Surroundings(
+            self.stream,
+            {p.prompt.prompt_id: p for p in tokenized},
+            self.router,
+            self.score,
+            decode,
+            self.set_aside.append,
+        )
+        self.producer = Producer(self.settings, self.groups_per_batch, 7, given)
+
+    async def score(self, group: Group) -> ScoredGroups:
+        await asyncio.sleep(self.score_s)
+        scored = tuple(
+            replace(t, reward=self.reward(group.prompt.prompt_id, i)) for i, t in enumerate(group.trajectories)
+        )
+        return ScoredGroups([Group(group.prompt, scored)], 0)
+
+    async def step(self) -> ScoredGroups:
+        scored = await self.producer.take()
+        await asyncio.sleep(UPDATE_S)
+        await self.refresh()
+        return scored
+
+    async def refresh(self) -> None:
+        self.version += 1
+
+        async def load() -> None:
+            await asyncio.gather(*(engine.load_weights(self.version) for engine in self.engines if not engine.dead))
+
+        await self.producer.refresh(self.version, load)
+
+    async def train(self, num_steps: int) -> list[ScoredGroups]:
+        return [await self.step() for _ in range(num_steps)]
+
+
+def settings(**values: Any) -> RolloutConfig:
+    return RolloutConfig.model_validate({"n": 2, "max_response_length": 50, "temperature": GREEDY} | values)
+
+
+def trained(num_steps: int, world_values: dict[str, Any] | None = None, **values: Any) -> list[ScoredGroups]:
+    async def main() -> list[ScoredGroups]:
+        world = World(settings(**values), **(world_values or {}))
+        try:
+            return await world.train(num_steps)
+        finally:
+            await world.producer.close()
+
+    return run_in_virtual_time(main())
+
+
+def contents(batches: list[ScoredGroups]) -> list[list[Any]]:
+    return [
+        [
+            (g.prompt.prompt_id, [(t.response_token_ids.tolist(), t.version_spans, t.reward) for t in g.trajectories])
+            for g in batch.groups
+        ]
+        for batch in batches
+    ]
+
+
+def prompt_ids(batches: list[ScoredGroups]) -> list[list[str]]:
+    return [[group.prompt.prompt_id for group in batch.groups] for batch in batches]
+
+
+def names(batches: list[ScoredGroups]) -> list[str]:
+    return [name for batch in prompt_ids(batches) for name in batch]
+
+
+def stream_order(num: int) -> list[str]:
+    return [p.prompt_id for p in PromptStream([p.prompt for p in prompts(40)], seed=3, shuffle=True).take(num)]
+
+
+def ages(batches: list[ScoredGroups]) -> list[int]:
+    """The age of the oldest token of each batch, by the spans."""
+    return [
+        step - min(s.policy_version for g in batch.groups for t in g.trajectories for s in t.version_spans)
+        for step, batch in enumerate(batches)
+    ]
+
+
+def test_sync_generates_only_what_is_asked_for_and_in_the_streams_order():
+    async def main() -> None:
+        world = World(settings())
+        batches = await world.train(3)
+        await asyncio.sleep(100.0)
+        assert world.stream.num_drawn == 18
+        assert names(batches) == stream_order(18)
+        assert ages(batches) == [0, 0, 0]
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("temperature", [GREEDY, 1.0])
+def test_async_with_max_staleness_0_gives_the_groups_of_sync(temperature: float):
+    expected = contents(trained(5, temperature=temperature))
+    assert contents(trained(5, temperature=temperature, mode="async", max_staleness=0)) == expected
+
+
+@pytest.mark.parametrize("on_refresh", ["drain", "abort_and_resume", "keep"])
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_async_generates_while_the_trainer_trains_and_hands_out_nothing_beyond_the_limit(max_staleness, on_refresh):
+    batches = trained(
+        12,
+        {"mean_length": 60},
+        mode="async",
+        max_staleness=max_staleness,
+        on_refresh=on_refresh,
+        max_response_length=300,
+    )
+    assert max(ages(batches)) <= max_staleness
+    assert max(ages(batches)) > 0
+    for step, batch in enumerate(batches):
+        metrics = scalars(batch.metrics)
+        assert metrics["rollout/staleness/max"] == ages(batches)[step]
+        counts = {name.rsplit("/")[-1]: value for name, value in metrics.items() if "accounting" in name}
+        assert counts.pop("drawn") == sum(counts.values())
+        assert counts["trained"] == 6 * (step + 1)
+
+
+def duration(num_steps: int, **values: Any) -> float:
+    async def main() -> float:
+        world = World(settings(max_response_length=400, **values), mean_length=150)
+        await world.train(num_steps)
+        await world.producer.close()
+        return asyncio.get_running_loop().time()
+
+    return run_in_virtual_time(main())
+
+
+def test_async_takes_less_time_than_sync_and_partial_rollouts_less_than_whole_answers():
+    sync = duration(10)
+    assert duration(10, mode="async") < 0.8 * sync
+    partial = {"token_budget": 40, "over_sampling": 2.0}
+    assert duration(10, partial_rollout=partial, max_staleness=4, on_refresh="abort_and_resume") < 0.9 * sync
+
+
+def test_no_prompt_is_started_whose_group_would_be_too_old():
+    """Under max_staleness=1, groups of two batches at most are under way, and those of one while the trainer trains."""
+
+    async def main() -> None:
+        world = World(settings(mode="async"))
+        assert world.stream.num_drawn == 0
+        await world.producer.take()
+        assert world.stream.num_drawn == 6 + 6
+        await asyncio.sleep(100.0)
+        assert world.stream.num_drawn == 6 + 6
+        await world.refresh()
+        assert world.stream.num_drawn == 6 + 12
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_over_sampled_answers_keep_their_tokens_over_steps():
+    batches = trained(
+        8,
+        {"mean_length": 100},
+        partial_rollout={"token_budget": 16, "over_sampling": 1.5},
+        max_staleness=5,
+        max_response_length=200,
+    )
+    assert any(scalars(batch.metrics)["rollout/staleness/mixed_answers"] > 0 for batch in batches)
+    assert 0 < max(ages(batches)) <= 5
+    for batch in batches:
+        assert len(set(prompt_ids([batch])[0])) == 6
+
+
+def test_groups_that_pass_the_limit_are_dropped_by_name_and_their_place_is_filled():
+    batches = trained(
+        10,
+        {"mean_length": 200},
+        partial_rollout={"token_budget": 10, "over_sampling": 3.0},
+        max_staleness=1,
+        max_response_length=400,
+        on_refresh="abort_and_resume",
+    )
+    assert max(ages(batches)) <= 1
+    assert scalars(batches[-1].metrics)["rollout/accounting/dropped_stale"] > 0
+    assert all(len(batch.groups) == 6 for batch in batches)
+
+
+def test_groups_are_reused_and_counted_once():
+    batches = trained(8, max_reuse=2, max_staleness=1, mode="async")
+    uses = names(batches)
+    assert 1 < len(uses) / len(set(uses)) <= 2
+    assert scalars(batches[-1].metrics)["rollout/accounting/trained"] == len(set(uses))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_uniform_groups_are_dropped_and_refilled(mode: str):
+    def reward(prompt_id: str, position: int) -> float:
+        return float(position) if int(prompt_id.split(":")[1]) % 3 else 1.0
+
+    batches = trained(5, {"reward": reward}, mode=mode, filter_groups={"enable": True})
+    assert all(len({t.reward for t in g.trajectories}) == 2 for batch in batches for g in batch.groups)
+    metrics = scalars(batches[-1].metrics)
+    assert metrics["rollout/accounting/dropped_uniform"] > 0
+    if mode == "sync":  # in the order of the stream, those that are not uniform
+        kept = [name for name in stream_order(40) if int(name.split(":")[1]) % 3]
+        assert names(batches[:4]) == kept[:24]
+
+
+def test_over_generation_is_bounded_where_every_group_is_uniform():
+    world_values = {"reward": lambda prompt_id, position: 0.0, "num_prompts": 400}
+    batches = trained(2, world_values, filter_groups={"enable": True, "max_num_gen_batches": 4})
+    metrics = scalars(batches[-1].metrics)
+    assert metrics["rollout/accounting/dropped_uniform"] == 2 * 3 * 6
+    assert metrics["rollout/accounting/drawn"] == 2 * 4 * 6
+
+
+def test_a_slow_reward_holds_up_its_own_group_only():
+    """One reward takes 50 s: nothing that does not need its group waits for it."""
+
+    async def main() -> list[tuple[str, float]]:
+        world = World(settings(mode="async", max_staleness=5))
+        slow, done = stream_order(1)[0], []
+
+        async def score(group: Group) -> ScoredGroups:
+            await asyncio.sleep(50.0 if group.prompt.prompt_id == slow else 0.0)
+            done.append((group.prompt.prompt_id, asyncio.get_running_loop().time()))
+            return ScoredGroups([group], 0)
+
+        world.score = score
+        world.__post_init__()
+        batches = await world.train(3)
+        assert asyncio.get_running_loop().time() < 20
+        assert slow not in names(batches)
+        await world.producer.close()
+        return done
+
+    run_in_virtual_time(main())
+
+
+def test_a_prompt_that_no_engine_can_answer_is_set_aside_and_the_run_goes_on():
+    async def main() -> None:
+        world = World(settings(max_request_failures=4))
+        bad = stream_order(3)[2]
+        token = int(bad.split(":")[1]) + 1
+        for engine in world.engines:
+            engine.fails_on = {token}
+        batches = await world.train(2)
+        assert [reason.prompt_id for reason in world.set_aside] == [bad]
+        assert names(batches) == [name for name in stream_order(13) if name != bad]
+        metrics = scalars(batches[0].metrics)
+        assert metrics["rollout/accounting/set_aside"] == 1
+        assert metrics["rollout/request_failures"] == 4
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_that_dies_loses_no_prompt():
+    async def main() -> None:
+        world = World(settings(mode="async", partial_rollout={"token_budget": 10}), num_engines=3)
+        work = asyncio.ensure_future(world.train(6))
+        for victim, at in ((0, 0.13), (2, 4.1)):
+            await asyncio.sleep(at)
+            world.engines[victim].die()
+        batches = await work
+        metrics = scalars(batches[-1].metrics)
+        assert metrics["rollout/accounting/trained"] == 36
+        assert metrics["rollout/accounting/set_aside"] == metrics["rollout/accounting/dropped_stale"] == 0
+        assert len(set(names(batches))) == 36
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("values", [{}, {"mode": "async", "max_staleness": 2}], ids=["sync", "async"])
+def test_a_resumed_run_loses_no_prompt_and_asks_with_the_same_seeds(values: dict[str, Any]):
+    async def main() -> None:
+        world = World(settings(temperature=1.0, **values))
+        batches = await world.train(3)
+        await asyncio.sleep(0.2)
+        saved = world.stream.state_dict(), world.producer.state_dict()
+        await world.producer.close()
+
+        again = World(settings(temperature=1.0, **values))
+        again.stream.load_state_dict(saved[0])
+        again.producer.load_state_dict(saved[1])
+        batches += await again.train(3)
+        trained = names(batches)
+        assert len(trained) == len(set(trained)) == 36
+        still_open = [prompt_id for _, prompt_id in again.producer.state_dict()["ledger"]["open"]]
+        assert sorted(trained + still_open) == sorted(stream_order(again.stream.num_drawn))
+        seeds = [{r.request_id: r.seed for e in w.engines for _, r in e.log} for w in (world, again)]
+        assert all(seeds[0][name] == seeds[1][name] for name in seeds[0].keys() & seeds[1].keys())
+        counts = scalars(batches[-1].metrics)
+        assert counts["rollout/accounting/trained"] == 36
+        assert counts["rollout/accounting/returned"] == 0
+        await again.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_batch_that_does_not_come_names_who_owes_it():
+    async def main() -> None:
+        world = World(settings(request_timeout_s=30.0))
+        world.engines[1].hangs = True
+        with pytest.raises(RunError, match=r"30 s the batch has 3 of 6 new groups; still to answer: engine 1 \(3 requ"):
+            await world.producer.take()
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_what_ends_scoring_ends_the_take():
+    async def main() -> None:
+        world = World(settings())
+
+        async def broken(group: Group) -> ScoredGroups:
+            raise RunError("the reward function is broken")
+
+        world.score = broken
+        world.__post_init__()
+        with pytest.raises(RunError, match="the reward function is broken"):
+            await world.producer.take()
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_worked_examples_come_from_the_same_stream_and_are_counted():
+    async def main() -> None:
+        world = World(settings())
+        examples = world.producer.take_worked_examples(5)
+        batch = await world.producer.take()
+        assert [e.prompt.prompt_id for e in examples] + prompt_ids([batch])[0] == stream_order(11)
+        assert scalars(batch.metrics)["rollout/accounting/warm_start"] == 5
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_batch_takes_as_long_as_its_longest_answer():
+    """The clock of these tests means something: tokens, scoring and the update add up."""
+
+    async def main() -> None:
+        world = World(settings(), mean_length=10**9)
+        await world.train(2)
+        expected = 2 * (50 * TOKEN_S + world.score_s + UPDATE_S + 0.5)
+        assert asyncio.get_running_loop().time() == pytest.approx(expected, abs=0.01)
+        await world.producer.close()
+
+    run_in_virtual_time(main())

@@ -1,0 +1,152 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.rollout.messages import EngineLost, GenerationRequest
+from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.virtual_time import run_in_virtual_time
+from tests.unit.rollout.modelled_engines import ModelledEngine
+
+NEVER_ENDING = 10**9
+PLENTY = 10**9
+
+
+def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(name, np.full(prompt, 7, np.int32), n, 0.0, 1.0, -1, 0.0, max_tokens, seed=0)
+
+
+def engines(num: int) -> list[ModelledEngine]:
+    return [ModelledEngine(f"engine {i}", mean_length=NEVER_ENDING) for i in range(num)]
+
+
+def answered(engine: ModelledEngine) -> list[str]:
+    return [request.request_id for _, request in engine.log]
+
+
+def test_a_request_goes_where_the_fewest_tokens_are_outstanding():
+    async def main() -> list[list[str]]:
+        router, fleet = Router(), engines(2)
+        for engine in fleet:
+            router.add(engine.name, engine, PLENTY)
+        sizes = {"a": 100, "b": 40, "c": 60, "d": 40}
+        await asyncio.gather(*(router.generate(request(name, max_tokens=size)) for name, size in sizes.items()))
+        return [answered(engine) for engine in fleet]
+
+    assert run_in_virtual_time(main()) == [["a", "d"], ["b", "c"]]
+
+
+def test_the_engine_that_knows_the_prefix_is_preferred_until_it_is_full():
+    async def main() -> list[list[str]]:
+        router, fleet = Router(), engines(2)
+        for engine in fleet:
+            router.add(engine.name, engine, 250)
+        await asyncio.gather(*(router.generate(request(name), prefer="engine 1") for name in "abc"))
+        return [answered(engine) for engine in fleet]
+
+    assert run_in_virtual_time(main()) == [["c"], ["a", "b"]]
+
+
+def test_no_more_is_in_flight_than_the_cache_holds_and_the_oldest_waiting_prompt_goes_first():
+    async def main() -> tuple[int, list[str]]:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, 2 * 110)
+        orders = {"a": 0, "b": 1, "late": 9, "middle": 5, "early": 2}
+        await asyncio.gather(*(router.generate(request(name), order=order) for name, order in orders.items()))
+        return engine.most_in_flight, answered(engine)
+
+    assert run_in_virtual_time(main()) == (2, ["a", "b", "early", "middle", "late"])
+
+
+def test_a_request_beyond_the_cache_is_left_to_an_idle_engine():
+    async def main() -> None:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, 10)
+        name, _ = await router.generate(request("large"))
+        assert name == engine.name
+
+    run_in_virtual_time(main())
+
+
+def test_once_answers_have_come_their_mean_length_is_what_an_answer_counts():
+    async def main() -> int:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, 220)
+        await router.generate(request("short", max_tokens=12))
+        await asyncio.gather(*(router.generate(request(str(i), max_tokens=300)) for i in range(12)))
+        return engine.most_in_flight
+
+    assert run_in_virtual_time(main()) == 220 // (10 + 12)
+
+
+def test_what_was_in_flight_on_a_lost_engine_says_so_and_others_take_over():
+    async def main() -> None:
+        lost = []
+        router, (first, second) = Router(on_lost=lambda *what: lost.append(what)), engines(2)
+        router.add(first.name, first, PLENTY)
+        call = asyncio.ensure_future(router.generate(request("a")))
+        await asyncio.sleep(0.1)
+        router.remove(first.name, "it hangs")
+        with pytest.raises(EngineLost, match="it hangs"):
+            await call
+        waiting = asyncio.ensure_future(router.generate(request("b")))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        router.add(second.name, second, PLENTY)
+        assert (await waiting)[0] == second.name
+        assert lost == [(first.name, "it hangs")]
+
+    run_in_virtual_time(main())
+
+
+def test_an_engine_that_dies_under_a_request_gets_no_other():
+    async def main() -> None:
+        lost = []
+        router, (first, second) = Router(on_lost=lambda *what: lost.append(what)), engines(2)
+        for engine in (first, second):
+            router.add(engine.name, engine, PLENTY)
+        first.die()
+        with pytest.raises(EngineLost):
+            await router.generate(request("a"))
+        assert [(await router.generate(request(name)))[0] for name in "bc"] == [second.name] * 2
+        assert lost == [(first.name, "engine 0 died")]
+
+    run_in_virtual_time(main())
+
+
+def test_while_paused_nothing_starts_and_a_drain_names_who_does_not_answer():
+    async def main() -> None:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        engine.hangs = True
+        stuck = asyncio.ensure_future(router.generate(request("a")))
+        await asyncio.sleep(0.1)
+        router.pause()
+        held = asyncio.ensure_future(router.generate(request("b")))
+        with pytest.raises(RunError, match=r"30 s from engine 0 \(1 requests\), no engine yet \(1 requests wait\)"):
+            await router.drain(30.0)
+        assert answered(engine) == ["a"]
+        stuck.cancel()
+        await asyncio.sleep(0)
+        await router.drain(30.0)
+        engine.hangs = False
+        router.resume()
+        await held
+
+    run_in_virtual_time(main())
+
+
+def test_requests_that_are_cancelled_leave_nothing_outstanding():
+    async def main() -> None:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, 110)
+        calls = [asyncio.ensure_future(router.generate(request(str(i)))) for i in range(3)]
+        await asyncio.sleep(0.1)
+        for call in (calls[1], calls[0]):  # one that waits, one in flight
+            call.cancel()
+        await calls[2]
+        assert router.outstanding_tokens() == {engine.name: 0}
+        await router.drain(1.0)
+
+    run_in_virtual_time(main())

@@ -1,0 +1,61 @@
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from megatron_bapo.config.schema import RewardConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.scoring import ScoringPool
+
+MODULE = """
+import time
+
+def hangs_on_slow(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "slow":
+        time.sleep(60)
+    if solution_str == "broken":
+        raise ValueError("no such answer")
+    return float(solution_str == ground_truth)
+"""
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch) -> RewardConfig:
+    (tmp_path / "scoring_test_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return RewardConfig(
+        type="function",
+        function="scoring_test_rewards:hangs_on_slow",
+        timeout_s=3.0,
+        timeout_reward=-1.0,
+        num_workers=2,
+    )
+
+
+def group(*texts: str) -> Group:
+    one = np.zeros(1, np.int32)
+    trajectories = (Trajectory(one, one, np.zeros(1, np.float32), (VersionSpan(0, 1),), "stop", text) for text in texts)
+    return Group(Prompt("train:0", (), "right", ""), tuple(trajectories))
+
+
+def test_a_reward_that_hangs_holds_up_its_own_group_only_and_a_broken_one_names_the_prompt(settings: RewardConfig):
+    async def main() -> None:
+        pool = ScoringPool(settings)
+        slow = asyncio.ensure_future(pool.score(group("right", "slow")))
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        for _ in range(20):
+            scored = await pool.score(group("right", "wrong"))
+            assert [t.reward for t in scored.groups[0].trajectories] == [1.0, 0.0]
+        assert time.monotonic() - start < settings.timeout_s - 0.5
+        assert not slow.done()
+        scored = await slow
+        assert [t.reward for t in scored.groups[0].trajectories] == [1.0, -1.0]
+        assert scored.num_reward_timeouts == 1
+        with pytest.raises(UserError, match=r"prompt train:0(.|\n)*no such answer"):
+            await pool.score(group("broken"))
+        pool.close()
+
+    asyncio.run(main())
