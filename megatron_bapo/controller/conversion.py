@@ -108,8 +108,9 @@ def byte_progress(console: Console, what: str, num_bytes: int) -> Iterator[Advan
 
 def summary(copied: Copied, dtypes: str, target: Path) -> str:
     """One line on what has been written and how it was checked."""
-    kept = f", {copied.num_kept_files} of them there already" if copied.num_kept_files else ""
+    kept = f", {copied.num_kept_files} there already" if copied.num_kept_files else ""
+    files = f"{copied.num_files} file{'s' if copied.num_files > 1 else ''}{kept}"
     return (
-        f"{target}: {copied.num_tensors} tensors ({dtypes}), {copied.num_bytes / 2**20:.1f} MiB in "
-        f"{copied.num_files} files{kept}; read again, every bit compared with the source"
+        f"{target}: {copied.num_tensors} tensors ({dtypes}), {copied.num_bytes / 2**20:.1f} MiB in {files}; "
+        "read again, every bit compared with the source"
     )

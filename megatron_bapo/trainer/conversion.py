@@ -88,14 +88,14 @@ def _check_existing(
     advance: Advance,
 ) -> Copied:
     """A target that is there already: it must be what would be written. Raises UserError."""
-    shapes = expected_shapes(architecture)
+    shapes, other = expected_shapes(architecture), f"{target} is there already and is something else"
+    if not any((target / weights).glob("*.safetensors")):
+        raise UserError(f"{other}, without weights; give another --output or delete it")
     with SafetensorsFolder(target / weights) as written:
         different = first_difference(written, source, shapes, dtype, lambda size: advance(2 * size))
         num_files = len(set(written.file_names().values()))
     if different is not None:
-        raise UserError(
-            f"{target} is there already and is something else: {different} differs; give another --output or delete it"
-        )
+        raise UserError(f"{other}: {different} differs; give another --output or delete it")
     num_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
     return Copied(len(shapes), num_bytes, num_files, num_files)
 

@@ -1,6 +1,7 @@
 """Run by torchrun: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
 
-The model comes from a Hugging Face folder of the same weights; they are made NaN before the checkpoint is read.
+The model comes from a Hugging Face folder of the same weights. These and Adam's moments are made NaN before the
+checkpoint is read.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from launching import run_cases
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.optimizer import STATES
 from megatron_bapo.trainer.worker import create_worker
 
 
@@ -22,8 +24,15 @@ def run_case(case: dict, out: Path) -> None:
     worker = create_worker(config, source, groups)
     save_hugging_face(worker.model, groups, source, out / "imported")
     for _, parameter in worker.model.named_parameters():
-        worker.optimizer.write(parameter, "main", torch.full_like(parameter, torch.nan))
+        for state_name in STATES:
+            worker.optimizer.write(parameter, state_name, torch.full_like(parameter, torch.nan))
+    worker.optimizer.num_steps = 7
     state = load_checkpoint(worker, Path(case["checkpoint"]))
+    for _, parameter in worker.model.named_parameters():
+        for state_name in ("exp_avg", "exp_avg_sq"):
+            moments = worker.optimizer.read(parameter, state_name)
+            assert moments is None or not moments.any(), f"{state_name} is not zero in a checkpoint of no steps"
+    assert worker.optimizer.num_steps == 0
     save_hugging_face(worker.model, groups, source, out / "written")
     save_checkpoint(worker, out / "checkpoints", 0, state, keep=1)
 

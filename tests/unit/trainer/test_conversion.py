@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.weight_copy import Copied
@@ -24,18 +24,29 @@ SHAPE = {
 SMALL_FILES = 1000
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+}
+NUM_TENSORS = {"qwen3": 24, "qwen3_moe": 24 - 3 + 1 + 4 * 3}
+
+
 def nothing(_: int) -> None:
     pass
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
+def save_model(family: str, folder: Path) -> Path:
     """In bfloat16, in several files, with a file of the tokenizer."""
     torch.manual_seed(0)
-    folder = tmp_path / "source"
-    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).bfloat16().save_pretrained(folder, max_shard_size="1KB")
+    MODELS[family]().bfloat16().save_pretrained(folder, max_shard_size="1KB")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
     return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_model("qwen3", tmp_path / "source")
 
 
 def to_checkpoint(source: Path, advance=nothing) -> Copied:
@@ -53,12 +64,14 @@ def load(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_a_model_comes_back_from_a_checkpoint_bit_for_bit_and_loads_in_transformers(source):
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_comes_back_from_a_checkpoint_bit_for_bit_and_loads_in_transformers(tmp_path, family):
+    source = save_model(family, tmp_path / "source")
     copied = to_checkpoint(source)
     to_hugging_face(source)
 
     checkpoint, original, back = (load(source.parent / name) for name in ("step-00000000/weights", "source", "back"))
-    assert copied.num_tensors == len(original) == 24
+    assert copied.num_tensors == len(original) == NUM_TENSORS[family]
     assert checkpoint.keys() == original.keys() == back.keys()
     for name, tensor in original.items():
         assert checkpoint[name].dtype == torch.float32
@@ -111,6 +124,13 @@ def test_a_target_that_is_there_is_compared(source):
     tensors[name].view(-1)[0] += 1
     save_file(tensors, file)
     with pytest.raises(UserError, match=rf"is there already and is something else: {name} differs"):
+        to_checkpoint(source)
+
+
+def test_a_target_that_is_no_checkpoint_is_left_alone(source):
+    (source.parent / "step-00000000").mkdir()
+
+    with pytest.raises(UserError, match="is there already and is something else, without weights"):
         to_checkpoint(source)
 
 
