@@ -1,12 +1,13 @@
 """Turn a Hugging Face folder into a checkpoint of the trainer, which every layout reads: one process, no GPU.
 
-python tools/convert_hf_to_megatron.py models/base --output runs/mine/checkpoints/step-00000000
+python tools/convert_hf_to_megatron.py models/base --output models/base-checkpoint
 
-`train` reads Hugging Face folders itself (model.path); a checkpoint is for what starts from checkpoints alone. It is
-the state before the first update: weights in float32, Adam's moments zero and so not stored. Weights are streamed a
-tensor at a time, and every file is read again and compared bit by bit with the source. The output appears whole or not
-at all. An interrupted conversion leaves OUTPUT.partial, which the same command continues; on a finished output it
-compares only. `convert_megatron_to_hf.py OUTPUT --origin-hf-dir SOURCE` goes back, bit for bit.
+`train` reads Hugging Face folders itself (model.path); a checkpoint is for what loads checkpoints alone. The format is
+this trainer's (safetensors in Hugging Face's names), not Megatron-LM's. The checkpoint is the state before the first
+update: weights in float32, Adam's moments zero and so not stored. Weights are streamed a tensor at a time, and every
+file is read again and compared bit by bit with the source. The output appears whole or not at all. An interrupted
+conversion leaves OUTPUT.partial, which the same command continues; on a finished output it compares only.
+`convert_megatron_to_hf.py OUTPUT --origin-hf-dir SOURCE` goes back, bit for bit.
 
 Exit codes: 0 written and compared, 1 the disk did not keep what was written, 2 the input is wrong, 130 interrupted.
 """
@@ -24,7 +25,7 @@ from megatron_bapo.errors import RunError, UserError
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and *.safetensors")
-    parser.add_argument("--output", type=Path, required=True, help="checkpoint to write, RUN_DIR/checkpoints/step-N")
+    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
     arguments = parser.parse_args()
     if not arguments.max_file_gib > 0:
