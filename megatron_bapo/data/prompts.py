@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -70,24 +70,33 @@ def _messages_key(prompt: Prompt) -> tuple[tuple[str, str], ...]:
     return tuple((message["role"], message["content"]) for message in prompt.messages)
 
 
+def read_prompts(
+    source: PromptSourceConfig, path: Path, *, name: str, system_prompt: str | None = None
+) -> Iterator[tuple[str, Prompt | Malformed]]:
+    """Yield every row of a file with its place: as a prompt, or what is wrong with it."""
+    for index, (where, raw) in enumerate(read_rows(path)):
+        try:
+            yield where, _to_prompt(decode(raw), source, path, f"{name}:{index}", system_prompt)
+        except Malformed as error:
+            yield where, Malformed(f"{error}; the row starts {_excerpt(raw)}")
+
+
 def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt: str | None) -> PromptSet:
     num_skipped = 0
     reasons: list[str] = []
 
     def well_formed() -> Iterable[Prompt]:
         nonlocal num_skipped
-        for index, (where, raw) in enumerate(read_rows(path)):
-            try:
-                yield _to_prompt(decode(raw), source, path, f"{name}:{index}", system_prompt)
-            except Malformed as error:
-                problem = f"{where}: {error}; the row starts {_excerpt(raw)}"
-                if source.on_bad_line == "stop":
-                    raise UserError(
-                        f"{problem}. Correct it, or set on_bad_line: skip to leave such rows out."
-                    ) from error
-                num_skipped += 1
-                if len(reasons) < NUM_SKIPPED_REASONS:
-                    reasons.append(problem)
+        for where, row in read_prompts(source, path, name=name, system_prompt=system_prompt):
+            if isinstance(row, Prompt):
+                yield row
+                continue
+            problem = f"{where}: {row}"
+            if source.on_bad_line == "stop":
+                raise UserError(f"{problem}. Correct it, or set on_bad_line: skip to leave such rows out.")
+            num_skipped += 1
+            if len(reasons) < NUM_SKIPPED_REASONS:
+                reasons.append(problem)
 
     prompts = list(islice(well_formed(), source.size))
     if not prompts and num_skipped:

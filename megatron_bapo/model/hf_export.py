@@ -175,15 +175,19 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
     write_stage_file(partial, model, groups)
     barrier(groups)
     if groups.is_main:
-        dtype = model.config.params_dtype
-        _write_index(partial, model.architecture, dtype.itemsize)
-        _write_config(source, partial, str(dtype).removeprefix("torch."))
-        for name in COPIED_FILES:
-            if (source / name).is_file():
-                shutil.copy2(source / name, partial / name)
+        complete_folder(partial, model.architecture, model.config.params_dtype, source)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     barrier(groups)
+
+
+def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype, source: Path) -> None:
+    """Make a Hugging Face checkpoint of a folder with all weights: the index, and config and tokenizer of `source`."""
+    _write_index(folder, architecture, dtype.itemsize)
+    _write_config(source, folder, str(dtype).removeprefix("torch."))
+    for name in COPIED_FILES:
+        if (source / name).is_file():
+            shutil.copy2(source / name, folder / name)
 
 
 def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> None:

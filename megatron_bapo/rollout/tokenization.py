@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,11 +41,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data
     Raises UserError for a prompt that is empty or longer than `data.max_prompt_length`, and for a tokenizer without a
     chat template where one is asked for.
     """
-    if data.chat_template and tokenizer.chat_template is None:
-        raise UserError(
-            "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false to join "
-            "the messages as plain text"
-        )
+    _check_chat_template(tokenizer, data.chat_template)
     tokenized = []
     for prompt in prompts:
         token_ids = np.asarray(_encode(prompt, tokenizer, chat_template=data.chat_template), np.int32)
@@ -56,6 +52,13 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data
             )
         tokenized.append(TokenizedPrompt(prompt, token_ids))
     return tokenized
+
+
+def token_counter(model_path: Path, *, chat_template: bool) -> Callable[[Prompt], int]:
+    """Counts a prompt's tokens as `tokenize` does. Raises UserError as `load_tokenizer` and `tokenize` do."""
+    tokenizer = load_tokenizer(model_path)
+    _check_chat_template(tokenizer, chat_template)
+    return lambda prompt: len(_encode(prompt, tokenizer, chat_template=chat_template))
 
 
 def worked_example(tokenized: TokenizedPrompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
@@ -71,6 +74,14 @@ def worked_example(tokenized: TokenizedPrompt, tokenizer: PreTrainedTokenizerBas
         text=tokenized.prompt.ground_truth,
         reward=1.0,
     )
+
+
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
+    if chat_template and tokenizer.chat_template is None:
+        raise UserError(
+            "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false to join "
+            "the messages as plain text"
+        )
 
 
 def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:

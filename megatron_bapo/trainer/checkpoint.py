@@ -4,6 +4,8 @@
         weights/ exp_avg/ exp_avg_sq/    one safetensors file per pipeline stage, fp32
         state.json                       counters, Adam's step, the run's position in the data
 
+Before Adam's first step its moments are zero and are left out.
+
 The folder is written as `*.partial` and renamed when whole; what carries the final name is complete.
 """
 
@@ -25,7 +27,8 @@ from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.trainer.optimizer import STATES, State
 from megatron_bapo.trainer.worker import Worker
 
-_FOLDERS: dict[State, str] = {"main": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+WEIGHTS, STATE = "weights", "state.json"
+_FOLDERS: dict[State, str] = {"main": WEIGHTS, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _NAME = re.compile(r"step-(\d{8})")
 
 
@@ -42,20 +45,20 @@ def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[
     final = folder / f"step-{num_updates:08d}"
     if final.exists():
         return final  # the same number of updates means the same state
-    partial = final.with_name(final.name + ".partial")
+    partial, states = final.with_name(final.name + ".partial"), _stored(worker.optimizer.num_steps)
     if worker.groups.is_main:
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
-        for state_name in STATES:
+        for state_name in states:
             (partial / _FOLDERS[state_name]).mkdir(parents=True)
     barrier(worker.groups)
-    for state_name in STATES:
+    for state_name in states:
         read = functools.partial(worker.optimizer.read, state=state_name)
         write_stage_file(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
-        (partial / "state.json").write_text(json.dumps({**state, "adam_step": worker.optimizer.num_steps}, indent=1))
-        _flush_to_disk(partial)
+        write_state(partial, state, worker.optimizer.num_steps)
+        flush_to_disk(partial)
         partial.rename(final)
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
@@ -68,8 +71,10 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
 
     Raises UserError when a file is missing or unreadable.
     """
-    state = json.loads((checkpoint / "state.json").read_text())
-    for state_name in STATES:
+    state = json.loads((checkpoint / STATE).read_text())
+    if state["adam_step"] == 0:
+        worker.optimizer.reset_moments()
+    for state_name in _stored(state["adam_step"]):
         with SafetensorsFolder(checkpoint / _FOLDERS[state_name]) as folder:
             write = functools.partial(_write, worker, state_name)
             load_tensors(worker.model, folder, worker.groups, write=write)
@@ -77,11 +82,19 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def write_state(checkpoint: Path, state: dict[str, Any], adam_step: int) -> None:
+    (checkpoint / STATE).write_text(json.dumps({**state, "adam_step": adam_step}, indent=1))
+
+
+def _stored(adam_step: int) -> tuple[State, ...]:
+    return STATES if adam_step else ("main",)
+
+
 def _write(worker: Worker, state: State, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     worker.optimizer.write(parameter, state, tensor)
 
 
-def _flush_to_disk(folder: Path) -> None:
+def flush_to_disk(folder: Path) -> None:
     """A rename must not survive a power cut that its files do not."""
     for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)

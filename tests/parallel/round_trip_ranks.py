@@ -1,23 +1,40 @@
-"""Run by torchrun: loads a Hugging Face checkpoint into a layout, and writes it back to the case's folder."""
+"""Run by torchrun: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
+
+The model comes from a Hugging Face folder of the same weights. These and Adam's moments are made NaN before the
+checkpoint is read.
+"""
 
 from pathlib import Path
 
+import torch
 from examples import make_config
 from launching import run_cases
 
-from megatron_bapo.model.build import build_policy
 from megatron_bapo.model.hf_export import save_hugging_face
-from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.parallel.groups import create_groups
+from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.optimizer import STATES
+from megatron_bapo.trainer.worker import create_worker
 
 
 def run_case(case: dict, out: Path) -> None:
     source = Path(case["model"])
     config = make_config(source, out, case["parallel"], "float32", packing=True)
     groups = create_groups(config.parallel, seed=0, timeout_s=120)
-    model = build_policy(config, source, groups)
-    load_hugging_face(model, source, groups)
-    save_hugging_face(model, groups, source, out / "written")
+    worker = create_worker(config, source, groups)
+    save_hugging_face(worker.model, groups, source, out / "imported")
+    for _, parameter in worker.model.named_parameters():
+        for state_name in STATES:
+            worker.optimizer.write(parameter, state_name, torch.full_like(parameter, torch.nan))
+    worker.optimizer.num_steps = 7
+    state = load_checkpoint(worker, Path(case["checkpoint"]))
+    for _, parameter in worker.model.named_parameters():
+        for state_name in ("exp_avg", "exp_avg_sq"):
+            moments = worker.optimizer.read(parameter, state_name)
+            assert moments is None or not moments.any(), f"{state_name} is not zero in a checkpoint of no steps"
+    assert worker.optimizer.num_steps == 0
+    save_hugging_face(worker.model, groups, source, out / "written")
+    save_checkpoint(worker, out / "checkpoints", 0, state, keep=1)
 
 
 if __name__ == "__main__":

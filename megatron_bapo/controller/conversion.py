@@ -1,0 +1,116 @@
+"""What the conversion tools take and show: a run directory or a checkpoint, and a bar of bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.errors import UserError
+from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.weight_copy import Advance, Copied
+from megatron_bapo.trainer.checkpoint import STATE, WEIGHTS, checkpoints
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint, and what it lacks of a Hugging Face folder."""
+
+    checkpoint: Path
+    origin: Path
+    """Folder with its config.json and tokenizer."""
+    dtype: str
+    """Of the model that was trained."""
+
+
+def find_checkpoint(path: Path, origin: Path | None, dtype: str | None) -> CheckpointSource:
+    """The checkpoint that `path` is or, in a run directory, the newest one.
+
+    `origin` and `dtype` are the run's where they are None. Raises UserError when there is none, and when a checkpoint
+    outside a run directory comes without an origin.
+    """
+    checkpoint = _checkpoint(path)
+    run = RunDirectory(checkpoint.absolute().parent.parent)
+    in_run = run.config.is_file() and checkpoint.parent.name == run.checkpoints.name
+    # A run directory that has been moved still holds the model that it made.
+    config = load_config(run.config, [f"run_dir={run.root}"]) if in_run else None
+    if origin is None and config is None:
+        raise UserError(
+            f"{checkpoint} does not lie in a run directory, whose config.yaml would name the model; give the Hugging "
+            "Face folder with its config.json and tokenizer as --origin-hf-dir"
+        )
+    origin = origin or config.model_path  # pyright: ignore[reportOptionalMemberAccess]
+    if not (origin / "config.json").is_file():
+        raise UserError(
+            f"there is no {origin / 'config.json'}; give the Hugging Face folder that the run started from as "
+            "--origin-hf-dir (a relative model.path is taken from the folder where the run was started)"
+        )
+    return CheckpointSource(checkpoint, origin, dtype or (config.model.dtype if config else _written_dtype(origin)))
+
+
+def _checkpoint(path: Path) -> Path:
+    if (path / STATE).is_file() and (path / WEIGHTS).is_dir():
+        if path.suffix == ".partial":
+            raise UserError(f"{path} was being written and may be incomplete; give a checkpoint without .partial")
+        return path
+    found = [*checkpoints(path), *checkpoints(RunDirectory(path).checkpoints)]
+    if found:
+        return found[-1]
+    raise UserError(f"{path} {_what_it_is(path)}; give a run directory, or a checkpoint in it (checkpoints/step-N)")
+
+
+def _what_it_is(path: Path) -> str:
+    """Why a folder is no checkpoint of this trainer."""
+    if not path.is_dir():
+        return "is not a folder" if path.exists() else "does not exist"
+    if RunDirectory(path).config.is_file():
+        return "is a run directory without a complete checkpoint yet"
+    if any(path.rglob("*.distcp")) or any(path.rglob("model_optim_rng.pt")):
+        return "is a checkpoint of Megatron-LM, which this does not read"
+    if (path / "config.json").is_file():
+        return "is a Hugging Face folder already"
+    return "holds no checkpoint of this trainer (weights/ and state.json)"
+
+
+def _written_dtype(origin: Path) -> str:
+    """Of the origin's own weights, under the names of transformers 5 and 4."""
+    fields = json.loads((origin / "config.json").read_text(encoding="utf-8"))
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(f"{origin / 'config.json'} says dtype {dtype!r}; give --dtype, one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def total_bytes(model_path: Path, itemsize: int) -> int:
+    """Of the weights of the model in a Hugging Face folder. Raises UserError for another folder."""
+    return itemsize * sum(map(math.prod, expected_shapes(read_architecture(model_path)).values()))
+
+
+@contextmanager
+def byte_progress(console: Console, what: str, num_bytes: int) -> Iterator[Advance]:
+    """A bar until `num_bytes` are written and compared; each byte is announced twice."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(what, total=2 * num_bytes)
+        yield lambda size: progress.advance(task, size)
+
+
+def summary(copied: Copied, dtypes: str, target: Path) -> str:
+    """One line on what has been written and how it was checked."""
+    kept = f", {copied.num_kept_files} there already" if copied.num_kept_files else ""
+    files = f"{copied.num_files} file{'s' if copied.num_files > 1 else ''}{kept}"
+    return (
+        f"{target}: {copied.num_tensors} tensors ({dtypes}), {copied.num_bytes / 2**20:.1f} MiB in {files}; "
+        "read again, every bit compared with the source"
+    )

@@ -1,0 +1,101 @@
+"""The command lines of tools/: what they print and how they end."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from megatron_bapo.model.hf_create import byte_tokenizer
+
+TOOLS = Path(__file__).parents[2] / "tools"
+NEW_TOOLS = ("convert_hf_to_megatron", "convert_megatron_to_hf", "prepare_data")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> int:
+    """The tool's exit code."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOLS / f"{name}.py"), run_name="__main__")
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} + 1?", "answer": n + 1}) + "\n" for n in (1, 2, 2, 30)))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=18, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("name", NEW_TOOLS)
+def test_help_names_the_exit_codes(monkeypatch, capsys, name):
+    assert run(monkeypatch, name, "--help") == 0
+    assert "Exit codes: 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NEW_TOOLS)
+def test_a_wrong_input_is_named_with_exit_code_2(monkeypatch, capsys, tmp_path, name):
+    missing = tmp_path / "missing.jsonl"
+    assert run(monkeypatch, name, missing, "--output", tmp_path / "out.jsonl") == 2
+    assert str(missing) in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_goes_to_a_checkpoint_and_back(monkeypatch, capsys, tmp_path, model):
+    checkpoint, back = tmp_path / "run" / "checkpoints" / "step-00000000", tmp_path / "back"
+    assert run(monkeypatch, "convert_hf_to_megatron", model, "--output", checkpoint) == 0
+    arguments = (tmp_path / "run", "--origin-hf-dir", model, "--output", back)
+    assert run(monkeypatch, "convert_megatron_to_hf", *arguments) == 0
+    assert run(monkeypatch, "convert_megatron_to_hf", *arguments) == 0
+
+    printed = capsys.readouterr().out
+    assert f"{checkpoint}: 14 tensors (to float32)" in printed
+    assert f"{back}: 14 tensors (float32 to float32)" in printed
+    assert "1 file, 1 there already; read again, every bit compared with the source" in printed
+
+
+def test_prompts_are_prepared_and_then_pass_the_check(monkeypatch, capsys, tmp_path, rows):
+    byte_tokenizer(["abc"]).save_pretrained(tmp_path / "model")
+    limits = ("--tokenizer", tmp_path / "model", "--no-chat-template", "--max-prompt-length", 6)
+    output = tmp_path / "train.parquet"
+
+    assert run(monkeypatch, "prepare_data", rows, *limits, "--check") == 1
+    assert run(monkeypatch, "prepare_data", rows, *limits, "--output", output) == 0
+    assert "train.parquet: written, and read again" in capsys.readouterr().out
+    assert run(monkeypatch, "prepare_data", output, *limits, "--check", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {name: number for name, number in printed["counts"].items() if number} == {"rows": 2, "kept": 2}
+    assert (printed["tokens"]["total"], printed["dropped"]) == (12, [])
+
+
+def test_json_says_why_each_row_is_left_out(monkeypatch, capsys, tmp_path, rows):
+    evaluation = tmp_path / "eval.jsonl"
+    evaluation.write_text('{"prompt": "30+1?", "answer": 31}\n')
+
+    assert run(monkeypatch, "prepare_data", rows, "--eval", evaluation, "--json", "--output", tmp_path / "x.jsonl") == 0
+
+    dropped = json.loads(capsys.readouterr().out)["dropped"]
+    assert dropped == [
+        {"where": f"{rows}:3", "reason": "duplicate", "detail": f"of {rows}:2"},
+        {"where": f"{rows}:4", "reason": "contaminated_exact", "detail": f"with {evaluation}:1"},
+    ]
+
+
+def test_a_length_limit_needs_a_tokenizer(monkeypatch, capsys, rows):
+    assert run(monkeypatch, "prepare_data", rows, "--max-prompt-length", 5, "--check") == 2
+    assert "needs --tokenizer" in capsys.readouterr().err

@@ -1,0 +1,153 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megatron_bapo.errors import UserError
+from megatron_bapo.model.weight_copy import Copied
+from megatron_bapo.trainer.conversion import checkpoint_from_hugging_face, hugging_face_from_checkpoint
+
+SHAPE = {
+    "vocab_size": 18,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "tie_word_embeddings": True,
+}
+SMALL_FILES = 1000
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
+}
+NUM_TENSORS = {"qwen3": 24, "qwen3_moe": 24 - 3 + 1 + 4 * 3}
+
+
+def nothing(_: int) -> None:
+    pass
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """In bfloat16, in several files, with a file of the tokenizer."""
+    torch.manual_seed(0)
+    MODELS[family]().bfloat16().save_pretrained(folder, max_shard_size="1KB")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_model("qwen3", tmp_path / "source")
+
+
+def to_checkpoint(source: Path, advance=nothing) -> Copied:
+    state = {"step": 0, "update": 0}
+    target = source.parent / "step-00000000"
+    return checkpoint_from_hugging_face(source, target, state, max_file_bytes=SMALL_FILES, advance=advance)
+
+
+def to_hugging_face(source: Path, dtype: torch.dtype = torch.bfloat16) -> Copied:
+    checkpoint, target = source.parent / "step-00000000", source.parent / "back"
+    return hugging_face_from_checkpoint(checkpoint, source, target, dtype, max_file_bytes=SMALL_FILES, advance=nothing)
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_model_comes_back_from_a_checkpoint_bit_for_bit_and_loads_in_transformers(tmp_path, family):
+    source = save_model(family, tmp_path / "source")
+    copied = to_checkpoint(source)
+    to_hugging_face(source)
+
+    checkpoint, original, back = (load(source.parent / name) for name in ("step-00000000/weights", "source", "back"))
+    assert copied.num_tensors == len(original) == NUM_TENSORS[family]
+    assert checkpoint.keys() == original.keys() == back.keys()
+    for name, tensor in original.items():
+        assert checkpoint[name].dtype == torch.float32
+        assert torch.equal(checkpoint[name], tensor.float())
+        assert back[name].dtype == torch.bfloat16
+        assert torch.equal(back[name], tensor)
+    token_ids = torch.arange(10)[None]
+    models = [AutoModelForCausalLM.from_pretrained(source.parent / name) for name in ("source", "back")]
+    assert torch.equal(*(model(token_ids).logits for model in models))
+    assert (source.parent / "back" / "tokenizer_config.json").is_file()
+
+
+def test_a_checkpoint_before_the_first_update_holds_no_moments(source):
+    to_checkpoint(source)
+
+    checkpoint = source.parent / "step-00000000"
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["state.json", "weights"]
+    assert json.loads((checkpoint / "state.json").read_text()) == {"step": 0, "update": 0, "adam_step": 0}
+
+
+def test_another_dtype_is_written_to_the_config_too(source):
+    to_checkpoint(source)
+    to_hugging_face(source, torch.float32)
+
+    assert json.loads((source.parent / "back" / "config.json").read_text())["dtype"] == "float32"
+    assert {tensor.dtype for tensor in load(source.parent / "back").values()} == {torch.float32}
+
+
+def test_an_interrupted_conversion_leaves_no_target_and_continues(source):
+    def interrupt(_: int) -> None:
+        if list(source.parent.glob("step-00000000.partial/weights/model-00003-of-*.safetensors")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        to_checkpoint(source, advance=interrupt)
+    assert not (source.parent / "step-00000000").exists()
+
+    assert to_checkpoint(source).num_kept_files == 3
+    assert not list(source.parent.glob("*.partial"))
+
+
+def test_a_target_that_is_there_is_compared(source):
+    first = to_checkpoint(source)
+    again = to_checkpoint(source)
+    assert (again.num_tensors, again.num_kept_files) == (first.num_tensors, first.num_files)
+
+    file = next((source.parent / "step-00000000" / "weights").glob("*-00002-of-*"))
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=rf"is there already and is something else: {name} differs"):
+        to_checkpoint(source)
+
+
+def test_a_target_that_is_no_checkpoint_is_left_alone(source):
+    (source.parent / "step-00000000").mkdir()
+
+    with pytest.raises(UserError, match="is there already and is something else, without weights"):
+        to_checkpoint(source)
+
+
+def test_weights_of_another_model_are_refused(source):
+    to_checkpoint(source)
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 3, "layer_types": None}))
+
+    with pytest.raises(UserError, match=r"step-00000000/weights lacks 11 tensors that config.json calls for"):
+        to_hugging_face(source)
+    assert not (source.parent / "back.partial").exists()
+
+
+def test_a_disk_without_room_is_named_before_anything_is_written(source, monkeypatch):
+    usage = shutil.disk_usage(source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**10))
+
+    with pytest.raises(UserError, match=r"needs 0\.00 GiB and the disk has 0\.00 GiB free"):
+        to_checkpoint(source)
+    assert not list(source.parent.rglob("*.partial/**/*.safetensors*"))

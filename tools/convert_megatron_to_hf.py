@@ -1,0 +1,75 @@
+"""Turn a checkpoint of the trainer into a Hugging Face folder, whatever layout wrote it: one process, no GPU.
+
+python tools/convert_megatron_to_hf.py runs/mine --output models/mine          # the run's newest checkpoint
+python tools/convert_megatron_to_hf.py runs/mine/checkpoints/step-00000020 --output models/mine-20
+python tools/convert_megatron_to_hf.py step-00000020 --origin-hf-dir models/base --output models/mine-20
+
+Weights are streamed a tensor at a time, in the dtype that was trained, and every file is read again and compared bit
+by bit with the checkpoint. config.json and tokenizer come from the model that the run started from. The output appears
+whole or not at all. An interrupted conversion leaves OUTPUT.partial, which the same command continues; on a finished
+output it compares only.
+
+Exit codes: 0 written and compared, 1 the disk did not keep what was written, 2 the input is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_bapo.errors import RunError, UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a run directory, or a checkpoint (checkpoints/step-N)")
+    parser.add_argument("--output", type=Path, required=True, help="Hugging Face folder to write")
+    parser.add_argument(
+        "--origin-hf-dir", type=Path, metavar="DIR", help="config.json and tokenizer (default: the run's model)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: the run's model.dtype, outside a run directory that of DIR/config.json",
+    )
+    parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
+    arguments = parser.parse_args()
+    if not arguments.max_file_gib > 0:
+        parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
+    console = Console()
+    try:
+        _main(arguments, console)
+    except (UserError, RunError) as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        console.print("stopped; the same command continues")
+        return 130
+    return 0
+
+
+def _main(arguments: argparse.Namespace, console: Console) -> None:
+    # Torch and Megatron take seconds to import; --help does without them.
+    import torch
+
+    from megatron_bapo.controller.conversion import byte_progress, find_checkpoint, summary, total_bytes
+    from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
+
+    found = find_checkpoint(arguments.source, arguments.origin_hf_dir, arguments.dtype)
+    dtype: torch.dtype = getattr(torch, found.dtype)
+    with byte_progress(console, found.checkpoint.name, total_bytes(found.origin, dtype.itemsize)) as advance:
+        copied = hugging_face_from_checkpoint(
+            found.checkpoint,
+            found.origin,
+            arguments.output,
+            dtype,
+            max_file_bytes=int(arguments.max_file_gib * 2**30),
+            advance=advance,
+        )
+    console.print(summary(copied, f"float32 to {found.dtype}", arguments.output), highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""Check prompt files, leave out what must not be trained on, and write one file that `data.train` reads.
+
+python tools/prepare_data.py math.parquet more.jsonl --output data/train.parquet
+python tools/prepare_data.py math.parquet --eval aime24.jsonl aime25.jsonl --tokenizer models/base \\
+    --max-prompt-length 2048 --output data/train.parquet
+python tools/prepare_data.py data/train.parquet --eval aime24.jsonl --check     # writes nothing; 1 if rows would go
+
+Reads what data.train reads: {"prompt", "answer"}, verl's columns, slime's keys. Left out are malformed rows, rows
+whose messages stand further up already (apart from white space), those that stand in an --eval file or share --ngram
+words in a row with a prompt there (runs that more than a tenth of its prompts share do not count), and those longer
+than --max-prompt-length tokens in the tokenizer's chat template. Writes verl's columns as Parquet or, by the name,
+JSON lines; the file appears when it is whole and has been read again.
+
+Exit codes: 0 done, 1 --check found rows to leave out, or the disk did not keep what was written, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.data.contamination import NGRAM, EvaluationPrompts, index_evaluation_prompts
+from megatron_bapo.data.preparation import REASONS, Prepared, prepare, read_evaluation_prompts, write_prompts
+from megatron_bapo.errors import RunError, UserError
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", type=Path, nargs="+", help="*.jsonl or *.parquet")
+    result = parser.add_mutually_exclusive_group(required=True)
+    result.add_argument("--output", type=Path, help="*.parquet or *.jsonl to write")
+    result.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a row would be left out")
+    parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column of the prompt (default prompt)")
+    parser.add_argument("--label-key", metavar="KEY", help="column of the answer (default: as data.train)")
+    parser.add_argument(
+        "--eval", type=Path, nargs="+", default=[], metavar="FILE", help="files to keep out of training"
+    )
+    parser.add_argument("--eval-prompt-key", default="prompt", metavar="KEY", help="(default prompt)")
+    parser.add_argument("--eval-label-key", metavar="KEY", help="(default: as data.validation)")
+    parser.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words in a row (default {NGRAM})")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face folder, to count tokens")
+    parser.add_argument("--max-prompt-length", type=int, metavar="N", help="as data.max_prompt_length")
+    parser.add_argument("--no-chat-template", action="store_true", help="as data.chat_template: false")
+    parser.add_argument("--ability", default="math", help="value of verl's column (default math)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every row left out")
+    arguments = parser.parse_args()
+    if arguments.ngram < 1:
+        parser.error(f"--ngram is {arguments.ngram}; give 1 or more")
+    if arguments.max_prompt_length is not None and (arguments.tokenizer is None or arguments.max_prompt_length < 1):
+        parser.error("--max-prompt-length takes a number of tokens, 1 or more, and needs --tokenizer to count them")
+    return arguments
+
+
+def show(prepared: Prepared, evaluation: EvaluationPrompts | None, console: Console) -> None:
+    table, counts = Table(box=None, header_style="dim"), prepared.counts()
+    table.add_column("rows", justify="right")
+    table.add_column()
+    table.add_column("first", overflow="fold")
+    table.add_row(f"{counts['rows']:,}", "read")
+    for reason, words in REASONS.items():
+        first = next((f"{row.where}: {row.detail}" for row in prepared.dropped if row.reason == reason), "")
+        table.add_row(f"{counts[reason]:,}", words, first)
+    table.add_row(f"{counts['kept']:,}", "kept")
+    console.print(table, markup=False)
+    if evaluation is not None:
+        compared = f"{len(evaluation.texts):,} evaluation prompts, {len(evaluation.ngrams):,} runs of {evaluation.n}"
+        console.print(f"compared with {compared} words ({evaluation.num_template_ngrams:,} of their template left out)")
+    if tokens := prepared.token_counts():
+        console.print("tokens a prompt: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
+
+
+def _main(arguments: argparse.Namespace, console: Console) -> int:
+    sources, evaluation = _sources(arguments.inputs, arguments.prompt_key, arguments.label_key), None
+    if arguments.eval:
+        rows = read_evaluation_prompts(_sources(arguments.eval, arguments.eval_prompt_key, arguments.eval_label_key))
+        evaluation = index_evaluation_prompts(rows, arguments.ngram)
+    counter, limit = None, arguments.max_prompt_length
+    if arguments.tokenizer is not None:
+        # transformers takes seconds to import; --help does without it.
+        from megatron_bapo.rollout.tokenization import token_counter
+
+        counter = token_counter(arguments.tokenizer, chat_template=not arguments.no_chat_template)
+    prepared = prepare(sources, evaluation=evaluation, num_tokens=counter, max_prompt_length=limit)
+    if arguments.json:
+        dropped = [asdict(row) for row in prepared.dropped]
+        print(json.dumps({"counts": prepared.counts(), "tokens": prepared.token_counts(), "dropped": dropped}))
+    else:
+        show(prepared, evaluation, console)
+    if arguments.check:
+        return 1 if prepared.dropped else 0
+    write_prompts(prepared.kept, arguments.output, ability=arguments.ability)
+    if not arguments.json:
+        console.print(f"{arguments.output}: written, and read again", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _sources(paths: list[Path], prompt_key: str, label_key: str | None) -> list[PromptSourceConfig]:
+    return [PromptSourceConfig(path=path, prompt_key=prompt_key, label_key=label_key) for path in paths]
+
+
+def main() -> int:
+    arguments, console = parse(), Console()
+    try:
+        return _main(arguments, console)
+    except (UserError, RunError) as error:
+        Console(stderr=arguments.json).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2 if isinstance(error, UserError) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
