@@ -163,12 +163,10 @@ def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of its own on the rollouts of the resumed one."""
     run_dir = tmp_path_factory.mktemp("e2e") / "replayed"
     process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"))
-    wait_for_step(run_dir, 1)
-    names = [member.name() for member in family_of(process)]
     code, output, errors = finish(process)
     assert code == 0, output + errors
     assert "held-out prompts are not evaluated" in output
-    assert not any(name.startswith(("ray", "gcs", "VLLM")) for name in names), names
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["phase", "trainer.log"]
     return run_dir
 
 
