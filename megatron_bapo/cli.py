@@ -88,21 +88,35 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the plan, start nothing.")] = False,
+    rollouts_from: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train on the rollouts in DIR/step-*.parquet; no engine is started."),
+    ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Write rollouts of the initial model; no trainer is started.")
+    ] = False,
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
 
     Ctrl-C saves and stops after the current step; a second Ctrl-C ends at once.
     """
     with messages():
+        if rollouts_from is not None and rollout_only:
+            raise UserError("--rollouts-from needs no engines and --rollout-only no trainer; give one of them")
         resolved = load_config(config, overrides or [])
         warnings = check_config(resolved)
-        check_resumable(resolved, RunDirectory(resolved.run_dir))
+        check_resumable(resolved, RunDirectory(resolved.run_dir), rollout_only=rollout_only)
         _print_plan(resolved, warnings)
         if dry_run:
             return
-        from megatron_bapo.controller.launcher import run_training
+        if rollout_only:
+            from megatron_bapo.controller.rollout_only import run_rollouts
 
-        code = run_training(resolved)
+            code = run_rollouts(resolved)
+        else:
+            from megatron_bapo.controller.launcher import run_training
+
+            code = run_training(resolved, rollouts_from)
     raise typer.Exit(code)
 
 

@@ -264,6 +264,8 @@ class LoggingConfig(Section):
     """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
     num_reservoir_tokens: NonNegativeInt = 64
     """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
+    dump_rollouts: bool = False
+    """Write every trained trajectory to rollouts/, a Parquet file a step, from which `train --rollouts-from` trains."""
 
 
 class Config(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import secrets
@@ -20,7 +21,7 @@ from megatron_bapo.errors import RunError, UserError
 NAMESPACE = "megatron-bapo"
 OBJECT_STORE_BYTES = 256 << 20
 MAX_CALLS = 100_000
-"""Calls of one actor that may be under way at a time."""
+"""Calls of one actor that may be under way at a time, where they are coroutines."""
 
 
 class ActorDied(RunError):
@@ -57,9 +58,12 @@ def connect(address: str) -> None:
 
 def place(actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None) -> Any:
     """Start an actor of a plain class, without waiting for it."""
-    options = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
-    # Calls that only wait for others cost nothing; Ray's own limit would hold probes back behind a thousand requests.
-    return ray.remote(actor_class).options(**options, max_concurrency=MAX_CALLS).remote(*args)
+    options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    if any(map(inspect.iscoroutinefunction, vars(actor_class).values())):
+        # Calls that only wait for others cost nothing, and Ray's own limit would hold probes back behind a thousand
+        # requests. An actor without coroutines would get so many threads.
+        options["max_concurrency"] = MAX_CALLS
+    return ray.remote(actor_class).options(**options).remote(*args)
 
 
 def kill(actor: Any) -> None:

@@ -28,6 +28,7 @@ from megatron_bapo.controller.host_store import HOST_STORE, STORE_SERVER, HostSt
 from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
+from megatron_bapo.controller.recorded_rollouts import check_files
 from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
@@ -44,8 +45,10 @@ POLL_S = 0.25
 STOPPING = "stopping after the current step; Ctrl-C again ends at once"
 
 
-def run_training(config: Config) -> int:
+def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     """Run or continue `config.run_dir`; the exit code, 130 after an interruption that can be resumed.
+
+    With `rollouts_from` that folder's files are trained on, and no engine is started.
 
     Raises UserError and RunError, each with a complete message.
     """
@@ -56,24 +59,28 @@ def run_training(config: Config) -> int:
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked():
-        _prepare(config, directory, prompts)
+        prepare(config, directory, prompts)
+        if rollouts_from is not None:
+            _check_rollouts(config, directory, rollouts_from)
+            console.print("Without engines held-out prompts are not evaluated.")
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         with Interrupts() as interrupts, display:
-            stopped = _run_planes(config, directory, display, interrupts)
+            _run_planes(config, directory, display, interrupts, rollouts_from)
         report = write_run_report(directory.root)
-        if stopped:
-            message = f"Stopped; the state is saved. Continue with the same command, or: {_resume_command(directory)}"
+        if directory.stop_request.exists():
+            resume = _resume_command(directory, rollouts_from)
+            message = f"Stopped; the state is saved. Continue with the same command, or: {resume}"
             console.print(message, soft_wrap=True, highlight=False)
             return 130
         _summarise(display, directory, report)
     return 0
 
 
-def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> None:
+def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
     check_devices(config, len(visible_devices()))
-    check_resumable(config, directory)
+    check_resumable(config, directory, rollout_only=rollout_only)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
 
@@ -86,12 +93,47 @@ def _prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts) -> N
     replace_text(directory.config, dump_config(config))
 
 
-def _run_planes(config: Config, directory: RunDirectory, display: ProgressDisplay, interrupts: Interrupts) -> bool:
-    """Start both planes and watch them to the end; True when the run was stopped on request."""
-    display.phase("starting Ray, the engines and the trainer")
-    num_actors = config.rollout.num_engines + 1
+def _check_rollouts(config: Config, directory: RunDirectory, folder: Path) -> None:
+    if folder.resolve() == directory.rollouts.resolve():
+        raise UserError(
+            f"--rollouts-from {folder} is the run's own folder, which training writes anew; choose run_dir=<another "
+            "folder>"
+        )
+    check_files(config, folder, directory.saved_step)
+
+
+def _run_planes(
+    config: Config,
+    directory: RunDirectory,
+    display: ProgressDisplay,
+    interrupts: Interrupts,
+    rollouts_from: Path | None,
+) -> None:
+    """Start the trainer, and the rollout plane where it is wanted, and watch them to the end."""
+    starting: dict[str, Any] = {}
     with ExitStack() as stack:
-        store = engine_store = stack.enter_context(closing(WeightStore.create()))
+        store = stack.enter_context(closing(WeightStore.create()))
+        if rollouts_from is None:
+            display.phase("starting Ray, the engines and the trainer")
+            address, starting = stack.enter_context(rollout_plane(config, directory, store))
+            source = ("--ray", address)
+        else:
+            display.phase("starting the trainer")
+            source = ("--rollouts-from", str(rollouts_from))
+        with _trainer(config, directory, source, store.folder) as trainer:
+            _watch(trainer, starting, config, directory, display, interrupts)
+        if trainer.returncode != 0:
+            raise _failure(trainer.returncode, directory, _resume_command(directory, rollouts_from))
+
+
+@contextmanager
+def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ray with the engines and the rollout service, until it is left.
+
+    Yields the cluster's address, and by name the references that tell when each actor has started.
+    """
+    num_actors, engine_store = config.rollout.num_engines + 1, store
+    with ExitStack() as stack:
         if config.weight_sync.engine_store == "own":
             engine_store = stack.enter_context(closing(WeightStore.create()))
             num_actors += 2
@@ -100,9 +142,7 @@ def _run_planes(config: Config, directory: RunDirectory, display: ProgressDispla
         _actors, starting = _place_actors(config, directory, engine_store.folder)
         if engine_store is not store:
             _actors += _place_relay(config, directory, store.folder, engine_store.folder)
-        with _trainer(config, directory, address, store.folder) as trainer:
-            _watch(trainer, starting, config, directory, display, interrupts)
-    return directory.stop_request.exists()
+        yield address, starting
 
 
 def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple[list[Any], dict[str, Any]]:
@@ -126,15 +166,18 @@ def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engine
 
 
 @contextmanager
-def _trainer(config: Config, directory: RunDirectory, ray_address: str, store: Path) -> Iterator[psutil.Popen]:
-    """The trainer under torchrun in a session of its own, so that Ctrl-C reaches only the launcher."""
+def _trainer(config: Config, directory: RunDirectory, source: tuple[str, str], store: Path) -> Iterator[psutil.Popen]:
+    """The trainer under torchrun in a session of its own, so that Ctrl-C reaches only the launcher.
+
+    `source` is the argument that says where its rollouts come from.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(config.parallel.world_size)),
         # Files in the private store instead of a TCP store, which would listen on every interface.
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous")),
         *("--local-addr", "127.0.0.1"),
         *("-m", "megatron_bapo.controller.training_loop", str(directory.root)),
-        *("--ray", ray_address, "--store", str(store)),
+        *(*source, "--store", str(store)),
     ]
     # The last keeps the agent from opening a TCP store of its own for the ranks.
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -180,7 +223,7 @@ def _watch(
 ) -> None:
     """Follow the run until the trainer ends.
 
-    Raises RunError or UserError when a part fails.
+    Raises RunError or UserError when an actor cannot start.
     """
     offset = None
     while trainer.poll() is None:
@@ -191,8 +234,6 @@ def _watch(
             directory.stop_request.touch()
             display.phase(STOPPING)
     _show_news(directory, display, offset)
-    if trainer.returncode != 0:
-        raise _failure(trainer.returncode, directory)
 
 
 def _show_news(directory: RunDirectory, display: ProgressDisplay, offset: int | None) -> int | None:
@@ -215,23 +256,21 @@ def _check_started(starting: dict[str, Any], config: Config) -> None:
         ask(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
-def _failure(exit_code: int, directory: RunDirectory) -> Exception:
+def _failure(exit_code: int, directory: RunDirectory, resume_command: str) -> Exception:
     """What the trainer said, or the end of its log."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
         return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
     log = directory.trainer_log
     return RunError(
-        f"the trainer ended with exit code {exit_code}. {_resume_hint(directory)}\n{log} ends:\n{last_lines(log, 12)}"
+        f"the trainer ended with exit code {exit_code}. Continue from the last complete checkpoint with: "
+        f"{resume_command}\n{log} ends:\n{last_lines(log, 12)}"
     )
 
 
-def _resume_command(directory: RunDirectory) -> str:
-    return f"python -m megatron_bapo train {directory.config}"
-
-
-def _resume_hint(directory: RunDirectory) -> str:
-    return f"Continue from the last complete checkpoint with: {_resume_command(directory)}"
+def _resume_command(directory: RunDirectory, rollouts_from: Path | None) -> str:
+    option = "" if rollouts_from is None else f" --rollouts-from {rollouts_from}"
+    return f"python -m megatron_bapo train {directory.config}{option}"
 
 
 def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) -> None:

@@ -8,8 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, RunState
+from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
 from megatron_bapo.metrics.sinks import (
     JsonlSink,
     MetricsRow,
@@ -22,6 +25,8 @@ from megatron_bapo.metrics.sinks import (
 )
 from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_after, write_token_table
 from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.tokenization import load_tokenizer
 
 
 class Recorder:
@@ -33,11 +38,14 @@ class Recorder:
         for path in (directory.metrics, directory.updates, directory.samples):
             truncate_after(path, step, phase=phase)
         remove_token_tables_after(directory.tokens, state.step)
+        remove_rollouts_after(directory.rollouts, state.step)
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []
         updates = read_rows(directory.updates) if directory.updates.exists() else []
         self._num_updates = len(updates)
         self._outcomes = merge(_outcomes(row["metrics"]) for row in updates)
         self._tokens_folder = directory.tokens
+        self._rollouts_folder = directory.rollouts
+        self._vocab_size = len(load_tokenizer(config.model_path)) if config.logging.dump_rollouts else None
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
         self._metrics = JsonlSink(directory.metrics)
@@ -78,6 +86,20 @@ class Recorder:
     def write_tokens(self, step: int, table: TokenTable) -> None:
         if len(table["update"]):
             write_token_table(self._tokens_folder, step, table)
+
+    def write_rollouts(self, state: RunState, scored: ScoredGroups, advantages: Sequence[np.ndarray]) -> None:
+        """The batch that is about to be trained on in `state`, if that is wanted."""
+        if self._vocab_size is None:
+            return
+        header = RolloutHeader(
+            step=state.step + 1,
+            policy_version=state.policy_version,
+            num_groups=len(scored.groups),
+            n=len(scored.groups[0].trajectories),
+            vocab_size=self._vocab_size,
+            num_reward_timeouts=scored.num_reward_timeouts,
+        )
+        write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 
     def write_samples(self, rows: list[SampleRow]) -> None:
         for row in rows:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.cluster import ask, connect, find
+from megatron_bapo.controller.cluster import ask, find
 from megatron_bapo.controller.host_store import HOST_STORE
+from megatron_bapo.errors import UserError
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.messages import SequenceScore
@@ -21,8 +22,8 @@ _QUICK_S = 120.0
 class RolloutClient:
     """Holds the connection to the run's actors."""
 
-    def __init__(self, config: Config, ray_address: str) -> None:
-        connect(ray_address)
+    def __init__(self, config: Config) -> None:
+        """Of a process that is connected to the run's cluster."""
         self._config = config
         self._service = find(SERVICE)
 
@@ -49,6 +50,12 @@ class RolloutClient:
         return ask(self._service.data_state.remote(), SERVICE, _QUICK_S)
 
     def restore_data_state(self, state: dict[str, Any]) -> None:
+        """Raises UserError for the state of a run without engines."""
+        if "rollouts" not in state:
+            raise UserError(
+                f"{self._config.run_dir} was trained from files of rollouts, so engines do not know which prompts are "
+                "left; continue with --rollouts-from, or choose run_dir=<another folder>"
+            )
         ask(self._service.restore_data_state.remote(state), SERVICE, self._config.rollout.start_timeout_s)
 
     def load_weights(self, policy_version: int) -> int:

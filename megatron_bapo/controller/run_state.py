@@ -14,6 +14,7 @@ from typing import Any
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.errors import RunError, UserError
 
 
@@ -63,6 +64,16 @@ class RunDirectory:
         return self.root / "tokens"
 
     @property
+    def rollouts(self) -> Path:
+        """Whole rollout batches, a file a step."""
+        return self.root / "rollouts"
+
+    @property
+    def is_rollout_only(self) -> bool:
+        """Whether batches were written, and none by a trainer, which opens its metrics first."""
+        return bool(rollout_files(self.rollouts)) and not self.metrics.exists()
+
+    @property
     def samples(self) -> Path:
         return self.root / "samples.jsonl"
 
@@ -83,6 +94,12 @@ class RunDirectory:
     def newest_checkpoint(self) -> Path | None:
         """The complete one with the most updates; what is still being written ends in `.partial`."""
         return max(self.checkpoints.glob(f"step-{'[0-9]' * 8}"), default=None)
+
+    @property
+    def saved_step(self) -> int:
+        """Rollout batches that the newest checkpoint has been trained on."""
+        newest = self.newest_checkpoint
+        return 0 if newest is None else json.loads((newest / "state.json").read_text())["step"]
 
     @property
     def export(self) -> Path:
@@ -153,10 +170,17 @@ class RunDirectory:
             os.close(descriptor)
 
 
-def check_resumable(config: Config, directory: RunDirectory) -> None:
-    """Raises UserError when the directory holds a run that was started with another configuration."""
-    if not directory.config.is_file() or directory.newest_checkpoint is None:
-        return  # nothing has been trained that another configuration could spoil
+def check_resumable(config: Config, directory: RunDirectory, *, rollout_only: bool = False) -> None:
+    """Raises UserError when the directory holds a run of another kind, or with another configuration."""
+    if directory.is_rollout_only and not rollout_only:
+        raise UserError(
+            f"{directory.root} holds the rollouts of train --rollout-only; to train on them choose run_dir=<another "
+            f"folder> and --rollouts-from {directory.rollouts}"
+        )
+    if rollout_only and directory.metrics.exists():
+        raise UserError(f"{directory.root} holds a training run; choose run_dir=<another folder> for --rollout-only")
+    if not directory.config.is_file() or (directory.newest_checkpoint is None and not directory.is_rollout_only):
+        return  # nothing has been done that another configuration could spoil
     conflicts = resume_conflicts(load_config(directory.config), config)
     if conflicts:
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)

@@ -11,13 +11,14 @@
     metrics, checkpoint
 
 Started by the launcher: torchrun -m megatron_bapo.controller.training_loop RUN_DIR --ray ADDRESS --store FOLDER
+With --rollouts-from FOLDER in place of --ray, groups come from files, and nothing is published.
 """
 
 from __future__ import annotations
 
 import argparse
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,10 @@ import numpy as np
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config, OptimizerConfig
+from megatron_bapo.controller.cluster import connect
 from megatron_bapo.controller.device_turns import DeviceTurns
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
+from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
@@ -39,7 +42,7 @@ from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import now_s, start_distributed
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.learning_rate import learning_rate
@@ -74,13 +77,19 @@ class Run:
     config: Config
     directory: RunDirectory
     worker: Worker
-    transport: WeightTransport
+    transport: WeightTransport | None
+    """None where there are no engines."""
     turns: DeviceTurns
     state: RunState
-    rollouts: RolloutClient | None
+    rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
     reference: PolicyModel | None = None
     """The frozen policy at the start of RL, where a KL coefficient asks for it."""
+
+    @property
+    def engines(self) -> RolloutClient | None:
+        """What can be asked of engines, on the main rank."""
+        return self.rollouts if isinstance(self.rollouts, RolloutClient) else None
 
     def remaining_steps(self) -> Iterator[int]:
         """The steps left to do, counted from 1; ends early when a stop is requested."""
@@ -111,7 +120,7 @@ def train(run: Run) -> None:
             scored = take_groups(run, timer)
             run.turns.to_trainer()
             with timer.phase("update"):
-                metrics, updates, tokens = update_on(run, scored.groups)
+                metrics, updates, tokens = update_on(run, scored)
             with timer.phase("weight_sync"):
                 metrics |= refresh(run)
             run.state.step = step
@@ -182,12 +191,14 @@ def load_reference(run: Run) -> PolicyModel | None:
 
 def first_refresh(run: Run) -> None:
     """Before the first rollout: engines serve the initial model as version 0, or get what the trainer holds."""
+    if run.transport is None:
+        return
     run.announce("starting the engines")
-    if run.rollouts is not None:
-        run.rollouts.wait_for_engines()
+    if run.engines is not None:
+        run.engines.wait_for_engines()
     run.turns.hold(run.worker, run.reference)
     if run.state.update == 0:
-        probe(run.worker, run.rollouts, run.turns, policy_version=0)
+        probe(run.worker, run.engines, run.turns, policy_version=0)
     else:
         refresh(run)
 
@@ -195,31 +206,37 @@ def first_refresh(run: Run) -> None:
 def refresh(run: Run) -> dict[str, Metric]:
     """The next policy version, on every engine."""
     run.state.policy_version += 1
-    return refresh_weights(run.worker, run.rollouts, run.transport, run.turns, run.state.policy_version)
+    if run.transport is None:
+        return {}
+    return refresh_weights(run.worker, run.engines, run.transport, run.turns, run.state.policy_version)
 
 
 def take_groups(run: Run, timer: Timer) -> ScoredGroups:
     """The next rollout batch, on every rank."""
-    run.announce("generating answers")
+    run.announce("reading rollouts" if run.transport is None else "generating answers")
     start, answer = now_s(), None
     if run.rollouts is not None:
         answer = run.rollouts.take()
     scored, seconds = broadcast_object(answer, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
+    if scored.policy_version is not None:
+        run.state.policy_version = scored.policy_version
     run.announce("training")
     return scored
 
 
-def update_on(run: Run, groups: Sequence[Group]) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
+def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
     """All updates on one rollout batch: the batch's and each update's metrics, reduced, and a sample of the tokens."""
     config, size = run.config, run.config.trainer.ppo_mini_batch_size
-    examples, batch_metrics = make_examples(run.worker, run.reference, groups)
+    examples, batch_metrics = make_examples(run.worker, run.reference, scored.groups)
+    if run.recorder is not None:
+        run.recorder.write_rollouts(run.state, scored, [np.asarray(example.advantage) for example in examples])
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     # Ratios start from the trainer's own log-probs, or from those of engines that had its present weights.
     is_fresh = config.algorithm.behaviour_policy == "recomputed" or all(
         span.policy_version == run.state.policy_version
-        for group in groups
+        for group in scored.groups
         for trajectory in group.trajectories
         for span in trajectory.version_spans
     )
@@ -239,13 +256,13 @@ def update_on(run: Run, groups: Sequence[Group]) -> tuple[dict[str, Metric], lis
 
 def evaluate(run: Run) -> None:
     """Held-out accuracy of the current weights, unless this step's is recorded already."""
-    if run.rollouts is None or run.recorder is None or run.config.data.validation is None:
+    if run.engines is None or run.recorder is None or run.config.data.validation is None:
         return
     step = run.state.step
     if ("validation", step) in run.recorder.recorded:
         return
     run.recorder.phase("evaluating on held-out prompts")
-    scored = run.rollouts.validate(seed=run.config.seed)
+    scored = run.engines.validate(seed=run.config.seed)
     run.recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n))
     run.recorder.recorded.add(("validation", step))
 
@@ -279,33 +296,45 @@ def _policy_lr(run: Run, done_in_step: int) -> float:
     return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)
 
 
-def start_run(config: Config, ray_address: str, store_folder: Path) -> Run:
-    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one."""
+def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
+    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one.
+
+    `source` of the rollouts is the Ray cluster's address, or a folder of files.
+    """
     directory = RunDirectory(config.run_dir)
     start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
     groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
-    rollouts = RolloutClient(config, ray_address) if groups.is_main else None
-    turns = DeviceTurns(config, groups, rollouts)
+    client = None
+    if groups.is_main and isinstance(source, str):
+        connect(source)
+        client = RolloutClient(config)
+    turns = DeviceTurns(config, groups, client)
     worker = create_worker(config, config.model_path, groups)
     saved = directory.newest_checkpoint
     state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
+    rollouts = client
+    if groups.is_main and isinstance(source, Path):
+        rollouts = RecordedRollouts(config, source, state.step)
     if rollouts is not None and state.data:
         rollouts.restore_data_state(state.data)
     recorder = Recorder(config, directory, state) if groups.is_main else None
-    transport = weight_transport(worker, store_folder)
+    transport = weight_transport(worker, store_folder) if isinstance(source, str) else None
     return Run(config, directory, worker, transport, turns, state, rollouts, recorder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="One trainer rank; started by the launcher under torchrun.")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--ray", required=True, help="address of the run's Ray cluster")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--ray", help="address of the run's Ray cluster")
+    source.add_argument("--rollouts-from", type=Path, help="folder of rollouts to train on")
     parser.add_argument("--store", required=True, type=Path, help="folder of the weight store")
     arguments = parser.parse_args()
     directory = RunDirectory(arguments.run_dir)
     run = None
     try:
-        run = start_run(load_config(directory.config, []), arguments.ray, arguments.store)
+        config = load_config(directory.config, [])
+        run = start_run(config, arguments.ray or arguments.rollouts_from, arguments.store)
         train(run)
     except Exception as error:  # the process border: the launcher shows the first rank's message
         traceback.print_exc()

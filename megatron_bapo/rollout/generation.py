@@ -51,6 +51,8 @@ class ScoredGroups:
     groups: list[Group]
     num_reward_timeouts: int
     metrics: dict[str, Metric] = field(default_factory=dict)
+    policy_version: int | None = None
+    """Of the trainer's weights when it took these groups first, where they come from a file."""
 
 
 class SetAside(RunError):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,8 +40,10 @@ rollout: {{n: 4, max_response_length: 4}}
 trainer: {{total_steps: 4, train_batch_size: 32, ppo_mini_batch_size: 16, max_tokens_per_gpu: 128}}
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
+logging: {{dump_rollouts: true}}
 """
 RUN_LIMIT_S = 240
+OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput")
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
@@ -153,6 +156,45 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
     rows = [row for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "validation"]
     assert [row["step"] for row in rows] == [0, 4]
     assert all(0.0 <= row["metrics"]["val/mean@4"] <= row["metrics"]["val/best@4"] <= 1.0 for row in rows)
+
+
+@pytest.fixture(scope="module")
+def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of its own on the rollouts of the resumed one."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "replayed"
+    process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"))
+    code, output, errors = finish(process)
+    assert code == 0, output + errors
+    assert "held-out prompts are not evaluated" in output
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["phase", "trainer.log"]
+    return run_dir
+
+
+def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, replayed: Path) -> None:
+    """Whatever does not tell of engines, clocks or held-out prompts; the repeated run was not interrupted."""
+    original, repeated = (
+        [
+            {name: value for name, value in row["metrics"].items() if not name.startswith(OF_ENGINES_AND_CLOCKS)}
+            for row in read_rows(run_dir / "metrics.jsonl")
+            if row["phase"] != "validation"
+        ]
+        for run_dir in (resumed["run_dir"], replayed)
+    )
+    assert repeated == original
+    assert len(repeated) == 6 + 4
+    assert repeated[-1]["actor/grad_norm"] > 0
+    weights, same = (load_file(next((d / "hf").glob("*.safetensors"))) for d in (resumed["run_dir"], replayed))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_the_repeated_run_writes_the_same_rollouts_and_advantages(resumed: dict, replayed: Path) -> None:
+    for step in (1, 2, 3, 4):
+        name = f"rollouts/step-{step:08d}.parquet"
+        written, again = (pq.read_table(run_dir / name) for run_dir in (resumed["run_dir"], replayed))
+        assert again.equals(written, check_metadata=True)
+        assert len(written) == 32
+        lengths = [len(row["response_token_ids"]) for row in written.to_pylist()]
+        assert [len(row["advantages"]) for row in written.to_pylist()] == lengths
 
 
 def test_the_export_loads_in_transformers_with_trained_weights(resumed: dict) -> None:

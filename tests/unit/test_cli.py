@@ -48,6 +48,18 @@ def test_a_dry_run_prints_the_warnings(config_file: Path) -> None:
     assert "warning: optimizer.lr_warmup_steps=20 is not less than the run's 20 updates" in result.stdout
 
 
+def test_training_from_files_and_generating_without_a_trainer_exclude_each_other(config_file: Path) -> None:
+    result = invoke("train", config_file, "--rollout-only", "--rollouts-from", config_file.parent)
+    assert result.exit_code == 2
+    assert "--rollouts-from needs no engines and --rollout-only no trainer; give one of them" in result.stderr
+
+
+def test_a_folder_without_rollouts_is_refused_before_anything_starts(config_file: Path) -> None:
+    result = invoke("train", config_file, "--rollouts-from", config_file.parent)
+    assert result.exit_code == 2
+    assert "holds no step-*.parquet" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

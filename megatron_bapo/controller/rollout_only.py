@@ -1,0 +1,78 @@
+"""Generates rollout batches with the initial model and writes them; no trainer is started."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+from rich.console import Console
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.evaluation import rollout_metrics
+from megatron_bapo.controller.interrupts import Interrupts
+from megatron_bapo.controller.launcher import prepare, rollout_plane
+from megatron_bapo.controller.progress import ProgressDisplay
+from megatron_bapo.controller.prompt_sets import load_task_prompts
+from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.data.rollout_files import RolloutHeader, read_header, rollout_files, write_rollouts
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.weight_sync.transport import WeightStore
+
+
+def run_rollouts(config: Config) -> int:
+    """Write batches to `config.run_dir`/rollouts until there are `trainer.total_steps`; continues after the last one.
+
+    The exit code, 130 after an interruption. Raises UserError and RunError, each with a complete message.
+    """
+    console = Console()
+    prompts = load_task_prompts(config)
+    for note in prompts.notes:
+        console.print(note)
+    if config.warm_start is not None:
+        console.print("Without a trainer there is no warm start: the initial model answers.")
+    directory = RunDirectory(config.run_dir)
+    directory.create()
+    with directory.locked():
+        prepare(config, directory, prompts, rollout_only=True)
+        display = ProgressDisplay(config.trainer.total_steps, console=console)
+        with Interrupts() as interrupts, display:
+            if max(rollout_files(directory.rollouts), default=0) < config.trainer.total_steps:
+                _generate(config, directory, display, interrupts)
+        written = len(rollout_files(directory.rollouts))
+    console.print(f"{written} of {config.trainer.total_steps} batches are in {directory.rollouts}", soft_wrap=True)
+    if written < config.trainer.total_steps:
+        console.print("Stopped; continue with the same command.")
+        return 130
+    console.print(f"Train on them with --rollouts-from {directory.rollouts} and another run_dir", soft_wrap=True)
+    return 0
+
+
+def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay, interrupts: Interrupts) -> None:
+    """The batches that are missing, until an interrupt asks to stop."""
+    vocab_size, files = len(load_tokenizer(config.model_path)), rollout_files(directory.rollouts)
+    done, start = max(files, default=0), time.monotonic()
+    display.phase("starting Ray and the engines")
+    with closing(WeightStore.create()) as store, rollout_plane(config, directory, store):
+        client = RolloutClient(config)
+        if files:
+            client.restore_data_state(read_header(files[done]).data_state)
+        client.wait_for_engines()
+        for step in range(done + 1, config.trainer.total_steps + 1):
+            if interrupts.requested:
+                return
+            display.phase("generating answers")
+            scored, _ = client.take()
+            header = RolloutHeader(
+                step=step,
+                policy_version=0,
+                num_groups=len(scored.groups),
+                n=config.rollout.n,
+                vocab_size=vocab_size,
+                num_reward_timeouts=scored.num_reward_timeouts,
+                data_state=client.data_state(),
+            )
+            write_rollouts(directory.rollouts, header, scored.groups, advantages=None)
+            metrics = scalars(rollout_metrics(scored))
+            display.update({"step": step, "phase": "train", "time_s": time.monotonic() - start, "metrics": metrics})

@@ -1,0 +1,122 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.prompt_sets import load_task_prompts
+from megatron_bapo.controller.recorded_rollouts import RecordedRollouts, check_files
+from megatron_bapo.controller.run_state import RunDirectory, check_resumable
+from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
+from megatron_bapo.errors import UserError
+from megatron_bapo.model.hf_create import create_checkpoint
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.tokenization import load_tokenizer
+
+HEADER = RolloutHeader(step=1, policy_version=7, num_groups=2, n=2, vocab_size=0, num_reward_timeouts=3)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = Config.model_validate(
+        {
+            "run_dir": tmp_path_factory.mktemp("run"),
+            "model": {"create": {"num_hidden_layers": 1, "hidden_size": 8}},
+            "data": {
+                "max_prompt_length": 24,
+                "chat_template": False,
+                "train": {"reasoning_gym": {"chain_sum": {"min_terms": 2, "max_terms": 2}}, "size": 9},
+            },
+            "reward": {"type": "reasoning_gym"},
+            "rollout": {"n": 2, "max_response_length": 4},
+            "trainer": {"total_steps": 3, "train_batch_size": 4, "ppo_mini_batch_size": 4},
+        }
+    )
+    assert config.model.create is not None
+    texts = [prompt.messages[0]["content"] for prompt in load_task_prompts(config).train]
+    create_checkpoint(config.model_path, config.model.create, texts, config.seed)
+    return config
+
+
+def write(folder: Path, step: int, *, length: int = 2, n: int = 2, vocab_size: int) -> None:
+    tokens = np.full(length, step, np.int32)
+    answer = Trajectory(tokens, tokens, np.zeros(length, np.float32), (VersionSpan(6, length),), "stop", "", 1.0)
+    groups = [Group(Prompt(f"p:{index}", (), "", "p"), (answer,) * n) for index in range(2)]
+    write_rollouts(folder, replace(HEADER, step=step, n=n, vocab_size=vocab_size), groups, None)
+
+
+@pytest.fixture
+def vocab_size(config: Config) -> int:
+    return len(load_tokenizer(config.model_path))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, vocab_size: int) -> Path:
+    for step in (1, 2, 3):
+        write(tmp_path, step, vocab_size=vocab_size)
+    return tmp_path
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_batches_come_in_the_order_of_steps_from_where_the_run_stands(config, folder, done):
+    rollouts = RecordedRollouts(config, folder, done)
+
+    taken = [rollouts.take()[0] for _ in range(3 - done)]
+
+    steps = [int(scored.groups[0].trajectories[0].response_token_ids[0]) for scored in taken]
+    assert steps == list(range(done + 1, 4))
+    assert {(scored.policy_version, scored.num_reward_timeouts) for scored in taken} == {(7, 3)}
+
+
+def test_worked_examples_go_on_where_they_were_saved(config, folder):
+    first, second = RecordedRollouts(config, folder, 0), RecordedRollouts(config, folder, 0)
+    texts = [example.text for example in first.worked_examples(9)]
+
+    before = [example.text for example in second.worked_examples(4)]
+    first.restore_data_state(second.data_state())
+
+    assert before + [example.text for example in first.worked_examples(5)] == texts
+
+
+def test_files_that_end_too_early_are_refused_with_the_steps_there_are(config, folder):
+    (folder / "step-00000003.parquet").unlink()
+
+    with pytest.raises(UserError, match=r"no rollouts of step 3.*from step 1 to 2.*trainer\.total_steps=2"):
+        check_files(config, folder, 0)
+
+
+def test_a_folder_without_files_is_refused(config, tmp_path):
+    with pytest.raises(UserError, match="holds no step-"):
+        check_files(config, tmp_path / "missing", 0)
+
+
+def test_files_of_another_batch_or_tokenizer_are_refused_with_the_way_out(config, folder, vocab_size):
+    write(folder, 2, n=3, vocab_size=vocab_size)
+    with pytest.raises(UserError, match=r"set rollout\.n=3 and trainer\.train_batch_size=6"):
+        check_files(config, folder, 0)
+
+    write(folder, 2, vocab_size=vocab_size + 1)
+    with pytest.raises(UserError, match=f"tokenizer of {vocab_size + 1} tokens.* has {vocab_size};"):
+        check_files(config, folder, 0)
+    check_files(config, folder, 2)  # what has been trained on need not fit
+
+
+def test_an_answer_that_no_micro_batch_holds_is_refused(config, folder, vocab_size):
+    write(folder, 1, length=5, vocab_size=vocab_size)
+
+    with pytest.raises(UserError, match=r"5 tokens where rollout\.max_response_length allows 4"):
+        RecordedRollouts(config, folder, 0).take()
+
+
+def test_trainings_and_rollouts_without_a_trainer_do_not_share_a_directory(config, tmp_path, vocab_size):
+    directory = RunDirectory(tmp_path)
+    write(directory.rollouts, 1, vocab_size=vocab_size)
+    with pytest.raises(UserError, match=r"choose run_dir=.* and --rollouts-from"):
+        check_resumable(config, directory)
+    check_resumable(config, directory, rollout_only=True)
+
+    directory.metrics.touch()
+    check_resumable(config, directory)
+    with pytest.raises(UserError, match="holds a training run"):
+        check_resumable(config, directory, rollout_only=True)

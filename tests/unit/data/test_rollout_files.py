@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_bapo.data.rollout_files import (
+    RolloutHeader,
+    read_header,
+    read_rollouts,
+    remove_rollouts_after,
+    rollout_files,
+    write_rollouts,
+)
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+
+HEADER = RolloutHeader(
+    step=1, policy_version=3, num_groups=2, n=2, vocab_size=320, num_reward_timeouts=1, data_state={"stream": [1, 2]}
+)
+AWKWARD = np.array([-0.0, -1e-45, -0.1, -np.inf, np.nan], np.float32)
+"""Values that a decimal or a lossy column would change: minus zero, the smallest subnormal, no numbers."""
+
+
+def trajectory(length: int, reward: float) -> Trajectory:
+    return Trajectory(
+        prompt_token_ids=np.array([1, 2**31 - 1], np.int32),
+        response_token_ids=np.arange(length, dtype=np.int32),
+        behaviour_log_probs=AWKWARD[-length:],
+        version_spans=(VersionSpan(1, 1), VersionSpan(1, length - 1)),
+        finish_reason="length" if length > 2 else "stop",
+        text="\x00 ü\n'\"",
+        reward=reward,
+    )
+
+
+def groups() -> list[Group]:
+    prompt = Prompt("p:0", ({"role": "user", "content": "1+1?"},), "2", "p", {"f": 0.1, "deep": {"list": [1, None]}})
+    # The same prompt twice, as at the border of two epochs.
+    return [
+        Group(prompt, (trajectory(5, 0.1), trajectory(2, float("nan")))),
+        Group(prompt, (trajectory(3, -0.0), trajectory(4, 1 / 3))),
+    ]
+
+
+def bits(trajectory: Trajectory) -> tuple:
+    arrays = (trajectory.prompt_token_ids, trajectory.response_token_ids, trajectory.behaviour_log_probs)
+    return (
+        *((array.dtype, array.tobytes()) for array in arrays),
+        np.float64(trajectory.reward).tobytes(),
+        (trajectory.version_spans, trajectory.finish_reason, trajectory.text),
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_rollouts(tmp_path, HEADER, groups(), [np.full(length, 0.1) for length in (5, 2, 3, 4)])
+    return tmp_path / "step-00000001.parquet"
+
+
+def test_a_batch_comes_back_bit_by_bit(file):
+    header, found = read_rollouts(file)
+
+    assert header == read_header(file) == HEADER
+    assert [group.prompt for group in found] == [group.prompt for group in groups()]
+    assert [[bits(each) for each in group.trajectories] for group in found] == [
+        [bits(each) for each in group.trajectories] for group in groups()
+    ]
+
+
+def test_what_is_read_may_be_written_to(file):
+    (first, *_), *_ = [group.trajectories for group in read_rollouts(file)[1]]
+
+    assert all(array.flags.writeable for array in (first.response_token_ids, first.behaviour_log_probs))
+
+
+def test_other_programs_find_advantages_and_groups_in_columns(file, tmp_path):
+    table = pq.read_table(file)
+
+    assert table["group"].to_pylist() == [0, 0, 1, 1]
+    assert table["advantages"].to_pylist() == [[0.1] * length for length in (5, 2, 3, 4)]
+    write_rollouts(tmp_path / "untrained", HEADER, groups(), None)
+    assert pq.read_table(tmp_path / "untrained" / file.name)["advantages"].to_pylist() == [None] * 4
+
+
+def test_a_file_that_was_cut_off_is_refused(file):
+    file.write_bytes(file.read_bytes()[:-20])
+
+    for read in (read_header, read_rollouts):
+        with pytest.raises(UserError, match=r"step-00000001\.parquet is no whole file of rollouts"):
+            read(file)
+
+
+def test_a_changed_byte_of_a_column_is_refused(file):
+    damaged, columns = bytearray(file.read_bytes()), pq.read_metadata(file).row_group(0)
+    log_probs = next(
+        column
+        for column in map(columns.column, range(columns.num_columns))
+        if column.path_in_schema.startswith("behaviour_log_probs")
+    )
+    damaged[log_probs.data_page_offset + log_probs.total_compressed_size // 2] ^= 1
+    file.write_bytes(damaged)
+
+    with pytest.raises(UserError, match="is no whole file of rollouts"):
+        read_rollouts(file)
+
+
+def test_a_table_of_something_else_is_refused(file):
+    metadata = pq.read_schema(file).metadata
+    pq.write_table(pa.table({"update": [1.0]}), file)
+    with pytest.raises(UserError, match="its metadata name no rollout batch"):
+        read_header(file)
+
+    pq.write_table(pa.table({"update": [1.0]}).replace_schema_metadata(metadata), file)
+    with pytest.raises(UserError, match="its columns are update"):
+        read_rollouts(file)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, []), (1, [1]), (5, [1, 2])])
+def test_a_resumed_run_drops_the_files_of_the_steps_that_it_takes_again(tmp_path, step, kept):
+    for written in (2, 1):
+        (tmp_path / f"step-{written:08d}.parquet").touch()
+    (tmp_path / "step-00000003.partial").touch()
+
+    remove_rollouts_after(tmp_path, step)
+
+    assert list(rollout_files(tmp_path)) == kept
+    assert rollout_files(tmp_path / "missing") == {}
