@@ -4,9 +4,10 @@ python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml --gpu H100 
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num_engines=4 trainer.train_batch_size=512
 python tools/simulate_rollouts.py runs/quickstart   # calibrated from a synchronous run's metrics
 
-The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is the
-time that `plan` estimates, with the engines on GPUs of their own in every mode; of a run directory, the time that its
-steps took.
+The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
+the time that `plan` estimates, with the engines on GPUs of their own in every mode; of a run directory, the time that
+its steps took.
+
 Exit codes: 0 done, 2 the input is wrong.
 """
 
@@ -67,8 +68,10 @@ def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
         f"tokens, at most {lengths.max():,}; updates {workload.train_s:,.3g} s, new weights "
         f"{workload.engine.load_s:,.3g} s"
     )
-    columns = ("steps/h", "tokens/s", "engines idle", "sequences", "trainer idle", "staleness", "at most", "too old")
-    table = Table("settings", *columns, title=title, title_justify="left", box=None, header_style="dim")
+    columns = ("steps/h", "tokens/s", "engines idle", "sequences", "trainer idle", "staleness", "most", "too old")
+    table = Table(title=title, title_justify="left", box=None, header_style="dim")
+    for column in ("settings", *columns):
+        table.add_column(column, no_wrap=True)
     for name, result in results.items():
         table.add_row(
             name,

@@ -112,7 +112,9 @@ def _fitted(rows: Sequence[dict[str, Any]], config: Config) -> DecodeCost:
     seconds = np.array([row["timing_s/generate"] for row in rows])
     (overhead, per_sequence), *_ = np.linalg.lstsq(np.stack([steps, tokens], 1), seconds, rcond=None)
     if overhead < 0 or per_sequence < 0:
-        overhead, per_sequence = (0.0, seconds.sum() / tokens.sum()) if overhead < 0 else (seconds.sum() / steps.sum(), 0.0)
+        overhead, per_sequence = (
+            (0.0, seconds.sum() / tokens.sum()) if overhead < 0 else (seconds.sum() / steps.sum(), 0.0)
+        )
     return DecodeCost(overhead=float(overhead), weights=0.0, per_token=0.0, per_sequence=float(per_sequence))
 
 

@@ -119,7 +119,9 @@ class ModelledEngine:
 
     def _fits(self, sequence: _Sequence) -> bool:
         tokens = sequence.num_context + sequence.num_done
-        is_room = self._held + tokens <= WATERMARK * self._model.kv_tokens and len(self._running) < self._model.max_num_seqs
+        is_room = (
+            self._held + tokens <= WATERMARK * self._model.kv_tokens and len(self._running) < self._model.max_num_seqs
+        )
         return is_room or not self._running
 
     async def _decode_all(self) -> None:

@@ -1,4 +1,4 @@
-"""A run in virtual time: the scheduler of real runs (`producer.py`), modelled engines, and a trainer that only waits."""
+"""A run in virtual time: the scheduler of real runs (`producer.py`), modelled engines, a trainer that only waits."""
 
 from __future__ import annotations
 
