@@ -3,8 +3,8 @@
 python -m bench.rollout_modes            # three runs of a small model whose answers end by chance, then 32B on paper
 python -m bench.rollout_modes --on-paper
 
-The real engine and the real trainer have a core each. The simulator is calibrated from the synchronous run alone, and
-its prediction of the others is compared with what they took.
+The real engine and the real trainer have a core each. The simulator is calibrated from synchronous runs alone,
+and its prediction of the others is compared with what they took.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import report
@@ -53,6 +54,13 @@ MODES = {
         "rollout.max_staleness=4",
     ),
 }
+LARGER = (
+    "trainer.train_batch_size=96",
+    "trainer.ppo_mini_batch_size=96",
+    "trainer.ppo_epochs=1",
+    "trainer.total_steps=7",
+)
+"""Another synchronous run, for the calibration alone: larger batches tell what a token costs."""
 RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"
 ON_PAPER = ("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=128", "rollout.gpu_memory_utilization=0.85")
@@ -60,19 +68,19 @@ MEAN_RESPONSE, SIGMA = 16_384, 1.0
 """Of answers of up to 64k tokens: a long tail."""
 
 
-def _trained(folder: Path, name: str) -> list[float]:
+def _trained(folder: Path, name: str, overrides: Sequence[str]) -> list[float]:
     """Seconds of each step of a real run."""
     run_dir, config = folder / name, folder / "config.yaml"
     config.write_text(CONFIG)
-    command = [sys.executable, "-m", "megatron_bapo", "train", str(config), f"run_dir={run_dir}", *MODES[name]]
+    command = [sys.executable, "-m", "megatron_bapo", "train", str(config), f"run_dir={run_dir}", *overrides]
     subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=subprocess.DEVNULL, cwd=folder)
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
     return [row["metrics"]["timing_s/step"] for row in rows]
 
 
 def compare(folder: Path, measured: dict[str, list[float]]) -> tuple[list[tuple[object, ...]], dict[str, float]]:
-    """Measured seconds beside those that the simulator, calibrated from `folder`/sync, predicts; and their ratios."""
-    _, workload = recorded_workload(folder / "sync")
+    """Measured seconds beside those that the simulator predicts, calibrated from synchronous runs; and their ratios."""
+    _, workload = recorded_workload(folder / "sync", folder / "larger")
     rows, ratios = [], {}
     num = len(measured["sync"]) - NUM_FIRST_STEPS
     sync_s = sum(measured["sync"][NUM_FIRST_STEPS:])
@@ -113,7 +121,8 @@ def main() -> None:
     if "--on-paper" not in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            real_rows, real_ratios = compare(folder, {name: _trained(folder, name) for name in MODES})
+            _trained(folder, "larger", LARGER)
+            real_rows, real_ratios = compare(folder, {name: _trained(folder, name, MODES[name]) for name in MODES})
         rows, ratios = real_rows + rows, real_ratios | ratios
     figures = {f"{row[0]} s".replace(" ", "_").replace(",", ""): round(float(row[2] or row[3]), 2) for row in rows}
     columns = ("run", "steps", "measured s", "simulated s", "", "time to sync")

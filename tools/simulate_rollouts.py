@@ -2,7 +2,7 @@
 
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml --gpu H100   # before there is a run
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num_engines=4 trainer.train_batch_size=512
-python tools/simulate_rollouts.py runs/quickstart   # calibrated from a synchronous run's metrics
+python tools/simulate_rollouts.py runs/small --and-run runs/large   # calibrated from synchronous runs' metrics
 
 The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
 the time that `plan` estimates, with the engines on GPUs of their own in every mode; of a run directory, the time that
@@ -35,6 +35,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a configuration, or the directory of a synchronous run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
+    parser.add_argument(
+        "--and-run", type=Path, action="append", default=[], metavar="RUN_DIR",
+        help="with a run directory: another synchronous run there with another batch size, for the cost of a token",
+    )  # fmt: skip
     parser.add_argument("--gpu", choices=[*GPUS], default="H100")
     parser.add_argument("--mean-response", type=float, help="tokens; by default a quarter of the longest answer")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal of the lengths (default 1)")
@@ -52,7 +56,7 @@ def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload]
     if arguments.source.is_dir():
         if arguments.overrides:
             raise UserError("a recorded run has its own configuration; leave out key=value")
-        config, workload = recorded_workload(arguments.source)
+        config, workload = recorded_workload(arguments.source, *arguments.and_run)
         return config.rollout, workload
     config = load_config(arguments.source, arguments.overrides)
     architecture, _ = architecture_of(config.model)

@@ -64,28 +64,28 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
     )
 
 
-def recorded_workload(run_dir: Path) -> tuple[Config, Workload]:
+def recorded_workload(run_dir: Path, *others: Path) -> tuple[Config, Workload]:
     """Of a synchronous run's metrics, and its configuration. The first step, which warms up, is left out.
 
-    Raises UserError where the run cannot tell how long generation takes on its own.
+    `others`: synchronous runs on the same machine with other batch sizes. Where the longest answer is always the limit,
+    one run cannot tell what a step costs from what a sequence costs, and they can. Raises UserError where a run cannot
+    tell how long generation takes on its own.
     """
-    config = load_config(run_dir / "config.yaml", [])
+    config, rows = _recorded(run_dir)
     rollout = config.rollout
-    if rollout.mode != "sync" or rollout.partial_rollout.token_budget is not None:
-        raise UserError(
-            f"{run_dir} was not recorded with rollout.mode=sync and whole answers, and generation shared its time with "
-            "other work; calibrate from a synchronous run"
-        )
-    rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"][1:]
-    if len(rows) < MIN_STEPS:
-        raise UserError(f"{run_dir} has {len(rows)} steps after its first; at least {MIN_STEPS} are needed")
     num, mean = config.trainer.train_batch_size, _mean(rows, "response_length/mean")
     architecture, _ = architecture_of(config.model)
     kv_per_token = engine_memory(config, architecture, GPUS["H100"], Assumptions()).kv_per_token
     kv_cache = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     generate_s, sync_s = _mean(rows, "timing_s/generate"), _mean(rows, "timing_s/weight_sync")
     return config, Workload(
-        engine=EngineModel(_fitted(rows, config), 0.0, int(kv_cache / kv_per_token), rollout.max_num_seqs, sync_s),
+        engine=EngineModel(
+            _fitted([(config, rows), *map(_recorded, others)]),
+            0.0,
+            int(kv_cache / kv_per_token),
+            rollout.max_num_seqs,
+            sync_s,
+        ),
         num_engines=rollout.num_engines,
         groups_per_batch=config.prompts_per_step,
         prompt_tokens=max(1, round(_mean(rows, "perf/total_num_tokens") / num - mean)),
@@ -100,21 +100,37 @@ def recorded_workload(run_dir: Path) -> tuple[Config, Workload]:
     )
 
 
-def _fitted(rows: Sequence[dict[str, Any]], config: Config) -> DecodeCost:
+def _recorded(run_dir: Path) -> tuple[Config, list[dict[str, Any]]]:
+    config = load_config(run_dir / "config.yaml", [])
+    if config.rollout.mode != "sync" or config.rollout.partial_rollout.token_budget is not None:
+        raise UserError(
+            f"{run_dir} was not recorded with rollout.mode=sync and whole answers, and generation shared its time with "
+            "other work; calibrate from a synchronous run"
+        )
+    rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"][1:]
+    if len(rows) < MIN_STEPS:
+        raise UserError(f"{run_dir} has {len(rows)} steps after its first; at least {MIN_STEPS} are needed")
+    return config, rows
+
+
+def _fitted(runs: Sequence[tuple[Config, list[dict[str, Any]]]]) -> DecodeCost:
     """Least squares of the seconds of generation by decoding steps and tokens; neither costs less than nothing.
 
     A batch takes as many steps as its longest answer has tokens, or more where not all of it runs at once.
     """
-    rollout, num = config.rollout, config.trainer.train_batch_size
-    tokens = np.array([row["response_length/mean"] * num / rollout.num_engines for row in rows])
-    longest = np.array([row["response_length/max"] for row in rows])
-    steps = np.maximum(longest, tokens / rollout.max_num_seqs)
-    seconds = np.array([row["timing_s/generate"] for row in rows])
+    batches: list[tuple[float, float, float]] = []
+    for config, rows in runs:
+        num = config.trainer.train_batch_size / config.rollout.num_engines
+        for row in rows:
+            tokens = row["response_length/mean"] * num
+            steps = max(row["response_length/max"], tokens / config.rollout.max_num_seqs)
+            batches.append((steps, tokens, row["timing_s/generate"]))
+    steps, tokens, seconds = np.array(batches).T
     (overhead, per_sequence), *_ = np.linalg.lstsq(np.stack([steps, tokens], 1), seconds, rcond=None)
-    if overhead < 0 or per_sequence < 0:
-        overhead, per_sequence = (
-            (0.0, seconds.sum() / tokens.sum()) if overhead < 0 else (seconds.sum() / steps.sum(), 0.0)
-        )
+    if overhead < 0:
+        overhead, per_sequence = 0.0, seconds.sum() / tokens.sum()
+    elif per_sequence < 0:
+        overhead, per_sequence = seconds.sum() / steps.sum(), 0.0
     return DecodeCost(overhead=float(overhead), weights=0.0, per_token=0.0, per_sequence=float(per_sequence))
 
 

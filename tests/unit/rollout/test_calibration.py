@@ -61,6 +61,29 @@ def test_what_a_run_was_recorded_with_is_found_again(tmp_path: Path):
     assert (workload.prompt_tokens, workload.groups_per_batch, config.rollout.n) == (12, 8, 4)
 
 
+def test_a_run_whose_longest_answers_are_all_alike_is_told_apart_by_one_with_other_batches(tmp_path: Path):
+    folders = [tmp_path / name for name in ("small", "large")]
+    for num, folder in zip((32, 96), folders, strict=True):
+        folder.mkdir()
+        recorded(folder)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["metrics"] |= {
+                "response_length/max": 256,
+                "timing_s/generate": FIXED_S * 256 + PER_SEQUENCE_S * num * row["metrics"]["response_length/mean"],
+            }
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = (folder / "config.yaml").read_text()
+        config = config.replace("train_batch_size: 32", f"train_batch_size: {num}")
+        (folder / "config.yaml").write_text(config)
+
+    _, workload = recorded_workload(*folders)
+
+    assert workload.engine.decode.overhead == pytest.approx(FIXED_S)
+    assert workload.engine.decode.per_sequence == pytest.approx(PER_SEQUENCE_S)
+    assert workload.groups_per_batch == 8
+
+
 def test_a_simulated_sync_run_takes_as_long_as_the_recorded_one(tmp_path: Path):
     config, workload = recorded_workload(recorded(tmp_path))
     rows = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
