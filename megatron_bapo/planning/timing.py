@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.model_state import DTYPE_BYTES, FP32, data_context_size, expert_data_size, model_state
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
@@ -147,35 +148,44 @@ def generation_seconds(
     rollout = config.rollout
     answers = config.trainer.train_batch_size / rollout.num_engines
     concurrent = max(1.0, min(answers, engine.num_concurrent))
-    prefill = (
-        2.0 * num_active_parameters(architecture) * config.data.max_prompt_length * assumptions.mean_prompt_fraction
-    )
-    prefill *= (
-        answers / rollout.n / (rollout.tensor_parallel_size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
-    )
+    prompt_tokens = config.data.max_prompt_length * assumptions.mean_prompt_fraction
+    prefill = prefill_seconds(config, architecture, gpu, assumptions, answers / rollout.n * prompt_tokens)
+
+    def decode_seconds(batch: float) -> float:
+        cost = decode_cost(config, architecture, gpu, engine, assumptions, batch)
+        return cost.seconds(1, batch, batch * 0.5 * engine.mean_length)
+
     waves = answers / concurrent * mean_response(config, assumptions)
-    full = waves * _decode_seconds(config, architecture, gpu, engine, assumptions, concurrent)
-    alone = rollout.max_response_length * _decode_seconds(
-        config, architecture, gpu, engine, assumptions, max(1.0, concurrent / 8)
-    )
+    full = waves * decode_seconds(concurrent)
+    alone = rollout.max_response_length * decode_seconds(max(1.0, concurrent / 8))
     return prefill + max(full, alone)
 
 
-def _decode_seconds(
+def decode_cost(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions, batch: float
-) -> float:
-    """Of one decoding step of one engine: reading weights, keys and values, or computing, whichever takes longer."""
+) -> DecodeCost:
+    """Of one engine; `batch` sequences at once decide which experts are read."""
     size, arch = config.rollout.tensor_parallel_size, architecture
     experts = len(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.moe_intermediate_size
     read_share = 1.0 - (1.0 - arch.num_experts_per_tok / arch.num_experts) ** batch if arch.num_experts else 1.0
     weights = engine.weights - experts // size * DTYPE_BYTES[config.model.dtype] * (1.0 - read_share)
-    cache = batch * 0.5 * engine.mean_length * engine.kv_per_token
-    reading = (weights + cache) / (gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency)
-    computing = (
-        2.0 * num_active_parameters(arch) * batch / (size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency)
-    )
+    bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency
+    flops_per_s = size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
     collectives = 2 * arch.num_hidden_layers * LATENCY_S * (size > 1)
-    return max(reading, computing) + collectives + assumptions.decode_overhead_ms / 1e3
+    return DecodeCost(
+        overhead=collectives + assumptions.decode_overhead_ms / 1e3,
+        weights=weights / bytes_per_s,
+        per_token=engine.kv_per_token / bytes_per_s,
+        per_sequence=2.0 * num_active_parameters(arch) / flops_per_s,
+    )
+
+
+def prefill_seconds(
+    config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions, num_tokens: float
+) -> float:
+    """In which one engine reads so many prompt tokens; attention left out."""
+    flops_per_s = config.rollout.tensor_parallel_size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
 
 
 def sync_seconds(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:

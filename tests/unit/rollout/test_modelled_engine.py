@@ -1,0 +1,122 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from megatron_bapo.planning.decode_cost import DecodeCost
+from megatron_bapo.rollout.messages import Generated, GenerationRequest
+from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine
+from megatron_bapo.rollout.virtual_time import run_in_virtual_time
+
+OVERHEAD, PER_TOKEN, PER_SEQUENCE = 1.0, 0.01, 0.1
+
+
+def engine(*lengths: int, kv_tokens: int = 10**6, max_num_seqs: int = 100, prefill_s: float = 0.0) -> ModelledEngine:
+    decode = DecodeCost(OVERHEAD, 0.0, PER_TOKEN, PER_SEQUENCE)
+    model = EngineModel(decode, prefill_s, kv_tokens, max_num_seqs, load_s=3.0)
+    return ModelledEngine("engine 0", model, np.array(lengths, np.int32))
+
+
+def request(*, n: int = 1, max_tokens: int = 10**6, seed: int = 0, prompt: np.ndarray | None = None):
+    tokens = np.full(4, PROMPT_TOKEN, np.int32) if prompt is None else prompt
+    return GenerationRequest(f"request {seed}", tokens, n, 1.0, 1.0, -1, 0.0, max_tokens, seed)
+
+
+def step_s(num_sequences: int, num_tokens: int) -> float:
+    return OVERHEAD + max(PER_TOKEN * num_tokens, PER_SEQUENCE * num_sequences)
+
+
+def literal_seconds(lengths: list[int], prompt: int, max_num_seqs: int) -> float:
+    """The same continuous batching, step by step."""
+    waiting, running, seconds = list(lengths), [], 0.0
+    while waiting or running:
+        while waiting and len(running) < max_num_seqs:
+            running.append([prompt, waiting.pop(0)])
+        seconds += step_s(len(running), sum(held for held, _ in running))
+        running = [[held + 1, left - 1] for held, left in running if left > 1]
+    return seconds
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 10])
+def test_answers_take_as_long_as_step_after_step_with_those_that_run(max_num_seqs: int):
+    lengths = [7, 30, 3, 12, 12, 1, 25]
+
+    async def main() -> float:
+        one = engine(1, max_num_seqs=max_num_seqs)
+        # The prompt's last token says how long the answer becomes.
+        prompts = [np.array([PROMPT_TOKEN] * 3 + [length], np.int32) for length in lengths]
+        await asyncio.gather(*(one.generate(request(prompt=prompt)) for prompt in prompts))
+        assert one.busy_s == pytest.approx(asyncio.get_running_loop().time())
+        return one.busy_s
+
+    assert run_in_virtual_time(main()) == pytest.approx(literal_seconds(lengths, 4, max_num_seqs))
+
+
+def test_a_request_that_comes_later_joins_after_the_step_that_is_under_way():
+    async def main() -> float:
+        one = engine(10)
+        first = asyncio.ensure_future(one.generate(request()))
+        await asyncio.sleep(2.5)  # in the third step
+        await one.generate(request())
+        await first
+        return asyncio.get_running_loop().time()
+
+    seconds, held = 0.0, [4]
+    for step in range(13):
+        if step == 3:
+            held.append(4)
+        if step == 10:
+            held.pop(0)
+        seconds += step_s(len(held), sum(held))
+        held = [tokens + 1 for tokens in held]
+    assert run_in_virtual_time(main()) == pytest.approx(seconds)
+
+
+def test_an_answer_in_pieces_becomes_as_long_as_a_whole_one():
+    async def main() -> list[Generated]:
+        one, prompt, found = engine(20), np.full(4, PROMPT_TOKEN, np.int32), []
+        while not found or found[-1].completions[0].finish_reason != "stop":
+            found.append(await one.generate(request(prompt=prompt, max_tokens=8)))
+            prompt = np.concatenate([prompt, found[-1].completions[0].token_ids])
+        return found
+
+    pieces = [piece.completions[0] for piece in run_in_virtual_time(main())]
+    assert [(len(piece.token_ids), piece.finish_reason) for piece in pieces] == [
+        (8, "length"),
+        (8, "length"),
+        (4, "stop"),
+    ]
+
+
+def test_an_abort_gives_back_what_is_there_and_frees_the_engine_for_new_weights():
+    async def main() -> None:
+        one = engine(50)
+        calls = [asyncio.ensure_future(one.generate(request(n=2, seed=seed))) for seed in range(2)]
+        await asyncio.sleep(5.5)  # in the fourth step of 1.4 s
+        await one.abort()
+        answers = [completion for call in calls for completion in (await call).completions]
+        assert {(len(answer.token_ids), answer.finish_reason) for answer in answers} == {(4, "abort")}
+        await one.load_weights(3)
+        assert (await one.generate(request())).policy_version == 3
+
+    run_in_virtual_time(main())
+
+
+def test_answers_that_outgrow_the_cache_are_put_off_and_none_is_lost():
+    async def main() -> float:
+        small, large = engine(40, kv_tokens=100), engine(40)
+        for one in (small, large):
+            answers = await asyncio.gather(*(one.generate(request(n=2, seed=seed)) for seed in range(3)))
+            assert {len(c.token_ids) for answer in answers for c in answer.completions} == {40}
+        return small.busy_s / large.busy_s
+
+    assert run_in_virtual_time(main()) > 1.2
+
+
+def test_a_prompt_is_read_once_for_all_its_answers():
+    async def main() -> float:
+        one = engine(5, prefill_s=100.0)
+        await one.generate(request(n=3))
+        return one.busy_s
+
+    assert 400.0 < run_in_virtual_time(main()) < 410.0

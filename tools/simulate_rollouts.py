@@ -1,0 +1,115 @@
+"""Simulate how rollouts are scheduled, and say which settings train fastest: `rollout.mode`, staleness, token budgets.
+
+python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml --gpu H100   # before there is a run
+python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num_engines=4 trainer.train_batch_size=512
+python tools/simulate_rollouts.py runs/small --and-run runs/large   # calibrated from synchronous runs' metrics
+
+The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
+the time that `plan` estimates, with the engines on GPUs of their own in every mode; of a run directory, the time that
+its steps took.
+
+Exit codes: 0 done, 2 the input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.plan import Plan
+from megatron_bapo.rollout.calibration import planned_workload, recorded_workload
+from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="a configuration, or the directory of a synchronous run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
+    parser.add_argument(
+        "--and-run", type=Path, action="append", default=[], metavar="RUN_DIR",
+        help="with a run directory: another synchronous run there with another batch size, for the cost of a token",
+    )  # fmt: skip
+    parser.add_argument("--gpu", choices=[*GPUS], default="H100")
+    parser.add_argument("--mean-response", type=float, help="tokens; by default a quarter of the longest answer")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal of the lengths (default 1)")
+    parser.add_argument("--steps", type=int, default=12, help="rollout batches counted (default 12)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.steps < 1:
+        parser.error(f"--steps is {arguments.steps}; give 1 or more")
+    if not arguments.sigma > 0:
+        parser.error(f"--sigma is {arguments.sigma}; give more than 0")
+    return arguments
+
+
+def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload]:
+    if arguments.source.is_dir():
+        if arguments.overrides:
+            raise UserError("a recorded run has its own configuration; leave out key=value")
+        config, workload = recorded_workload(arguments.source, *arguments.and_run)
+        return config.rollout, workload
+    config = load_config(arguments.source, arguments.overrides)
+    architecture, _ = architecture_of(config.model)
+    plan = Plan(config, architecture, arguments.gpu, "separate", Assumptions())
+    mean = arguments.mean_response or config.rollout.max_response_length / 4
+    return config.rollout, planned_workload(plan, mean_response=mean, sigma=arguments.sigma)
+
+
+def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
+    lengths = workload.lengths
+    title = (
+        f"{workload.num_engines} engines, {workload.groups_per_batch} prompts a step, answers of {lengths.mean():,.0f} "
+        f"tokens, at most {lengths.max():,}; updates {workload.train_s:,.3g} s, new weights "
+        f"{workload.engine.load_s:,.3g} s"
+    )
+    columns = ("steps/h", "tokens/s", "engines idle", "sequences", "trainer idle", "staleness", "most", "too old")
+    table = Table(title=title, title_justify="left", box=None, header_style="dim")
+    for column in ("settings", *columns):
+        table.add_column(column, no_wrap=True)
+    for name, result in results.items():
+        table.add_row(
+            name,
+            f"{result.steps_per_hour:,.4g}",
+            f"{result.tokens_per_s:,.0f}",
+            f"{result.engine_idle:.0%}",
+            f"{result.num_running:.1f}",
+            f"{result.trainer_idle:.0%}",
+            f"{result.staleness_mean:.2f}",
+            f"{result.staleness_max:.0f}",
+            f"{result.dropped_stale:.1%}",
+        )
+    return table
+
+
+def main() -> int:
+    arguments, console = parsed(), Console()
+    try:
+        settings, workload = workload_of(arguments)
+    except UserError as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    results = {
+        name: simulate(each, workload, num_steps=arguments.steps, num_first_steps=each.max_staleness + 1)
+        for name, each in candidates(settings).items()
+    }
+    fastest = best(results)
+    if arguments.json:
+        print(json.dumps({"best": fastest, "settings": {name: each.as_data() for name, each in results.items()}}))
+        return 0
+    console.print(table(results, workload))
+    console.print(f"best: {fastest} (the least stale within 2% of the fastest)", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
