@@ -55,7 +55,8 @@ def test_training_from_files_and_generating_without_a_trainer_exclude_each_other
 
 
 def test_a_folder_without_rollouts_is_refused_before_anything_starts(config_file: Path) -> None:
-    result = invoke("train", config_file, "--rollouts-from", config_file.parent)
+    prompts = ("data.chat_template=false", "data.max_prompt_length=64")
+    result = invoke("train", config_file, "--rollouts-from", config_file.parent, *prompts)
     assert result.exit_code == 2
     assert "holds no step-*.parquet" in result.stderr
 
