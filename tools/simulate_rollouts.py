@@ -92,7 +92,7 @@ def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
 
 
 def main() -> int:
-    arguments, console = parsed(), Console()
+    arguments, console = parsed(), Console(width=130)
     try:
         settings, workload = workload_of(arguments)
     except UserError as error:
