@@ -14,7 +14,6 @@ from typing import Any
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.errors import RunError, UserError
 
 
@@ -71,7 +70,7 @@ class RunDirectory:
     @property
     def is_rollout_only(self) -> bool:
         """Whether batches were written, and none by a trainer, which opens its metrics first."""
-        return bool(rollout_files(self.rollouts)) and not self.metrics.exists()
+        return any(self.rollouts.glob("step-*.parquet")) and not self.metrics.exists()
 
     @property
     def samples(self) -> Path:
