@@ -131,9 +131,13 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[GpuName, typer.Option(help="Kind of GPU, in nodes of eight.")] = "H100",
     placement: Annotated[
-        Placement,
-        typer.Option(help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own."),
-    ] = "colocated",
+        Placement | None,
+        typer.Option(
+            help="Engines on the trainer's GPUs, asleep while it trains, or on GPUs of their own; by default as "
+            "rollout.colocate says.",
+            show_default=False,
+        ),
+    ] = None,
     ranked: Annotated[bool, typer.Option("--search", help="Rank the layouts that fit on --num-gpus GPUs.")] = False,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="For --search; by default those of CONFIG.")] = None,
     efficiency: Annotated[
@@ -165,7 +169,8 @@ def plan(
         assumptions = Assumptions(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
-        planned = Plan(resolved, architecture, gpu, placement, assumptions)
+        configured: Placement = "colocated" if resolved.rollout.colocate else "separate"
+        planned = Plan(resolved, architecture, gpu, placement or configured, assumptions)
         if weights:
             from megatron_bapo.controller.weight_plan_tables import print_weight_plan
 
