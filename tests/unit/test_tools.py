@@ -99,3 +99,9 @@ def test_json_says_why_each_row_is_left_out(monkeypatch, capsys, tmp_path, rows)
 def test_a_length_limit_needs_a_tokenizer(monkeypatch, capsys, rows):
     assert run(monkeypatch, "prepare_data", rows, "--max-prompt-length", 5, "--check") == 2
     assert "needs --tokenizer" in capsys.readouterr().err
+
+
+def test_the_page_of_keys_is_what_its_command_prints() -> None:
+    from tools.config_reference import reference
+
+    assert (TOOLS.parent / "docs" / "configuration.md").read_text() == reference()

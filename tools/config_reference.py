@@ -1,0 +1,108 @@
+"""Print every key of the configuration with its values, default and meaning, as docs/configuration.md.
+
+python tools/config_reference.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.config.section import Section
+
+INTRODUCTION = """# Every key
+
+Printed from the schema by `python tools/config_reference.py`. A key is written in YAML under its section, or on the
+command line with dots: `optimizer.lr=2e-6`; `null` brings a default back. *required* keys have no default. Other values
+are refused, and rules that span keys are checked before anything starts (`train CONFIG --dry-run`).
+"""
+HEADER = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
+
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path"}
+
+
+def reference() -> str:
+    return "\n".join([INTRODUCTION, *_tables("", Config)])
+
+
+def _tables(prefix: str, section: type[Section], *, optional: bool = False) -> Iterator[str]:
+    """A section's own keys, then the sections in it."""
+    docstrings = _docstrings(section)
+    nested = {name: found for name, field in section.model_fields.items() if (found := _section_of(field)) is not None}
+    own = [(name, section.model_fields[name]) for name in docstrings if name not in nested]
+    rows = [_row(f"{prefix}{name}", field, docstrings[name]) for name, field in own]
+    if rows:
+        title = f"## `{prefix.rstrip('.')}`" if prefix else "## The run"
+        about = [" ".join((section.__doc__ or "").split()), "Left out by default." * optional]
+        yield "\n".join([title, "", *([" ".join(about).strip(), ""] if any(about) else []), HEADER, *rows, ""])
+    for name, found in nested.items():
+        yield from _tables(f"{prefix}{name}.", found, optional=section.model_fields[name].default is None)
+
+
+def _docstrings(section: type[Section]) -> dict[str, str]:
+    """By field, in the source's order, inherited ones first."""
+    found: dict[str, str] = {}
+    for cls in reversed(section.__mro__):
+        if not issubclass(cls, Section) or cls is Section:
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, [*definition.body[1:], None], strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                found[statement.target.id] = ""
+                if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                    found[statement.target.id] = " ".join(str(following.value.value).split())
+    return found
+
+
+def _row(key: str, field: FieldInfo, meaning: str) -> str:
+    default = "*required*" if field.is_required() else f"`{_as_yaml(field.get_default(call_default_factory=True))}`"
+    values = _values(field.annotation, field.metadata)
+    return f"| `{key}` | {_cell(values)} | {_cell(default)} | {_cell(meaning)} |"
+
+
+def _values(annotation: Any, limits: Sequence[Any] = ()) -> str:
+    """What a key takes, in words: `whole number > 0`, `a or b`, `list of numbers`."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(inner[0], [limit for found in inner[1:] for limit in getattr(found, "metadata", [found])])
+    if origin is Literal:
+        return ", ".join(f"`{_as_yaml(value)}`" for value in inner)
+    if origin is tuple:
+        return f"list of {_values(inner[0])}"
+    if origin is dict:
+        return "mapping"
+    if inner:
+        return " or ".join(_values(arg) for arg in inner if arg is not NoneType)
+    bounds = [
+        f"{sign} {getattr(limit, name):g}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
+    ]
+    return " ".join([NAMES[annotation], ", ".join(bounds)]).strip()
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{', '.join(map(_as_yaml, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _section_of(field: FieldInfo) -> type[Section] | None:
+    types = [field.annotation, *get_args(field.annotation)]
+    return next((t for t in types if inspect.isclass(t) and issubclass(t, Section)), None)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
