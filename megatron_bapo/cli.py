@@ -18,6 +18,7 @@ from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config, check_planned
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.exit_codes import INTERRUPTED, RUN_ERROR, USER_ERROR
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.planning.advice import advice
@@ -26,8 +27,6 @@ from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Placement, Plan
 from megatron_bapo.planning.rendering import as_data, print_plan, print_search
 from megatron_bapo.planning.search import changes, search
-
-USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.controller.exit_codes import exit_code
 
 
 def main() -> int:
@@ -31,18 +31,10 @@ def main() -> int:
     if not arguments.max_file_gib > 0:
         parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
     console = Console()
-    try:
-        _main(arguments, console)
-    except (UserError, RunError) as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        console.print("stopped; the same command continues")
-        return 130
-    return 0
+    return exit_code(lambda: _main(arguments, console), console)
 
 
-def _main(arguments: argparse.Namespace, console: Console) -> None:
+def _main(arguments: argparse.Namespace, console: Console) -> int:
     # Torch and Megatron take seconds to import; --help does without them.
     from megatron_bapo.controller.conversion import byte_progress, summary, total_bytes
     from megatron_bapo.controller.run_state import RunState
@@ -57,6 +49,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> None:
             advance=advance,
         )
     console.print(summary(copied, "to float32", arguments.output), highlight=False, soft_wrap=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.controller.study_plan import StudyRun, check_runs, expand, load_study
 from megatron_bapo.controller.study_results import collect
 from megatron_bapo.controller.study_runs import run_all
-from megatron_bapo.errors import RunError, UserError
 
 
 def plan_table(runs: Sequence[StudyRun]) -> Table:
@@ -51,14 +51,7 @@ def main() -> int:
     if arguments.jobs < 1:
         parser.error(f"--jobs is {arguments.jobs}; give 1 or more")
     console = Console()
-    try:
-        return _main(arguments, console)
-    except (UserError, RunError) as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        console.print("stopped; the same command continues")
-        return 130
+    return exit_code(lambda: _main(arguments, console), console)
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:

@@ -1,0 +1,23 @@
+"""Exit codes of every command, and how those that continue where they were stopped come by theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+
+from megatron_bapo.errors import RunError, UserError
+
+USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+
+
+def exit_code(run: Callable[[], int], console: Console) -> int:
+    """What `run` returns; else that of the project's errors or of Ctrl-C, which `console` then shows as one message."""
+    try:
+        return run()
+    except (UserError, RunError) as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return USER_ERROR if isinstance(error, UserError) else RUN_ERROR
+    except KeyboardInterrupt:
+        console.print("stopped; the same command continues")
+        return INTERRUPTED
