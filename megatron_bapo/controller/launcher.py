@@ -24,6 +24,7 @@ from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.engine_fleet import place_engine
+from megatron_bapo.controller.exit_codes import INTERRUPTED
 from megatron_bapo.controller.host_store import HOST_STORE, STORE_SERVER, HostStore
 from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
 from megatron_bapo.controller.progress import ProgressDisplay
@@ -72,7 +73,7 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
             resume = _resume_command(directory, rollouts_from)
             message = f"Stopped; the state is saved. Continue with the same command, or: {resume}"
             console.print(message, soft_wrap=True, highlight=False)
-            return 130
+            return INTERRUPTED
         _summarise(display, directory, report)
     return 0
 

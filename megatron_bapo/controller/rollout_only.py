@@ -9,6 +9,7 @@ from rich.console import Console
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.evaluation import rollout_metrics
+from megatron_bapo.controller.exit_codes import INTERRUPTED
 from megatron_bapo.controller.interrupts import Interrupts
 from megatron_bapo.controller.launcher import prepare, rollout_plane
 from megatron_bapo.controller.progress import ProgressDisplay
@@ -44,7 +45,7 @@ def run_rollouts(config: Config) -> int:
     console.print(f"{written} of {config.trainer.total_steps} batches are in {directory.rollouts}", soft_wrap=True)
     if written < config.trainer.total_steps:
         console.print("Stopped; continue with the same command.")
-        return 130
+        return INTERRUPTED
     console.print(f"Train on them with --rollouts-from {directory.rollouts} and another run_dir", soft_wrap=True)
     return 0
 
