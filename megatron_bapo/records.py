@@ -25,7 +25,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """A run of consecutive response tokens sampled by one policy version."""
+    """A run of consecutive sampled tokens of one policy version."""
 
     policy_version: int
     num_tokens: int
@@ -40,14 +40,38 @@ class Trajectory:
     response_token_ids: np.ndarray
     """int32 [R], R >= 1; ends with the end-of-sequence token when `finish_reason` is `stop`."""
     behaviour_log_probs: np.ndarray
-    """float32 [R], log-prob of each response token under the policy that sampled it, at the sampling temperature."""
+    """float32 [S], log-prob of each sampled token under the policy that sampled it, at the sampling temperature."""
     version_spans: tuple[VersionSpan, ...]
-    """Their token counts sum to R."""
+    """Their token counts sum to S."""
     finish_reason: FinishReason
     text: str
     """The decoded response, special tokens left out."""
     reward: float = float("nan")
     """NaN until scored."""
+    loss_mask: np.ndarray | None = None
+    """bool [R], the S tokens that the policy sampled; the others are the environment's, and only context. None: all."""
+    turns: tuple[dict[str, str], ...] = ()
+    """Chat messages: the policy's turns and the environment's replies. Empty without an environment."""
+
+    @property
+    def sampled_positions(self) -> np.ndarray:
+        """[S], into the response."""
+        return np.arange(len(self.response_token_ids)) if self.loss_mask is None else np.flatnonzero(self.loss_mask)
+
+    @property
+    def num_sampled(self) -> int:
+        """S, the tokens that are trained on."""
+        return len(self.response_token_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+
+    @property
+    def messages(self) -> tuple[dict[str, str], ...]:
+        """The answer as chat messages."""
+        return self.turns or ({"role": "assistant", "content": self.text},)
+
+    @property
+    def final_text(self) -> str:
+        """What is scored: the policy's last turn."""
+        return self.messages[-1]["content"]
 
 
 @dataclass(frozen=True)

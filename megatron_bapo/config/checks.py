@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from itertools import chain
@@ -32,7 +33,9 @@ FREE_ON_RESUME = (
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
     *("rollout.max_request_failures", "rollout.max_engine_restarts", "rollout.on_refresh"),
     *("rollout.health_check_interval_s", "rollout.health_check_timeout_s"),
-    *("reward.num_workers", "reward.timeout_s", "optimizer.cpu_offload", "algorithm.clip_bounds.method"),
+    *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.remote"),
+    *("environment.num_workers", "environment.concurrency", "environment.timeout_s"),
+    *("optimizer.cpu_offload", "algorithm.clip_bounds.method"),
 )
 """Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
 
@@ -42,7 +45,8 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
-    return _checked(config, chain(_missing_prompt_files(config), model_problems(config)))
+    missing = chain(_missing_prompt_files(config), _missing_variables(config))
+    return _checked(config, chain(missing, model_problems(config)))
 
 
 def check_planned(config: Config, architecture: Architecture, where: str) -> list[str]:
@@ -236,6 +240,21 @@ def _missing_prompt_files(config: Config) -> Iterator[str]:
     for key, source in _prompt_sources(config).items():
         if source.path is not None and source.path.suffix in PROMPT_FILE_SUFFIXES and not source.path.is_file():
             yield f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}"
+    curriculum = config.data.curriculum
+    if curriculum is not None and curriculum.pass_rates is not None and not curriculum.pass_rates.is_file():
+        yield (
+            f"data.curriculum.pass_rates={curriculum.pass_rates} must be an existing file; relative paths start at "
+            f"{Path.cwd()}"
+        )
+
+
+def _missing_variables(config: Config) -> Iterator[str]:
+    name = config.reward.remote and config.reward.remote.authorization_env
+    if name and not os.environ.get(name):
+        yield (
+            f"reward.remote.authorization_env={name} is not set in the environment; set it to the whole header, such "
+            "as 'Bearer ...'"
+        )
 
 
 def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:

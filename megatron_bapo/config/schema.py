@@ -1,7 +1,8 @@
 """The configuration: frozen sections, every default of the project, no torch.
 
 A key that is not here is fatal. Sizes are counted in trajectories or tokens, times in seconds. Derived values are
-properties. Rules that span sections live in `checks.py`, the larger sections in `algorithm.py` and `rollout.py`.
+properties. Rules that span sections live in `checks.py`, the larger sections in `algorithm.py`, `rollout.py` and
+`reward.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section
 
@@ -118,6 +120,31 @@ class PromptSourceConfig(Section):
         return self
 
 
+class CurriculumConfig(Section):
+    """Prompts by measured difficulty.
+
+    A prompt whose turn has come in an epoch is drawn with a probability that its pass rate sets, or else skipped until
+    the next epoch, and counted; one that was never answered is drawn.
+    """
+
+    weighting: Literal["variance", "band"] = "variance"
+    """`variance`: 4 p (1 - p) of the pass rate p; `band`: 1 from `min_pass_rate` to `max_pass_rate`, 0 outside."""
+    min_pass_rate: Fraction = 0.1
+    max_pass_rate: Fraction = 0.9
+    min_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Of every prompt, so that what was too easy or too hard is measured again."""
+    num_groups: PositiveInt = 1
+    """Latest groups of a prompt that its pass rate, the share of answers with a reward of 1 or more, is taken over."""
+    pass_rates: Path | None = None
+    """*.jsonl with {"prompt_id", "pass_rate"}: what counts until a prompt has groups of its own."""
+
+    @model_validator(mode="after")
+    def _is_band(self) -> Self:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(f"need min_pass_rate <= max_pass_rate, got {self.min_pass_rate}, {self.max_pass_rate}")
+        return self
+
+
 class DataConfig(Section):
     train: PromptSourceConfig
     validation: PromptSourceConfig | None = None
@@ -128,28 +155,7 @@ class DataConfig(Section):
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; `false` joins the messages' contents as plain text."""
     system_prompt: str | None = None
-
-
-class RewardConfig(Section):
-    """How an answer becomes a number."""
-
-    type: Literal["reasoning_gym", "math_verify", "function"] = "math_verify"
-    function: str | None = None
-    """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info)."""
-    partial_credit: bool = True
-    """`false` counts only a full score: 1 for it, 0 for less. Some reasoning-gym scorers reward near misses."""
-    timeout_s: PositiveFloat = 10.0
-    """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted."""
-    timeout_reward: float = 0.0
-    num_workers: PositiveInt = 1
-
-    @model_validator(mode="after")
-    def _function_named(self) -> Self:
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError("reward.function goes with reward.type=function, and only with it")
-        if self.function is not None and self.function.count(":") != 1:
-            raise ValueError(f"reward.function is {self.function!r}; write it as path.to.module:function")
-        return self
+    curriculum: CurriculumConfig | None = None
 
 
 class OptimizerConfig(Section):
@@ -278,6 +284,7 @@ class Config(Section):
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

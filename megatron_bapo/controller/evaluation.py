@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_bapo.data.curriculum import SOLVED
 from megatron_bapo.metrics.sinks import SampleRow
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
-
-SOLVED = 1.0
-"""The score from which on an answer counts as solved."""
 
 
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
@@ -36,6 +34,7 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
     rewards = [t.reward for t in trajectories]
     lengths = [len(t.response_token_ids) for t in trajectories]
     num = len(trajectories)
+    num_turns = [sum(message["role"] == "assistant" for message in t.messages) for t in trajectories]
     uniform = sum(len({t.reward for t in group.trajectories}) == 1 for group in scored.groups)
     return {
         "critic/score/mean": Mean(sum(rewards), num),
@@ -43,6 +42,8 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
         "response_length/mean": Mean(sum(lengths), num),
         "response_length/max": Max(max(lengths)),
         "response_length/clip_ratio": Mean(sum(t.finish_reason == "length" for t in trajectories), num),
+        "num_turns/mean": Mean(sum(num_turns), num),
+        "num_turns/max": Max(max(num_turns)),
         "training/uniform_groups": Mean(uniform, len(scored.groups)),
         "training/reward_timeouts": Sum(scored.num_reward_timeouts),
         "perf/total_num_tokens": Sum(sum(lengths) + sum(len(t.prompt_token_ids) for t in trajectories)),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_bapo.config.schema import Config
+from megatron_bapo.data.curriculum import Curriculum
+from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.data.prompts import load_prompts, without
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Prompt
@@ -42,6 +45,14 @@ def load_task_prompts(config: Config) -> TaskPrompts:
             f"= {config.prompts_per_step}; lower the batch or add data"
         )
     return TaskPrompts(prompts, validation, notes)
+
+
+def prompt_stream(config: Config, prompts: Sequence[Prompt]) -> PromptStream:
+    """The order in which training meets its prompts; raises UserError for a broken file of pass rates."""
+    curriculum = None
+    if config.data.curriculum is not None:
+        curriculum = Curriculum(config.data.curriculum, (prompt.prompt_id for prompt in prompts))
+    return PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle, curriculum=curriculum)
 
 
 def _skipped(section: str, num: int, reasons: tuple[str, ...]) -> tuple[str, ...]:

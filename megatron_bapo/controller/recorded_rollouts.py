@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.prompt_sets import load_task_prompts
-from megatron_bapo.data.prompt_stream import PromptStream
+from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
 from megatron_bapo.data.rollout_files import read_header, read_rollouts, rollout_files
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Trajectory
@@ -27,7 +26,7 @@ class RecordedRollouts:
         self._config, self._folder, self._step = config, folder, step
         self._tokenizer = load_tokenizer(config.model_path)
         self._prompts = load_task_prompts(config).train
-        self._stream = PromptStream(self._prompts, seed=config.seed, shuffle=config.data.shuffle)
+        self._stream = prompt_stream(config, self._prompts)
 
     def worked_examples(self, num: int) -> list[Trajectory]:
         """The next training prompts with their ground truths as answers, as the rollout service gives them."""

@@ -11,19 +11,20 @@ import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, load_everywhere
-from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
+from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.controller.run_state import RunDirectory
-from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.values import Last
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.rewards.scorer import Scorer
+from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import Sampling, ScoredGroups, SetAside, grow, growing_group
 from megatron_bapo.rollout.health import EngineHealth
 from megatron_bapo.rollout.messages import SequenceScore
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
-from megatron_bapo.rollout.scoring import ScoringPool
+from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, worked_example
 
 _VALIDATION_ORDER = -1
@@ -45,15 +46,24 @@ class RolloutService:
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
         tokenized = tokenize(prompts.train, self._tokenizer, config.data)
         self._tokenized = {prompt.prompt.prompt_id: prompt for prompt in tokenized}
-        self._stream = PromptStream(prompts.train, seed=config.seed, shuffle=config.data.shuffle)
-        self._scoring = ScoringPool(config.reward)
+        self._stream = prompt_stream(config, prompts.train)
+        self._scorer = Scorer(config.reward)
+        self._environment = None
+        if config.environment is not None:
+            self._environment = FunctionEnvironment(config.environment, config.data, self._tokenizer)
         self._router = Router(on_lost=lambda name, reason: self._health.on_lost(name, reason))
         self._producer = Producer(
             config.rollout,
             config.prompts_per_step,
             config.seed,
             Surroundings(
-                self._stream, self._tokenized, self._router, self._scoring.score, self._decode, self._set_aside
+                self._stream,
+                self._tokenized,
+                self._router,
+                self._score,
+                self._decode,
+                self._set_aside,
+                self._environment,
             ),
         )
         self._fleet = EngineFleet(config, engines, store)
@@ -98,6 +108,8 @@ class RolloutService:
         start = loop.time()
         scored = await self._producer.take()
         scored.metrics["rollout/engine_restarts"] = Last(self._health.num_restarts)
+        if self._environment is not None:
+            scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
         return scored, {"generate": loop.time() - start}
 
     async def validate(self, seed: int) -> ScoredGroups:
@@ -114,8 +126,9 @@ class RolloutService:
 
         async def answered(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
             group = growing_group(prompt, sampling, batch_seed=seed, index=index, order=_VALIDATION_ORDER)
-            await grow(group, self._router.generate, max_failures=self._config.rollout.max_request_failures)
-            return await self._scoring.score(group.group(self._decode))
+            limit = self._config.rollout.max_request_failures
+            await grow(group, self._router.generate, self._decode, self._environment, max_failures=limit)
+            return await self._score(group.group(self._decode))
 
         async with asyncio.timeout(self._config.rollout.request_timeout_s):
             scored = await asyncio.gather(*(answered(prompt, i) for i, prompt in enumerate(self._validation)))
@@ -168,6 +181,9 @@ class RolloutService:
     def restore_data_state(self, state: dict[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
         self._producer.load_state_dict(state["rollouts"])
+
+    async def _score(self, group: Group) -> ScoredGroups:
+        return await score_group(group, self._scorer)
 
     def _decode(self, token_ids: np.ndarray) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

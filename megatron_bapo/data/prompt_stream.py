@@ -1,4 +1,7 @@
-"""The order in which training meets its prompts: shuffled anew in every epoch, resumable at any prompt."""
+"""The order in which training meets its prompts: shuffled anew in every epoch, resumable at any prompt.
+
+With a curriculum an epoch passes each prompt exactly once, too, and gives it away or skips it.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,20 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_bapo.data.curriculum import Curriculum
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Prompt
 
 
 class PromptStream:
-    """An endless sequence of prompts in which every epoch holds each prompt exactly once.
+    """An endless sequence of prompts in which every epoch holds each prompt exactly once, or has skipped it.
 
     The position is counted in prompts and not in batches, so that nothing is lost or repeated at an epoch's border.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, curriculum: Curriculum | None = None
+    ) -> None:
         if not prompts:
             raise UserError(
                 "there are no prompts to train on; give data.train some that do not stand in data.validation"
@@ -26,12 +32,15 @@ class PromptStream:
         self._prompts = list(prompts)
         self._seed = seed
         self._shuffle = shuffle
+        self.curriculum = curriculum
+        self.num_skipped = 0
+        """Prompts that the curriculum has passed over since the first epoch's start."""
         self._fingerprint = _fingerprint(self._prompts)
         self._start_epoch(epoch=0, position=0)
 
     @property
     def num_drawn(self) -> int:
-        """Prompts given away since the first epoch's start."""
+        """Prompts given away or skipped since the first epoch's start."""
         return self._epoch * len(self._prompts) + self._position
 
     def take(self, num: int) -> list[Prompt]:
@@ -41,13 +50,25 @@ class PromptStream:
             if self._position == len(self._order):
                 self._start_epoch(self._epoch + 1, position=0)
             indices = self._order[self._position : self._position + num - len(taken)]
-            taken += [self._prompts[index] for index in indices]
+            wanted = [self._prompts[index] for index in indices if self._is_wanted(index)]
+            taken += wanted
             self._position += len(indices)
+            self.num_skipped += len(indices) - len(wanted)
         return taken
+
+    def _is_wanted(self, index: int) -> bool:
+        if self.curriculum is None:
+            return True
+        prompt_id = self._prompts[index].prompt_id
+        draw = random.Random(f"{self._seed}/{self._epoch}/{prompt_id}").random()
+        return draw < self.curriculum.probability(prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values from which a stream over the same prompts continues."""
-        return {"epoch": self._epoch, "position": self._position} | self._identity()
+        state = {"epoch": self._epoch, "position": self._position} | self._identity()
+        if self.curriculum is not None:
+            state |= {"num_skipped": self.num_skipped, "curriculum": self.curriculum.state_dict()}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; raises UserError when prompts, seed or shuffling are other ones."""
@@ -58,6 +79,9 @@ class PromptStream:
                     "Restore the old data settings and files, or start in a new run_dir."
                 )
         self._start_epoch(state["epoch"], state["position"])
+        if self.curriculum is not None:
+            self.num_skipped = state["num_skipped"]
+            self.curriculum.load_state_dict(state["curriculum"])
 
     def _identity(self) -> dict[str, Any]:
         return {

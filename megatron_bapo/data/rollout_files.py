@@ -1,7 +1,8 @@
 """Rollout batches as Parquet, a file a step: a row for each trajectory, and what all share in the file's metadata.
 
 Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_info are JSON. `group` counts the batch's
-prompts from 0. `advantages`, one for each response token, is null where no trainer has seen the batch.
+prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null where no trainer has seen
+the batch; `loss_mask` is null where all response tokens were sampled.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _TRAJECTORY_TYPES = {
     "finish_reason": pa.string(),
     "text": pa.string(),
     "reward": pa.float64(),
+    "loss_mask": pa.list_(pa.bool_()),
+    "turns": pa.string(),
 }
 _SCHEMA = pa.schema(
     {
@@ -63,7 +66,7 @@ def write_rollouts(
 ) -> None:
     """Write `folder/step-00000012.parquet` as a whole or not at all.
 
-    `advantages` [R] are of all trajectories, group by group.
+    `advantages` [S] are of all trajectories, group by group.
     """
     rows = [
         {"group": index, **_prompt_columns(group.prompt), **_trajectory_columns(trajectory)}
@@ -155,7 +158,8 @@ def _prompt(row: dict[str, Any]) -> Prompt:
 
 def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
     columns = {name: getattr(trajectory, name) for name in _TRAJECTORY_TYPES}
-    return columns | {"version_spans": [asdict(span) for span in trajectory.version_spans]}
+    spans = [asdict(span) for span in trajectory.version_spans]
+    return columns | {"version_spans": spans, "turns": json.dumps(trajectory.turns)}
 
 
 def _trajectory(
@@ -166,6 +170,8 @@ def _trajectory(
     finish_reason: pa.StringScalar,
     text: pa.StringScalar,
     reward: pa.DoubleScalar,
+    loss_mask: pa.ListScalar,
+    turns: pa.StringScalar,
 ) -> Trajectory:
     return Trajectory(
         # Copies: what Arrow lends is read-only.
@@ -176,4 +182,6 @@ def _trajectory(
         finish_reason=finish_reason.as_py(),
         text=text.as_py(),
         reward=reward.as_py(),
+        loss_mask=np.array(loss_mask.as_py(), bool) if loss_mask.is_valid else None,
+        turns=tuple(json.loads(turns.as_py())),
     )

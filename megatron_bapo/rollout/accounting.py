@@ -12,17 +12,18 @@ from megatron_bapo.metrics.values import Last, Metric
 
 Place = Literal["in_flight", "buffered", "returned"]
 """Where a prompt is that is still to be trained on; `returned`: back in front of the stream of a resumed run."""
-Outcome = Literal["trained", "warm_start", "dropped_uniform", "dropped_stale", "set_aside"]
-"""How a prompt ends. The two rules by which groups are dropped: all rewards are equal, tokens are too old."""
+Outcome = Literal["trained", "warm_start", "dropped_uniform", "dropped_stale", "set_aside", "skipped"]
+"""How a prompt ends. The two rules by which groups are dropped: all rewards are equal, tokens are too old; `skipped`:
+passed over by the curriculum in this epoch."""
 PLACES: tuple[Place, ...] = ("in_flight", "buffered", "returned")
-OUTCOMES: tuple[Outcome, ...] = ("trained", "warm_start", "dropped_uniform", "dropped_stale", "set_aside")
+OUTCOMES: tuple[Outcome, ...] = ("trained", "warm_start", "dropped_uniform", "dropped_stale", "set_aside", "skipped")
 
 
 class Ledger:
     """Each prompt has a serial number, in the order in which it was drawn."""
 
     def __init__(self, num_drawn: Callable[[], int]) -> None:
-        """`num_drawn`: how many prompts the stream has given away, by the stream's own count."""
+        """`num_drawn`: how many prompts the stream has given away or skipped, by the stream's own count."""
         self._num_drawn = num_drawn
         self._open: dict[int, tuple[str, Place]] = {}
         self._closed: Counter[str] = Counter()
@@ -40,6 +41,10 @@ class Ledger:
         """Prompts leave the stream for the warm start."""
         self._closed["warm_start"] += num
         self.check()
+
+    def skip(self, num: int) -> None:
+        """Prompts that the stream has passed over before the one that is drawn next."""
+        self._closed["skipped"] += num
 
     def move(self, serial: int, place: Place) -> None:
         self._open[serial] = (self._open[serial][0], place)

@@ -1,8 +1,9 @@
 """An answer grows in segments: each is one request to an engine, and knows the policy version that sampled it.
 
 An unfinished answer keeps its tokens, behaviour log-probs and versions, and goes on (prompt and partial answer as the
-new prompt) on whatever engine and under whatever policy comes next. Partial rollouts, aborted requests and engines that
-die are all the same here.
+new prompt) on whatever engine and under whatever policy comes next. Partial rollouts, aborted requests, engines that
+die and an environment's replies between two turns are all the same here. Tokens are only ever appended: what was
+sampled is never encoded anew.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import numpy as np
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Metric
-from megatron_bapo.records import FinishReason, Group, Trajectory, VersionSpan
-from megatron_bapo.rewards.scorer import RewardRequest, Scorer
+from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
@@ -32,6 +32,25 @@ class Send(Protocol):
     def __call__(
         self, request: GenerationRequest, *, order: int, prefer: str | None
     ) -> Awaitable[tuple[str, Generated]]: ...
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an environment says to a turn."""
+
+    message: dict[str, str]
+    token_ids: np.ndarray
+    """int32, with what the chat template puts around it, up to where the policy's next turn begins."""
+
+
+class Environment(Protocol):
+    """What answers the policy between turns (`rollout/environment.py`)."""
+
+    @property
+    def max_turns(self) -> int: ...
+
+    async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
+        """To the last one of `turns`; None ends the answer."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +89,57 @@ class SetAside(RunError):
 class Answer:
     """One trajectory on its way."""
 
-    segments: list[Completion] = field(default_factory=list)
+    segments: list[Completion | Reply] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
+    """The finished ones and the replies to them, where there is an environment."""
+    num_tokens: int = 0
+    turn_ended: bool = False
+    """The policy has ended a turn, and the environment has not replied yet."""
     finish_reason: FinishReason | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.spans)
 
     def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
         if (num := len(segment.token_ids)) > 0:
-            self.segments.append(segment)
+            self._append(segment)
             if self.spans and self.spans[-1].policy_version == policy_version:
                 num += self.spans.pop().num_tokens
             self.spans.append(VersionSpan(policy_version, num))
         if segment.finish_reason == "stop":
-            self.finish_reason = "stop"
+            self.turn_ended = True
         elif self.num_tokens == max_response_length:
             self.finish_reason = "length"
+
+    def end_turn(self, reply: Reply | None, max_response_length: int) -> None:
+        """The answer is finished without a reply, and where none of its tokens, or of a next turn, has room."""
+        self.turn_ended = False
+        if reply is None:
+            self.finish_reason = "stop"
+        elif self.num_tokens + len(reply.token_ids) >= max_response_length:
+            self.finish_reason = "length"
+        else:
+            self._append(reply)
+            self.turns.append(reply.message)
+
+    def _append(self, segment: Completion | Reply) -> None:
+        self.segments.append(segment)
+        self.num_tokens += len(segment.token_ids)
+
+    @property
+    def turn_segments(self) -> list[Completion]:
+        """Of the turn that is going on, or has just ended."""
+        last = max((i for i, segment in enumerate(self.segments) if isinstance(segment, Reply)), default=-1)
+        return [segment for segment in self.segments[last + 1 :] if isinstance(segment, Completion)]
+
+    @property
+    def sampled(self) -> list[Completion]:
+        return [segment for segment in self.segments if isinstance(segment, Completion)]
+
+    @property
+    def loss_mask(self) -> np.ndarray | None:
+        """bool [R]; None where every token was sampled."""
+        if len(self.sampled) == len(self.segments):
+            return None
+        return np.concatenate([np.full(len(s.token_ids), isinstance(s, Completion)) for s in self.segments])
 
 
 @dataclass
@@ -117,15 +169,15 @@ class GrowingGroup:
 
     def _trajectory(self, answer: Answer, decode: Decode) -> Trajectory:
         assert answer.finish_reason is not None, "the answer is unfinished"
-        token_ids = np.concatenate([segment.token_ids for segment in answer.segments])
         return Trajectory(
             prompt_token_ids=self.prompt.token_ids,
-            response_token_ids=token_ids,
-            behaviour_log_probs=np.concatenate([segment.log_probs for segment in answer.segments]),
+            response_token_ids=np.concatenate([segment.token_ids for segment in answer.segments]),
+            behaviour_log_probs=np.concatenate([segment.log_probs for segment in answer.sampled]),
             version_spans=tuple(answer.spans),
             finish_reason=answer.finish_reason,
-            # Segments do not end where characters do.
-            text=answer.segments[0].text if len(answer.segments) == 1 else decode(token_ids),
+            text=_text(answer.segments, decode),
+            loss_mask=answer.loss_mask,
+            turns=tuple(answer.turns),
         )
 
 
@@ -136,12 +188,21 @@ def growing_group(
     return GrowingGroup(prompt, sampling, f"{batch_seed}:{index}:{prompt.prompt.prompt_id}", order)
 
 
-async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bool = True) -> None:
-    """Send segments until every answer is finished.
+async def grow(
+    group: GrowingGroup,
+    send: Send,
+    decode: Decode,
+    environment: Environment | None = None,
+    *,
+    max_failures: int,
+    sticky: bool = True,
+) -> None:
+    """Send segments until every answer is finished; `environment` replies between the turns of each.
 
     The answers start as one request, so that they share the prompt's keys and values, and go on each on its own.
     `sticky` keeps answers that were aborted on their engine. Raises SetAside after `max_failures` failed requests.
     """
+    limit = group.sampling.max_response_length
 
     async def attempt(request: GenerationRequest) -> Generated:
         failures: list[str] = []
@@ -166,13 +227,18 @@ async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bo
     async def finish(position: int) -> None:
         answer = group.answers[position]
         while answer.finish_reason is None:
-            generated = await attempt(_continuation(group, position))
-            answer.extend(generated.completions[0], generated.policy_version, group.sampling.max_response_length)
+            if answer.turn_ended:
+                answer.end_turn(await _reply(group, answer, decode, environment), limit)
+            else:
+                generated = await attempt(_continuation(group, position))
+                answer.extend(generated.completions[0], generated.policy_version, limit)
+        if environment is not None and (not answer.turns or answer.turns[-1]["role"] != "assistant"):
+            answer.turns.append(_turn(answer, decode))
 
     generated = await attempt(_first_request(group))
     group.answers = [Answer() for _ in generated.completions]
     for answer, completion in zip(group.answers, generated.completions, strict=True):
-        answer.extend(completion, generated.policy_version, group.sampling.max_response_length)
+        answer.extend(completion, generated.policy_version, limit)
     try:
         async with asyncio.TaskGroup() as tasks:
             for position in range(len(group.answers)):
@@ -181,30 +247,26 @@ async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bo
         raise errors.exceptions[0] from None
 
 
-def score_groups(groups: Sequence[Group], scorer: Scorer) -> ScoredGroups:
-    """The same groups with rewards."""
-    requests = [
-        RewardRequest(
-            prompt_id=group.prompt.prompt_id,
-            data_source=group.prompt.data_source,
-            solution_str=trajectory.text,
-            ground_truth=group.prompt.ground_truth,
-            extra_info=group.prompt.extra_info,
-        )
-        for group in groups
-        for trajectory in group.trajectories
-    ]
-    results = iter(scorer.score(requests))
-    num_timeouts = 0
-    scored = []
-    for group in groups:
-        trajectories = []
-        for trajectory in group.trajectories:
-            result = next(results)
-            num_timeouts += result.timed_out
-            trajectories.append(replace(trajectory, reward=result.reward))
-        scored.append(Group(group.prompt, tuple(trajectories)))
-    return ScoredGroups(scored, num_timeouts)
+async def _reply(group: GrowingGroup, answer: Answer, decode: Decode, environment: Environment | None) -> Reply | None:
+    """The environment's, to the turn that has just ended; None is the answer's end."""
+    if environment is None:
+        return None
+    answer.turns.append(_turn(answer, decode))
+    num_turns = sum(message["role"] == "assistant" for message in answer.turns)
+    if num_turns == environment.max_turns or answer.num_tokens == group.sampling.max_response_length:
+        return None
+    return await environment.reply(group.prompt.prompt, answer.turns)
+
+
+def _turn(answer: Answer, decode: Decode) -> dict[str, str]:
+    return {"role": "assistant", "content": _text(answer.turn_segments, decode)}
+
+
+def _text(segments: Sequence[Completion | Reply], decode: Decode) -> str:
+    # Segments do not end where characters do.
+    if len(segments) == 1 and isinstance(segments[0], Completion):
+        return segments[0].text
+    return decode(np.concatenate([segment.token_ids for segment in segments]))
 
 
 def _first_request(group: GrowingGroup) -> GenerationRequest:

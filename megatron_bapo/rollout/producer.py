@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.data.curriculum import pass_rate
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Metric, Sum
@@ -26,6 +27,7 @@ from megatron_bapo.records import Group
 from megatron_bapo.rollout.accounting import Ledger, Outcome
 from megatron_bapo.rollout.generation import (
     Decode,
+    Environment,
     GrowingGroup,
     Sampling,
     ScoredGroups,
@@ -54,6 +56,8 @@ class Surroundings:
     decode: Decode
     set_aside: Callable[[SetAside], None]
     """Told of each prompt that engines failed at too often."""
+    environment: Environment | None = None
+    """What replies between the turns of an answer."""
 
 
 @dataclass
@@ -74,6 +78,8 @@ class Producer:
         self._buffer = ReplayBuffer(max_staleness=settings.max_staleness, max_reuse=settings.max_reuse, seed=seed)
         self._ledger = Ledger(lambda: surroundings.stream.num_drawn)
         self._returned: deque[tuple[int, str]] = deque()
+        self._unmeasured: dict[int, tuple[str, float]] = {}
+        """Prompt ids and pass rates that the curriculum has not been told of, by serial number."""
         self._in_flight: dict[int, _InFlight] = {}
         self._changed = asyncio.Event()
         self._open = asyncio.Event()
@@ -152,19 +158,23 @@ class Producer:
 
     def take_worked_examples(self, num: int) -> list[TokenizedPrompt]:
         """Prompts for the warm start."""
-        prompts = [self._given.prompts[prompt.prompt_id] for prompt in self._given.stream.take(num)]
+        prompt_ids = self._take_prompts(num)
         self._ledger.draw_worked_examples(num)
-        return prompts
+        return [self._given.prompts[prompt_id] for prompt_id in prompt_ids]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON values from which a producer continues: what is in flight or buffered goes back to the stream."""
-        return {"num_batches": self._num_batches, "ledger": self._ledger.state_dict()}
+        state = {"num_batches": self._num_batches, "ledger": self._ledger.state_dict()}
+        if self._given.stream.curriculum is not None:
+            state["unmeasured"] = [[serial, *rate] for serial, rate in self._unmeasured.items()]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The stream must have been restored before, and nothing may have been taken."""
         self._num_batches = state["num_batches"]
         self._ledger.load_state_dict(state["ledger"])
         self._returned = deque(self._ledger.returned())
+        self._unmeasured = {serial: (prompt_id, rate) for serial, prompt_id, rate in state.get("unmeasured", [])}
 
     async def close(self) -> None:
         """Let go of everything in flight."""
@@ -203,7 +213,7 @@ class Producer:
             serial, prompt_id = self._returned.popleft()
             self._ledger.move(serial, "in_flight")
         else:
-            prompt_id = self._given.stream.take(1)[0].prompt_id
+            (prompt_id,) = self._take_prompts(1)
             serial = self._ledger.draw(prompt_id)
         batch, index = divmod(serial, self._groups_per_batch)
         growing = growing_group(
@@ -216,6 +226,13 @@ class Producer:
         task = asyncio.get_running_loop().create_task(self._produce(serial, growing), name=prompt_id)
         self._in_flight[serial] = _InFlight(growing, task)
 
+    def _take_prompts(self, num: int) -> list[str]:
+        stream = self._given.stream
+        before = stream.num_skipped
+        taken = [prompt.prompt_id for prompt in stream.take(num)]
+        self._ledger.skip(stream.num_skipped - before)
+        return taken
+
     async def _produce(self, serial: int, growing: GrowingGroup) -> None:
         """One prompt's way from the stream into the buffer, or to another end."""
         settings = self._settings
@@ -223,6 +240,8 @@ class Producer:
             await grow(
                 growing,
                 self._send,
+                self._given.decode,
+                self._given.environment,
                 max_failures=settings.max_request_failures,
                 sticky=settings.on_refresh == "keep",
             )
@@ -246,6 +265,8 @@ class Producer:
         oldest, filters = growing.oldest_version, self._settings.filter_groups
         assert oldest is not None, "a finished group has tokens"
         self._num_timeouts += scored.num_reward_timeouts
+        if self._given.stream.curriculum is not None:
+            self._unmeasured[serial] = (group.prompt.prompt_id, pass_rate(group))
         is_uniform = len({trajectory.reward for trajectory in group.trajectories}) == 1
         may_drop = self._num_uniform < (filters.max_num_gen_batches - 1) * self._groups_per_batch
         if not self._buffer.admits(oldest, self._policy_version):
@@ -263,6 +284,7 @@ class Producer:
         self._ledger.close(serial, outcome)
 
     def _hand_out(self) -> ScoredGroups:
+        self._measure()
         taken = self._buffer.take(self._groups_per_batch, batch=self._num_batches)
         for entry in taken:
             if entry.num_uses == 1:
@@ -279,6 +301,15 @@ class Producer:
         self._reset_counts()
         self._pump()
         return scored
+
+    def _measure(self) -> None:
+        """Tell the curriculum of the groups scored since the last batch: then, and in their order, so that it does not
+        matter which was faster.
+        """
+        if (curriculum := self._given.stream.curriculum) is not None:
+            for _, (prompt_id, rate) in sorted(self._unmeasured.items()):
+                curriculum.measure(prompt_id, rate)
+            self._unmeasured.clear()
 
     def _reset_counts(self) -> None:
         """What is counted from one batch to the next."""

@@ -1,38 +1,36 @@
-"""Scores groups while others are still being generated."""
+"""Rewards of a finished group."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
-from megatron_bapo.config.schema import RewardConfig
-from megatron_bapo.records import Group
-from megatron_bapo.rewards.scorer import Scorer
-from megatron_bapo.rollout.generation import ScoredGroups, score_groups
+from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.rewards.scorer import RewardRequest, RewardResult, Scorer
+from megatron_bapo.rollout.generation import ScoredGroups
 
 
-class ScoringPool:
-    """`reward.num_workers` scorers of one process each: a group that takes long holds up no more than its own."""
+async def score_group(group: Group, scorer: Scorer) -> ScoredGroups:
+    """The same group with its rewards; raises what `Scorer.score` does."""
+    prompt = group.prompt
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises UserError when the reward function cannot be loaded."""
-        alone = config.model_copy(update={"num_workers": 1})
-        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="scorer")
-        self._free: asyncio.Queue[Scorer] = asyncio.Queue()
-        self._scorers = [*self._threads.map(Scorer, [alone] * config.num_workers)]
-        for scorer in self._scorers:
-            self._free.put_nowait(scorer)
+    def scored(trajectory: Trajectory) -> asyncio.Task[RewardResult]:
+        request = RewardRequest(
+            prompt_id=prompt.prompt_id,
+            data_source=prompt.data_source,
+            solution_str=trajectory.final_text,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            prompt=prompt.messages,
+            turns=trajectory.messages,
+        )
+        return tasks.create_task(scorer.score(request))
 
-    def close(self) -> None:
-        """Kill the workers; nothing may be being scored."""
-        self._threads.shutdown()
-        for scorer in self._scorers:
-            scorer.close()
-
-    async def score(self, group: Group) -> ScoredGroups:
-        """The group with its rewards; raises what `Scorer.score` does."""
-        scorer = await self._free.get()
-        work = asyncio.get_running_loop().run_in_executor(self._threads, score_groups, [group], scorer)
-        # Also when whoever waits is cancelled, the scorer is busy until its thread is done.
-        work.add_done_callback(lambda _: self._free.put_nowait(scorer))
-        return await asyncio.shield(work)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            answers = [scored(trajectory) for trajectory in group.trajectories]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    results = [answer.result() for answer in answers]
+    trajectories = (replace(t, reward=r.reward) for t, r in zip(group.trajectories, results, strict=True))
+    return ScoredGroups([Group(prompt, tuple(trajectories))], sum(result.timed_out for result in results))

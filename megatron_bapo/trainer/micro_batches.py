@@ -1,8 +1,9 @@
 """From trajectories to packed micro-batches.
 
-Legend: T packed tokens of a micro-batch on this rank, N those of them whose label is a response token. A sequence of P
-prompt and R response tokens enters the model as its first P+R-1 tokens, each with its successor as label, so that no
-token is computed that predicts nothing; labels are set before context parallelism cuts the sequence.
+Legend: T packed tokens of a micro-batch on this rank, N those of them whose label is a sampled token; S a trajectory's
+sampled tokens, which are its R response tokens but for those of an environment. A sequence of P prompt and R response
+tokens enters the model as its first P+R-1 tokens, each with its successor as label, so that no token is computed that
+predicts nothing; labels are set before context parallelism cuts the sequence.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ class Example:
 
     trajectory: Trajectory
     advantage: float | np.ndarray
-    """One for every response token, or one each [R]."""
+    """One for every sampled token, or one each [S]."""
     weight: float
-    """Of each response token in the loss; carries the global denominator."""
+    """Of each sampled token in the loss; carries the global denominator."""
     proximal_log_probs: np.ndarray | None = None
-    """[R], the trainer's under the weights at the start of the step; then the ratio's denominator."""
+    """[S], the trainer's under the weights at the start of the step; then the ratio's denominator."""
     reference_log_probs: np.ndarray | None = None
-    """[R], the frozen reference policy's."""
+    """[S], the frozen reference policy's."""
     correction_weights: np.ndarray | None = None
-    """[R], rollout correction of the objective; 0 rejects a token."""
+    """[S], rollout correction of the objective; 0 rejects a token."""
     recorded: tuple[int, ...] = ()
-    """Which response tokens the update's sample of tokens keeps."""
+    """Which sampled tokens the update's sample of tokens keeps."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
-        """[R], of the ratio's denominator."""
+        """[S], of the ratio's denominator."""
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
@@ -56,9 +57,9 @@ class MicroBatch:
     labels_T: torch.Tensor
     packed: PackedSequences
     response_positions_N: torch.Tensor
-    """Indices into T whose label is a response token; what follows is aligned with it."""
+    """Indices into T whose label is a sampled token; what follows is aligned with it."""
     response_index_N: torch.Tensor
-    """Each one's place among all response tokens, the examples' one after another."""
+    """Each one's place among all sampled tokens, the examples' one after another."""
     sequence_index_N: torch.Tensor
     """Which of the examples it belongs to."""
     num_sequences: int
@@ -84,7 +85,7 @@ class _Part:
     response_positions: np.ndarray
     """Into `tokens`."""
     response_index: np.ndarray
-    """Into the trajectory's response tokens."""
+    """Into the trajectory's sampled tokens."""
 
 
 def _part(example: Example, padded_length: int, context: Axis) -> _Part:
@@ -93,9 +94,10 @@ def _part(example: Example, padded_length: int, context: Axis) -> _Part:
     sequence = np.zeros(padded_length + 1, np.int64)
     sequence[: end + 1] = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
     held = zigzag(padded_length, context.rank, context.size)
-    index = held - (end - num_responses)
-    (positions,) = np.nonzero((index >= 0) & (index < num_responses))
-    return _Part(sequence[held], sequence[held + 1], positions, index[positions])
+    sampled = np.full(padded_length, -1)
+    sampled[end - num_responses + trajectory.sampled_positions] = np.arange(trajectory.num_sampled)
+    (positions,) = np.nonzero(sampled[held] >= 0)
+    return _Part(sequence[held], sequence[held + 1], positions, sampled[held][positions])
 
 
 def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis, device: torch.device) -> MicroBatch:
@@ -111,7 +113,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         lengths = [*lengths, behind]
     padding = np.zeros(behind // context.size, np.int64)
     starts = np.cumsum([0, *(part.tokens.size for part in parts)])
-    response_starts = np.cumsum([0, *(len(e.trajectory.response_token_ids) for e in examples)])
+    response_starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
 
     def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)).to(device)
@@ -120,7 +122,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         held = []
         for example, part in zip(examples, parts, strict=True):
             value = values(example)
-            whole = np.full(len(example.trajectory.response_token_ids), default if value is None else value, np.float32)
+            whole = np.full(example.trajectory.num_sampled, default if value is None else value, np.float32)
             held.append(whole[part.response_index])
         return cat(held, np.float32)
 

@@ -1,6 +1,6 @@
 """What the trainer makes of a rollout batch before its updates: additional log-probs, rewards, advantages, weights.
 
-Legend: T response tokens of all trajectories, one after another; G groups, N trajectories per group; B trajectories.
+Legend: T sampled tokens of all trajectories, one after another; G groups, N trajectories per group; B trajectories.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def make_examples(
 
 def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length: int) -> list[Example]:
     """The examples of a minibatch with weights that carry its global denominator."""
-    lengths = torch.tensor([len(example.trajectory.response_token_ids) for example in examples])
+    lengths = torch.tensor([example.trajectory.num_sampled for example in examples])
     weights = token_weights(
         mode,
         lengths,
@@ -90,7 +90,7 @@ def correction_metrics(correction: RolloutCorrection) -> dict[str, Metric]:
 def _correction(config: Config, examples: Sequence[Example]) -> RolloutCorrection:
     proximal_T = _cat([example.ratio_log_probs for example in examples])
     rollout_T = _cat([example.trajectory.behaviour_log_probs for example in examples])
-    lengths_B = torch.tensor([len(example.trajectory.response_token_ids) for example in examples])
+    lengths_B = torch.tensor([example.trajectory.num_sampled for example in examples])
     return rollout_correction(proximal_T, rollout_T, lengths_B, config.algorithm.rollout_correction)
 
 
@@ -100,10 +100,11 @@ def _advantages(
     """Advantages of every token, and metrics in verl's names: critic/rewards is the score after all penalties."""
     algorithm, overlong = config.algorithm, config.algorithm.overlong
     trajectories = [example.trajectory for example in examples]
-    lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view(num_groups, -1)
-    rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(lengths_GN)
+    num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(num_groups, -1)
+    rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(num_sampled_GN)
     if overlong.buffer_length is not None:
         limit = config.rollout.max_response_length
+        lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view_as(num_sampled_GN)
         rewards_GN = rewards_GN + overlong_penalty(lengths_GN, limit, overlong.buffer_length, overlong.penalty_factor)
     total, num, metrics = rewards_GN.sum().item(), len(examples), {}
     penalties_T = None
@@ -117,7 +118,7 @@ def _advantages(
         total -= penalties_T.sum().item()
         metrics["actor/reward_kl_penalty"] = Mean(kl_T.sum().item(), len(kl_T))
     advantages_T = estimate_advantages(
-        algorithm.adv_estimator, rewards_GN, lengths_GN, penalties_T, norm_by_std=algorithm.norm_adv_by_std
+        algorithm.adv_estimator, rewards_GN, num_sampled_GN, penalties_T, norm_by_std=algorithm.norm_adv_by_std
     )
     metrics |= {
         "critic/rewards/mean": Mean(total, num),
@@ -134,6 +135,6 @@ def _cat(values: Sequence[np.ndarray | None]) -> torch.Tensor:
 
 
 def _split(values_T: torch.Tensor, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-    """[R] for each trajectory."""
-    lengths = [len(trajectory.response_token_ids) for trajectory in trajectories]
+    """[S] for each trajectory."""
+    lengths = [trajectory.num_sampled for trajectory in trajectories]
     return np.split(values_T.numpy(), np.cumsum(lengths)[:-1])

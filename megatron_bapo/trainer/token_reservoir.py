@@ -1,6 +1,6 @@
 """A sample of every update's tokens, for the paper's Figures 5 and 10 (arXiv 2510.18927).
 
-Legend: N response tokens of a micro-batch on this rank, K the chosen ones of them.
+Legend: N sampled tokens of a micro-batch on this rank, K the chosen ones of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TokenReservoir:
     def choose(self, examples: Sequence[Example]) -> list[Example]:
         """Begin an update: its examples, with the chosen tokens marked."""
         self._update += 1
-        starts = np.cumsum([0, *(len(e.trajectory.response_token_ids) for e in examples)])
+        starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
         rng = np.random.default_rng((*self.seed, self._update))
         chosen = np.sort(rng.choice(starts[-1], min(self.num_tokens, starts[-1]), replace=False))
         edges = np.searchsorted(chosen, starts)

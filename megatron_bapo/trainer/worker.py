@@ -125,12 +125,12 @@ def score(
 def score_trajectories(
     worker: Worker, trajectories: Sequence[Trajectory], temperature: float, model: PolicyModel | None = None
 ) -> list[np.ndarray]:
-    """Log-probs of each trajectory's response tokens, float32 [R] each, on every rank.
+    """Log-probs of each trajectory's sampled tokens, float32 [S] each, on every rank.
 
     The policy's, or those of another `model` of its layout. Collective; the work is spread over data-parallel ranks.
     """
     examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
-    starts = np.cumsum([0, *(len(trajectory.response_token_ids) for trajectory in trajectories)])
+    starts = np.cumsum([0, *(trajectory.num_sampled for trajectory in trajectories)])
     log_probs = torch.zeros(int(starts[-1]), device=local_device())
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)

@@ -83,7 +83,7 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("run_dir=3", "run_dir=3: must be a path, written as text"),
         ("rollout=3", "rollout=3: must be a section: a mapping of keys to values"),
         ("optimizer.lr=null", "optimizer.lr=null: must be a number; remove the key for its default"),
-        ("reward.type=exact", "reward.type=exact: must be 'reasoning_gym', 'math_verify' or 'function'"),
+        ("reward.type=exact", "reward.type=exact: must be 'reasoning_gym', 'math_verify', 'function' or 'remote'"),
         ("reward.type=function", "reward={type: function}: reward.function goes with reward.type=function"),
         ("model.path=m", "model={create: {}, path: m}: give exactly one of model.path"),
         ("trainer.total_steps=null", "trainer.total_steps: is required; give it a value"),

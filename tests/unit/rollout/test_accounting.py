@@ -21,10 +21,11 @@ def test_every_prompt_is_in_one_place_and_the_sums_are_the_streams():
     for serial, outcome in [(1, "trained"), (2, "dropped_uniform"), (3, "dropped_stale"), (4, "set_aside")]:
         ledger.close(serial, outcome)
     ledger.move(5, "buffered")
-    stream.num_drawn += 3
+    stream.num_drawn += 3 + 2
+    ledger.skip(2)
     ledger.draw_worked_examples(3)
     assert scalars(ledger.metrics()) == {
-        "rollout/accounting/drawn": 9,
+        "rollout/accounting/drawn": 11,
         "rollout/accounting/in_flight": 1,
         "rollout/accounting/buffered": 1,
         "rollout/accounting/returned": 0,
@@ -33,6 +34,7 @@ def test_every_prompt_is_in_one_place_and_the_sums_are_the_streams():
         "rollout/accounting/dropped_uniform": 1,
         "rollout/accounting/dropped_stale": 1,
         "rollout/accounting/set_aside": 1,
+        "rollout/accounting/skipped": 2,
     }
 
 

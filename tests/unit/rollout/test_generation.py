@@ -6,17 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_bapo.config.schema import RewardConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, VersionSpan
-from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.generation import (
     GrowingGroup,
     Sampling,
     SetAside,
     grow,
     growing_group,
-    score_groups,
 )
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
@@ -24,14 +21,6 @@ from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 from tests.unit.rollout.modelled_engines import SAMPLING, TOKEN_S, ModelledEngine, decode, log_prob, prompts
 
 GREEDY = replace(SAMPLING, temperature=0.0)
-REWARD_MODULE = """
-import time
-
-def matches(data_source, solution_str, ground_truth, extra_info=None):
-    if "7" in solution_str:
-        time.sleep(60)
-    return float(solution_str == ground_truth)
-"""
 
 
 def growing(num: int, sampling: Sampling = SAMPLING, batch_seed: int = 11) -> list[GrowingGroup]:
@@ -42,7 +31,7 @@ async def finished(groups: list[GrowingGroup], engines: list[ModelledEngine], *,
     router = Router()
     for engine in engines:
         router.add(engine.name, engine, 10**9)
-    await asyncio.gather(*(grow(group, router.generate, max_failures=max_failures) for group in groups))
+    await asyncio.gather(*(grow(group, router.generate, decode, max_failures=max_failures) for group in groups))
     return [group.group(decode) for group in groups]
 
 
@@ -75,7 +64,7 @@ def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_vers
     async def main() -> Group:
         router, engine, (group,) = Router(), ModelledEngine(mean_length=10**9), growing(1, GREEDY)
         router.add(engine.name, engine, 10**9)
-        task = asyncio.ensure_future(grow(group, router.generate, max_failures=1))
+        task = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=1))
         for version in (1, 2):
             await asyncio.sleep(20.5 * TOKEN_S)
             router.pause()
@@ -145,7 +134,7 @@ def test_a_request_that_fails_once_is_answered_with_the_same_seed():
                 bad.fails_on.clear()
             return await router.generate(request, order=order, prefer=prefer)
 
-        await grow(group, mended, max_failures=2)
+        await grow(group, mended, decode, max_failures=2)
         assert len({request.request_id for _, request in bad.log}) == 2
         return [group.group(decode)]
 
@@ -216,25 +205,4 @@ def test_an_answer_that_is_none_is_the_engines_failure_and_names_the_prompt(leng
     )
     (group,) = growing(1)
     with pytest.raises(RunError, match=message):
-        run_in_virtual_time(grow(group, answering(completions), max_failures=1))
-
-
-def test_rewards_stand_on_the_answers_that_earned_them_and_timeouts_are_counted(tmp_path, monkeypatch):
-    (tmp_path / "generation_test_rewards.py").write_text(REWARD_MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    texts = [["truth 0", "other"], ["truth 1", "7"]]
-    groups, _ = generate(2, growing(2))
-    groups = [
-        Group(group.prompt, tuple(replace(t, text=text) for t, text in zip(group.trajectories, said, strict=True)))
-        for group, said in zip(groups, texts, strict=True)
-    ]
-    config = RewardConfig(
-        type="function", function="generation_test_rewards:matches", timeout_s=2.0, timeout_reward=-1.0, num_workers=2
-    )
-
-    with Scorer(config) as scorer:
-        scored = score_groups(groups, scorer)
-
-    assert [[t.reward for t in group.trajectories] for group in scored.groups] == [[1.0, 0.0], [1.0, -1.0]]
-    assert scored.num_reward_timeouts == 1
-    assert [[t.text for t in g.trajectories] for g in scored.groups] == texts
+        run_in_virtual_time(grow(group, answering(completions), decode, max_failures=1))

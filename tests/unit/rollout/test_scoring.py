@@ -4,10 +4,11 @@ import time
 import numpy as np
 import pytest
 
-from megatron_bapo.config.schema import RewardConfig
+from megatron_bapo.config.reward import RewardConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
-from megatron_bapo.rollout.scoring import ScoringPool
+from megatron_bapo.rewards.scorer import Scorer
+from megatron_bapo.rollout.scoring import score_group
 
 MODULE = """
 import time
@@ -42,12 +43,12 @@ def group(*texts: str) -> Group:
 
 def test_a_reward_that_hangs_holds_up_its_own_group_only_and_a_broken_one_names_the_prompt(settings: RewardConfig):
     async def main() -> None:
-        pool = ScoringPool(settings)
-        slow = asyncio.ensure_future(pool.score(group("right", "slow")))
+        scorer = Scorer(settings)
+        slow = asyncio.ensure_future(score_group(group("right", "slow"), scorer))
         await asyncio.sleep(0.1)
         start = time.monotonic()
         for _ in range(20):
-            scored = await pool.score(group("right", "wrong"))
+            scored = await score_group(group("right", "wrong"), scorer)
             assert [t.reward for t in scored.groups[0].trajectories] == [1.0, 0.0]
         assert time.monotonic() - start < settings.timeout_s - 0.5
         assert not slow.done()
@@ -55,7 +56,7 @@ def test_a_reward_that_hangs_holds_up_its_own_group_only_and_a_broken_one_names_
         assert [t.reward for t in scored.groups[0].trajectories] == [1.0, -1.0]
         assert scored.num_reward_timeouts == 1
         with pytest.raises(UserError, match=r"prompt train:0(.|\n)*no such answer"):
-            await pool.score(group("broken"))
-        pool.close()
+            await score_group(group("broken"), scorer)
+        scorer.close()
 
     asyncio.run(main())

@@ -1,3 +1,5 @@
+import asyncio
+import inspect
 import textwrap
 from itertools import count
 from pathlib import Path
@@ -5,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bapo.errors import UserError
-from megatron_bapo.rewards import user_function
+from megatron_bapo.functions.user_function import Target, checked, load
 
 MODULE_NUMBERS = count()
 
@@ -23,8 +25,18 @@ def write_module(tmp_path, monkeypatch):
     return write
 
 
-def call(spec: str) -> float:
-    return user_function.load(spec)(data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5})
+def target(spec: str) -> Target:
+    arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
+    return Target("reward.function", spec, arguments, "number", optional_arguments=("prompt", "turns"))
+
+
+def call(spec: str) -> float | str | None:
+    function, is_async = load(target(spec))
+    result = function(
+        data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5}, prompt=["question"], turns=[]
+    )
+    assert inspect.iscoroutine(result) == is_async
+    return checked(target(spec), asyncio.run(result) if inspect.iscoroutine(result) else result)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +55,13 @@ def test_numbers_and_dicts_are_rewards(write_module, definition, body, reward):
     assert call(f"{name}:f") == reward
 
 
+def test_a_function_that_asks_for_the_conversation_gets_it(write_module):
+    name = write_module(
+        "def f(data_source, solution_str, ground_truth, extra_info=None, prompt=()):\n    return len(prompt)\n"
+    )
+    assert call(f"{name}:f") == 1.0
+
+
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])
 def test_anything_else_raises(write_module, value):
     name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {value}\n")
@@ -55,41 +74,41 @@ def test_anything_else_raises(write_module, value):
 def test_a_missing_module_names_the_nearest(write_module):
     name = write_module("")
     with pytest.raises(UserError, match=f"no module '{name}x'; did you mean '{name}'"):
-        user_function.load(f"{name}x:f")
+        load(target(f"{name}x:f"))
 
 
 def test_a_missing_module_of_a_package_names_the_nearest():
     with pytest.raises(UserError, match=r"no module 'json\.decode'; did you mean 'json\.decoder'"):
-        user_function.load("json.decode:f")
+        load(target("json.decode:f"))
 
 
 def test_a_module_that_is_no_package_is_named():
     with pytest.raises(UserError, match=r"no module 'math\.score'"):
-        user_function.load("math.score:f")
+        load(target("math.score:f"))
 
 
 def test_a_missing_function_names_the_nearest(write_module):
     name = write_module("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.0\n")
     with pytest.raises(UserError, match=f"{name} has no 'compute_scores'; did you mean 'compute_score'"):
-        user_function.load(f"{name}:compute_scores")
+        load(target(f"{name}:compute_scores"))
 
 
 def test_a_missing_dependency_is_named_itself(write_module):
     name = write_module("import surely_not_installed\n")
     with pytest.raises(UserError, match=f"importing {name} failed, as it needs 'surely_not_installed'"):
-        user_function.load(f"{name}:f")
+        load(target(f"{name}:f"))
 
 
 def test_an_error_at_import_is_shown(write_module):
     name = write_module("limit = 1 / 0\n")
     with pytest.raises(UserError, match=rf"importing {name} failed:(?s:.)*ZeroDivisionError"):
-        user_function.load(f"{name}:f")
+        load(target(f"{name}:f"))
 
 
 def test_what_is_no_function_is_refused(write_module):
     name = write_module("f = 3\n")
     with pytest.raises(UserError, match=f"{name}:f is a int, not a function"):
-        user_function.load(f"{name}:f")
+        load(target(f"{name}:f"))
 
 
 @pytest.mark.parametrize(
@@ -100,4 +119,4 @@ def test_another_signature_is_refused_with_the_right_one(write_module, arguments
     with pytest.raises(
         UserError, match=r"write it as def f\(data_source, solution_str, ground_truth, extra_info=None\)"
     ):
-        user_function.load(f"{name}:f")
+        load(target(f"{name}:f"))

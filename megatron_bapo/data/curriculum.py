@@ -1,0 +1,82 @@
+"""How likely a prompt is drawn, by the pass rate that was measured on its own past groups."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_bapo.config.schema import CurriculumConfig
+from megatron_bapo.errors import UserError
+from megatron_bapo.records import Group
+
+SOLVED = 1.0
+"""The reward from which on an answer counts as solved."""
+
+
+class Curriculum:
+    """Pass rates by prompt id, and what follows from them."""
+
+    def __init__(self, config: CurriculumConfig, prompt_ids: Iterable[str]) -> None:
+        """Raises UserError for a file of pass rates that is malformed or names none of the prompts."""
+        self._config = config
+        self._measured: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=config.num_groups))
+        self._recorded: dict[str, float] = {}
+        if config.pass_rates is not None:
+            self._recorded = _read(config.pass_rates)
+            if self._recorded.keys().isdisjoint(prompt_ids):
+                raise UserError(
+                    f"data.curriculum.pass_rates={config.pass_rates} names none of the training prompts, whose ids are "
+                    "'train:<row, from 0>'"
+                )
+
+    def measure(self, prompt_id: str, pass_rate: float) -> None:
+        """Take a group's pass rate into account."""
+        self._measured[prompt_id].append(pass_rate)
+
+    def probability(self, prompt_id: str) -> float:
+        """Of being drawn when its turn has come."""
+        measured, config = self._measured.get(prompt_id), self._config
+        rate = sum(measured) / len(measured) if measured else self._recorded.get(prompt_id)
+        if rate is None:
+            return 1.0
+        match config.weighting:
+            case "variance":
+                weight = 4 * rate * (1 - rate)
+            case "band":
+                weight = float(config.min_pass_rate <= rate <= config.max_pass_rate)
+        return max(weight, config.min_probability)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values: what was measured."""
+        return {prompt_id: [*rates] for prompt_id, rates in self._measured.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._measured.clear()
+        for prompt_id, rates in state.items():
+            self._measured[prompt_id].extend(rates)
+
+
+def pass_rate(group: Group) -> float:
+    """The share of a scored group's answers that are solved."""
+    rewards = [trajectory.reward for trajectory in group.trajectories]
+    return sum(reward >= SOLVED for reward in rewards) / len(rewards)
+
+
+def _read(path: Path) -> dict[str, float]:
+    rates = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            prompt_id, rate = row["prompt_id"], float(row["pass_rate"])
+        except (KeyError, TypeError, ValueError):
+            rate, prompt_id = -1.0, None
+        if not (isinstance(prompt_id, str) and 0.0 <= rate <= 1.0):
+            raise UserError(
+                f'{path}:{number} is {line!r:.120}; write {{"prompt_id": "train:0", "pass_rate": 0.5}}, with a rate '
+                "from 0 to 1"
+            )
+        rates[prompt_id] = rate
+    return rates

@@ -1,0 +1,263 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.functions.user_function import Target
+from megatron_bapo.functions.worker_pool import FunctionPool, Result
+
+# What the answer says is what the function does.
+MODULE = """
+import asyncio, ctypes, os, subprocess, sys, time
+from pathlib import Path
+
+def obey(answer):
+    command, _, argument = answer.partition(" ")
+    if command == "sleep":
+        time.sleep(float(argument))
+    if command == "hang_with_child":
+        child = subprocess.Popen(["sleep", "60"])
+        Path(argument).write_text(str(child.pid))
+        time.sleep(60)
+    if command == "raise":
+        raise KeyError(argument)
+    if command == "exit":
+        os._exit(int(argument))
+    if command == "segfault":
+        ctypes.string_at(0)
+    if command == "exit_once" and not Path(argument).exists():
+        Path(argument).touch()
+        os._exit(1)
+    if command == "modules":
+        return float(any(name in sys.modules for name in ("torch", "vllm", "ray", "transformers", "pytest")))
+    return float(answer == "right")
+
+async def obey_at_once(answer):
+    command, _, argument = answer.partition(" ")
+    if command == "wait":
+        await asyncio.sleep(float(argument))
+        return 1.0
+    return obey(answer)
+
+def runs_its_own_loop(answer):
+    return asyncio.run(obey_at_once(answer))
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> str:
+    (tmp_path / "worker_pool_test_functions.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "worker_pool_test_functions"
+
+
+def in_pool(use: Callable[[FunctionPool], Awaitable[Any]], spec: str, **settings: Any) -> Any:
+    async def main() -> Any:
+        target = Target("reward.function", spec, ("answer",), "number")
+        pool = FunctionPool(target, **{"num_workers": 1, "concurrency": 32, "timeout_s": 60.0} | settings)
+        try:
+            return await use(pool)
+        finally:
+            pool.close()
+
+    return asyncio.run(main())
+
+
+async def call_all(pool: FunctionPool, answers: tuple[str, ...]) -> list[Result]:
+    return await asyncio.gather(*(pool.call({"answer": a}, f"prompt train:{i}") for i, a in enumerate(answers)))
+
+
+def results(spec: str, *answers: str, **settings: Any) -> list[float | None]:
+    """The values, None for those that were late."""
+    return [r.value for r in in_pool(lambda pool: call_all(pool, answers), spec, **settings)]
+
+
+def is_alive(process_id: int) -> bool:
+    stat = Path(f"/proc/{process_id}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_dead(process_id: int, limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while is_alive(process_id):
+        assert time.monotonic() < end, f"process {process_id} still lives after {limit_s} s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("function", ["obey", "obey_at_once", "runs_its_own_loop"])
+def test_calls_have_their_own_results_whichever_is_faster(module, function):
+    answers = ("sleep 0.3", "right", "wrong", "right")
+    assert results(f"{module}:{function}", *answers, num_workers=2) == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_coroutines_wait_together_in_one_process_and_functions_one_after_another(module):
+    async def use(pool: FunctionPool) -> float:
+        start = time.monotonic()
+        assert [r.value for r in await call_all(pool, ("wait 0.2",) * 8)] == [1.0] * 8
+        return time.monotonic() - start
+
+    assert in_pool(use, f"{module}:obey_at_once") < 1.0
+    assert in_pool(use, f"{module}:obey_at_once", concurrency=2) >= 0.8
+    assert in_pool(use, f"{module}:runs_its_own_loop") >= 1.6
+
+
+def test_workers_import_nothing_heavy(module):
+    assert results(f"{module}:obey", "modules") == [0.0]
+
+
+def test_a_late_call_is_killed_with_its_children(module, tmp_path):
+    pid_file = tmp_path / "pid"
+    started = time.monotonic()
+    answers = ("right", f"hang_with_child {pid_file}", "right")
+    assert results(f"{module}:obey", *answers, timeout_s=1.0) == [1.0, None, 1.0]
+    assert 1.0 <= time.monotonic() - started < 6.0
+    wait_until_dead(int(pid_file.read_text()), limit_s=5.0)
+
+
+def test_a_late_coroutine_is_cancelled_and_holds_up_no_other(module):
+    assert results(f"{module}:obey_at_once", "wait 0.2", "wait 60", "right", timeout_s=1.0) == [1.0, None, 1.0]
+
+
+@pytest.mark.parametrize("blocker", ["sleep 60", "segfault"])
+def test_a_coroutine_that_blocks_or_ends_the_process_costs_its_neighbours_nothing(module, blocker):
+    async def use(pool: FunctionPool) -> list[Any]:
+        answers = ("wait 0.3", blocker, "right", "wait 0.3")
+        calls = [pool.call({"answer": a}, f"prompt train:{i}") for i, a in enumerate(answers)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = in_pool(use, f"{module}:obey_at_once", timeout_s=0.5)
+    assert [found[0], found[2], found[3]] == [Result(1.0)] * 3
+    if blocker == "segfault":
+        assert isinstance(found[1], RunError)
+        assert "ended its process twice (signal SIGSEGV) on prompt train:1" in str(found[1])
+    else:
+        assert found[1] == Result(None, timed_out=True)
+
+
+def test_a_worker_that_dies_once_is_replaced_and_the_call_repeated(module, tmp_path):
+    assert results(f"{module}:obey", "right", f"exit_once {tmp_path / 'mark'}", "right") == [1.0, 0.0, 1.0]
+
+
+def test_a_worker_killed_between_two_calls_is_replaced(module):
+    async def use(pool: FunctionPool) -> None:
+        for _ in range(2):
+            assert await pool.call({"answer": "right"}, "") == Result(1.0)
+            for worker_id in children():
+                os.kill(worker_id, signal.SIGKILL)
+
+    in_pool(use, f"{module}:obey")
+
+
+def test_a_call_that_is_cancelled_leaves_no_busy_process_behind(module):
+    async def use(pool: FunctionPool) -> None:
+        task = asyncio.ensure_future(pool.call({"answer": "sleep 60"}, ""))
+        await asyncio.sleep(0.5)
+        (busy,) = children()
+        task.cancel()
+        assert await pool.call({"answer": "right"}, "") == Result(1.0)
+        wait_until_dead(busy, limit_s=5.0)
+
+    in_pool(use, f"{module}:obey", timeout_s=5.0)
+
+
+def children() -> list[int]:
+    return [*map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())]
+
+
+@pytest.mark.parametrize(("answer", "end"), [("exit 3", "exit code 3"), ("segfault", "signal SIGSEGV")])
+def test_a_call_that_ends_its_process_twice_is_named(module, answer, end):
+    with pytest.raises(RunError, match=rf"{module}:obey ended its process twice \({end}\) on prompt train:1"):
+        results(f"{module}:obey", "right", answer)
+
+
+@pytest.mark.parametrize("function", ["obey", "obey_at_once"])
+def test_a_function_that_raises_is_named_with_its_trace(module, function):
+    with pytest.raises(UserError) as caught:
+        results(f"{module}:{function}", "right", "raise oops", "sleep 0.1", num_workers=2)
+    message = str(caught.value)
+    assert f"reward.function={module}:{function} failed on prompt train:1" in message
+    assert "KeyError: 'oops'" in message
+    assert "raise KeyError(argument)" in message
+
+
+def test_a_function_that_cannot_be_loaded_is_found_at_construction(module):
+    with pytest.raises(UserError, match="has no 'obeys'; did you mean 'obey'"):
+        results(f"{module}:obeys")
+
+
+def test_a_module_that_ends_its_process_at_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "worker_pool_test_exits.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RunError, match=r"importing reward.function=worker_pool_test_exits:f .*\(exit code 7\)"):
+        results("worker_pool_test_exits:f")
+
+
+PARENT = """
+import asyncio, os, sys
+from pathlib import Path
+from megatron_bapo.functions.user_function import Target
+from megatron_bapo.functions.worker_pool import FunctionPool
+
+async def main():
+    target = Target("reward.function", f"worker_pool_test_functions:{sys.argv[1]}", ("answer",), "number")
+    pool = FunctionPool(target, num_workers=1, concurrency=2, timeout_s=float(sys.argv[3]))
+    print(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().strip(), flush=True)
+    try:
+        await pool.call({"answer": sys.argv[2]}, "")
+        await asyncio.sleep(60)
+    finally:
+        pool.close()
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def start_parent(tmp_path: Path, function: str, answer: str, timeout_s: float) -> tuple[subprocess.Popen[str], int]:
+    """A program with one call, and the process id of its worker."""
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)}
+    command = [sys.executable, str(script), function, answer, str(timeout_s)]
+    parent = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    assert parent.stdout is not None
+    return parent, int(parent.stdout.readline())
+
+
+@pytest.mark.parametrize(
+    ("function", "answer", "limit_s"),
+    [("obey", "right", 5.0), ("obey", "sleep 60", 9.0), ("obey_at_once", "sleep 60", 9.0)],
+    ids=["idle", "busy", "busy coroutine"],
+)
+@pytest.mark.usefixtures("module")
+def test_workers_end_when_their_parent_is_killed(tmp_path, function, answer, limit_s):
+    parent, worker_id = start_parent(tmp_path, function, answer, timeout_s=1.5)
+    with parent:
+        time.sleep(0.5)
+        parent.kill()
+    wait_until_dead(worker_id, limit_s)
+
+
+@pytest.mark.usefixtures("module")
+def test_ctrl_c_reaches_the_parent_alone_which_kills_its_workers(tmp_path):
+    parent, worker_id = start_parent(tmp_path, "obey", "sleep 60", timeout_s=50.0)
+    with parent:
+        time.sleep(0.5)
+        os.killpg(parent.pid, signal.SIGINT)
+        output, errors = parent.communicate(timeout=10.0)
+    assert output == "interrupted\n"
+    assert errors == ""
+    wait_until_dead(worker_id, limit_s=5.0)

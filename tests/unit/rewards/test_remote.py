@@ -1,0 +1,160 @@
+"""Against a real HTTP server on loopback, which does what the answer says."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_bapo.config.reward import RewardConfig
+from megatron_bapo.errors import RunError
+from megatron_bapo.rewards.scorer import RewardRequest, Scorer
+
+SECRET = "Bearer never-show-this"
+
+
+class Server(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.requests: list[tuple[dict[str, Any], str | None]] = []
+        self.tries: Counter[str] = Counter()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((body, self.headers["Authorization"]))
+        said = body["response"]
+        self.server.tries[said] += 1
+        is_first = self.server.tries[said] == 1
+        if said == "hangs" or (said == "slow at first" and is_first):
+            time.sleep(1.0)
+        if said == "waits":
+            time.sleep(0.3)
+        if said == "drops" or (said == "drops at first" and is_first):
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        status, answer = 200, json.dumps({"score": 0.75})
+        if said == "fails" or (said == "fails at first" and self.server.tries[said] <= 2):
+            status, answer = 500, f"out of memory, said {self.headers['Authorization']}"
+        match said:
+            case "refuses":
+                status, answer = 404, "no such model"
+            case "broken":
+                answer = '{"score": 0.'
+            case "wrong shape":
+                answer = '{"scores": [1.0]}'
+            case "number":
+                answer = "1"
+            case "slime":
+                answer = '{"reward": -1.5}'
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def scores(server: Server, *answers: str, timeout_s: float = 5.0, **remote: Any) -> list[Any]:
+    """A number for each answer, or the error's message."""
+    settings = {"url": server.url, "max_retries": 2, "retry_wait_s": 0.05} | remote
+    config = RewardConfig.model_validate({"type": "remote", "timeout_s": timeout_s, "remote": settings})
+    prompt, turns = ({"role": "user", "content": "40 + 2 ="},), ({"role": "assistant", "content": "42"},)
+
+    async def main() -> list[Any]:
+        scorer = Scorer(config)
+        requests = [RewardRequest("train:3", "sums", a, "42", {"level": 1}, prompt, turns) for a in answers]
+        try:
+            return await asyncio.gather(*map(scorer.score, requests), return_exceptions=True)
+        finally:
+            scorer.close()
+
+    return [str(r) if isinstance(r, RunError) else r.reward for r in asyncio.run(main())]
+
+
+def test_prompt_answer_label_and_metadata_are_posted_and_a_number_comes_back(server, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", SECRET)
+    assert scores(server, "ok", "number", "slime", authorization_env="REWARD_TOKEN") == [0.75, 1.0, -1.5]
+    body, authorization = server.requests[0]
+    assert authorization == SECRET
+    assert body == {
+        "prompt": [{"role": "user", "content": "40 + 2 ="}],
+        "response": body["response"],
+        "turns": [{"role": "assistant", "content": "42"}],
+        "label": "42",
+        "data_source": "sums",
+        "metadata": {"level": 1},
+    }
+
+
+def test_a_server_that_fails_at_first_is_asked_again(server):
+    answers = ("fails at first", "slow at first", "drops at first")
+    assert scores(server, *answers, timeout_s=0.5) == [0.75] * 3
+    assert server.tries == {"fails at first": 3, "slow at first": 2, "drops at first": 2}
+
+
+def test_requests_are_concurrent(server):
+    start = time.monotonic()
+    assert scores(server, *["waits"] * 20) == [0.75] * 20
+    assert time.monotonic() - start < 20 * 0.3
+
+
+@pytest.mark.parametrize(
+    ("answer", "num_tries", "said"),
+    [
+        ("fails", 3, "status 500: 'out of memory, said ***'"),
+        ("drops", 3, "RemoteProtocolError: Server disconnected without sending a response."),
+        ("hangs", 3, "nothing within reward.timeout_s=0.3 s"),
+        ("broken", 3, "no JSON: '{\"score\": 0.'"),
+        ("refuses", 1, "status 404: 'no such model'"),
+        ("wrong shape", 1, "{'scores': [1.0]}, which is neither a number nor an object with one under 'score'"),
+    ],
+)
+def test_a_server_that_gives_no_reward_is_named_with_the_tries_and_its_last_answer(
+    server, monkeypatch, capfd, answer, num_tries, said
+):
+    monkeypatch.setenv("REWARD_TOKEN", SECRET)
+    (message,) = scores(server, answer, timeout_s=0.3, authorization_env="REWARD_TOKEN")
+    tries = f"{num_tries} {'try' if num_tries == 1 else 'tries'}"
+    assert f"the reward server {server.url} gave no reward after {tries}; its last answer: {said}" in message
+    assert "an answer to prompt train:3" in message
+    assert server.tries[answer] == num_tries
+    assert SECRET not in message + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("ftp://host/score", "must start with http:// or https://"),
+        ("http:///score", "and name a host"),
+        ("https://user:word@host/score", "give secrets by reward.remote.authorization_env"),
+        ("https://host/score?key=word", "give secrets by reward.remote.authorization_env"),
+    ],
+)
+def test_other_addresses_are_refused(url, rule):
+    with pytest.raises(ValidationError, match=rule):
+        RewardConfig.model_validate({"type": "remote", "remote": {"url": url}})
