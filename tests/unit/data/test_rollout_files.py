@@ -27,11 +27,13 @@ def trajectory(length: int, reward: float) -> Trajectory:
     return Trajectory(
         prompt_token_ids=np.array([1, 2**31 - 1], np.int32),
         response_token_ids=np.arange(length, dtype=np.int32),
-        behaviour_log_probs=AWKWARD[-length:],
+        behaviour_log_probs=AWKWARD[-length:][: length - (length == 4)],
         version_spans=(VersionSpan(1, 1), VersionSpan(1, length - 1)),
         finish_reason="length" if length > 2 else "stop",
         text="\x00 ü\n'\"",
         reward=reward,
+        loss_mask=np.arange(length) != 1 if length == 4 else None,
+        turns=({"role": "assistant", "content": "\x00"}, {"role": "tool", "content": "ü"}) if length == 4 else (),
     )
 
 
@@ -49,13 +51,14 @@ def bits(trajectory: Trajectory) -> tuple:
     return (
         *((array.dtype, array.tobytes()) for array in arrays),
         np.float64(trajectory.reward).tobytes(),
-        (trajectory.version_spans, trajectory.finish_reason, trajectory.text),
+        (trajectory.version_spans, trajectory.finish_reason, trajectory.text, trajectory.turns),
+        None if trajectory.loss_mask is None else (trajectory.loss_mask.dtype, trajectory.loss_mask.tobytes()),
     )
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    write_rollouts(tmp_path, HEADER, groups(), [np.full(length, 0.1) for length in (5, 2, 3, 4)])
+    write_rollouts(tmp_path, HEADER, groups(), [np.full(length, 0.1) for length in (5, 2, 3, 3)])
     return tmp_path / "step-00000001.parquet"
 
 
@@ -79,7 +82,7 @@ def test_other_programs_find_advantages_and_groups_in_columns(file, tmp_path):
     table = pq.read_table(file)
 
     assert table["group"].to_pylist() == [0, 0, 1, 1]
-    assert table["advantages"].to_pylist() == [[0.1] * length for length in (5, 2, 3, 4)]
+    assert table["advantages"].to_pylist() == [[0.1] * length for length in (5, 2, 3, 3)]
     write_rollouts(tmp_path / "untrained", HEADER, groups(), None)
     assert pq.read_table(tmp_path / "untrained" / file.name)["advantages"].to_pylist() == [None] * 4
 

@@ -1,15 +1,16 @@
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.records import Group, VersionSpan
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import (
     GrowingGroup,
+    Reply,
     Sampling,
     SetAside,
     grow,
@@ -18,7 +19,7 @@ from megatron_bapo.rollout.generation import (
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import SAMPLING, TOKEN_S, ModelledEngine, decode, log_prob, prompts
+from tests.unit.rollout.modelled_engines import END, SAMPLING, TOKEN_S, ModelledEngine, decode, log_prob, prompts
 
 GREEDY = replace(SAMPLING, temperature=0.0)
 
@@ -206,3 +207,128 @@ def test_an_answer_that_is_none_is_the_engines_failure_and_names_the_prompt(leng
     (group,) = growing(1)
     with pytest.raises(RunError, match=message):
         run_in_virtual_time(grow(group, answering(completions), decode, max_failures=1))
+
+
+CONVERSING = replace(GREEDY, max_response_length=100)
+
+
+@dataclass
+class Echo:
+    """Replies with tokens of its own, which the modelled policy never samples, until told to end."""
+
+    max_turns: int = 4
+    num_tokens: int = 3
+    seconds: float = 0.05
+    asked: list[list[dict[str, str]]] = field(default_factory=list)
+
+    async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
+        self.asked.append([*turns])
+        await asyncio.sleep(self.seconds)
+        token = 200 + len(turns)
+        return Reply({"role": "tool", "content": str(token)}, np.full(self.num_tokens, token, np.int32))
+
+
+async def conversed(
+    groups: list[GrowingGroup], engines: list[ModelledEngine], environment: Echo, router: Router | None = None
+) -> list[Group]:
+    router = router or Router()
+    for engine in engines:
+        router.add(engine.name, engine, 10**9)
+    await asyncio.gather(*(grow(group, router.generate, decode, environment, max_failures=3) for group in groups))
+    return [group.group(decode) for group in groups]
+
+
+def converse(sampling: Sampling, environment: Echo, num_engines: int = 1) -> list[Trajectory]:
+    engines = [ModelledEngine(f"engine {i}") for i in range(num_engines)]
+    groups = run_in_virtual_time(conversed(growing(9, sampling), engines, environment))
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def check_turns(trajectory: Trajectory, max_turns: int, max_response_length: int) -> None:
+    """Mask, turns, versions and log-probs of one answer are exact."""
+    tokens, positions = trajectory.response_token_ids, trajectory.sampled_positions
+    assert len(tokens) <= max_response_length
+    mask = tokens < 200
+    np.testing.assert_array_equal(positions, np.flatnonzero(mask))
+    assert mask[-1]
+    assert trajectory.num_sampled == len(trajectory.behaviour_log_probs) == mask.sum()
+    versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
+    context = trajectory.prompt_token_ids.tolist() + tokens.tolist()
+    for position, version, said in zip(positions, versions, trajectory.behaviour_log_probs, strict=True):
+        assert said == pytest.approx(log_prob(version, context[: 2 + position], tokens[position]))
+    edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
+    parts = np.split(tokens, edges)
+    said = [decode(part) if part[0] < 200 else str(part[0]) for part in parts]
+    assert [turn["content"] for turn in trajectory.turns] == said
+    assert [turn["role"] for turn in trajectory.turns] == (["assistant", "tool"] * max_turns)[: len(parts)]
+    assert len(parts) <= 2 * max_turns - 1
+    assert trajectory.final_text == said[-1]
+    assert all(part[-1] == END for part in parts[:-1:2])
+    assert trajectory.finish_reason == ("stop" if tokens[-1] == END and len(parts) == 2 * max_turns - 1 else "length")
+
+
+@pytest.mark.parametrize("token_budget", [None, 1, 7])
+def test_an_environment_replies_between_turns_and_its_tokens_are_masked(token_budget: int | None):
+    environment = Echo()
+    answers = converse(replace(CONVERSING, token_budget=token_budget), environment, num_engines=2)
+
+    for trajectory in answers:
+        check_turns(trajectory, max_turns=4, max_response_length=100)
+    assert {t.finish_reason for t in answers} == {"stop", "length"}
+    whole = converse(CONVERSING, Echo())
+    assert [t.response_token_ids.tolist() for t in answers] == [t.response_token_ids.tolist() for t in whole]
+    assert all(asked[-1]["role"] == "assistant" and len(asked) % 2 for asked in environment.asked)
+
+
+def test_a_reply_without_room_for_a_next_turn_is_left_out():
+    for trajectory in converse(CONVERSING, Echo(num_tokens=99)):
+        assert trajectory.loss_mask is None
+        assert trajectory.finish_reason == "length"
+        assert len(trajectory.turns) == 1
+
+
+def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_everything():
+    async def main() -> tuple[list[Group], list[GenerationRequest]]:
+        first, second, environment = ModelledEngine("first"), ModelledEngine("second"), Echo()
+        groups = growing(8, replace(CONVERSING, token_budget=6))
+        work = asyncio.ensure_future(conversed(groups, [first, second], environment))
+        while not any(
+            len(answer.turns) == 2 and len(answer.turn_segments) == 1 for g in groups for answer in g.answers
+        ):
+            await asyncio.sleep(TOKEN_S / 2)
+        first.die()
+        at = asyncio.get_running_loop().time()
+        done = await work
+        return done, [request for when, request in second.log if when >= at]
+
+    groups, moved = run_in_virtual_time(main())
+    answers = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in answers:
+        check_turns(trajectory, max_turns=4, max_response_length=100)
+    expected = [
+        t
+        for g in run_in_virtual_time(conversed(growing(8, CONVERSING), [ModelledEngine()], Echo()))
+        for t in g.trajectories
+    ]
+    assert [t.response_token_ids.tolist() for t in answers] == [t.response_token_ids.tolist() for t in expected]
+    assert any((request.prompt_token_ids >= 200).any() and request.prompt_token_ids[-1] < 200 for request in moved)
+
+
+def test_a_turn_that_new_weights_cut_goes_on_under_them_and_a_waiting_reply_is_not_lost():
+    async def main() -> Group:
+        router, engine, (group,) = Router(), ModelledEngine(), growing(1, CONVERSING)
+        task = asyncio.ensure_future(conversed([group], [engine], Echo(seconds=0.3), router))
+        for version in range(1, 9):
+            await asyncio.sleep(0.11)
+            router.pause()
+            await router.abort(1.0)
+            await router.drain(1.0)
+            await engine.load_weights(version)
+            router.resume()
+        (done,) = await task
+        return done
+
+    for trajectory in run_in_virtual_time(main()).trajectories:
+        check_turns(trajectory, max_turns=4, max_response_length=100)
+        assert len(trajectory.version_spans) > 1
+        assert trajectory.loss_mask is not None

@@ -1,16 +1,19 @@
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import CurriculumConfig
+from megatron_bapo.data.curriculum import Curriculum
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.records import Group
-from megatron_bapo.rollout.generation import ScoredGroups, SetAside
+from megatron_bapo.records import Group, Prompt
+from megatron_bapo.rollout.generation import Environment, Reply, ScoredGroups, SetAside
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
@@ -33,6 +36,8 @@ class World:
     score_s: float = 0.05
     reward: Callable[[str, int], float] = lambda prompt_id, position: float(position)
     set_aside: list[SetAside] = field(default_factory=list)
+    curriculum: dict[str, Any] | None = None
+    environment: Environment | None = None
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -41,7 +46,10 @@ class World:
         for engine in self.engines:
             self.router.add(engine.name, engine, 10**9)
         tokenized = prompts(self.num_prompts)
-        self.stream = PromptStream([p.prompt for p in tokenized], seed=3, shuffle=True)
+        curriculum = None
+        if self.curriculum is not None:
+            curriculum = Curriculum(CurriculumConfig.model_validate(self.curriculum), ())
+        self.stream = PromptStream([p.prompt for p in tokenized], seed=3, shuffle=True, curriculum=curriculum)
         given = Surroundings(
             self.stream,
             {p.prompt.prompt_id: p for p in tokenized},
@@ -49,6 +57,7 @@ class World:
             self.score,
             decode,
             self.set_aside.append,
+            self.environment,
         )
         self.producer = Producer(self.settings, self.groups_per_batch, 7, given)
 
@@ -385,6 +394,71 @@ def test_a_batch_takes_as_long_as_its_longest_answer():
         await world.train(2)
         expected = 2 * (50 * TOKEN_S + world.score_s + UPDATE_S + 0.5)
         assert asyncio.get_running_loop().time() == pytest.approx(expected, abs=0.01)
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
+def by_number(prompt_id: str, position: int) -> float:
+    """A third of the prompts is always solved, a third never, a third half of the time."""
+    return float((1, 0, position % 2)[int(prompt_id.split(":")[1]) % 3])
+
+
+@pytest.mark.parametrize("values", [{}, {"mode": "async", "max_staleness": 2}], ids=["sync", "async"])
+def test_a_curriculum_prefers_what_is_solved_at_times_and_the_sums_stay_exact(values: dict[str, Any]):
+    world_values = {"reward": by_number, "curriculum": {"min_probability": 0.05}}
+    batches = trained(30, world_values, **values)
+    early, late = names(batches[:5]), names(batches[-10:])
+    assert {int(name.split(":")[1]) % 3 for name in early} == {0, 1, 2}
+    assert sum(int(name.split(":")[1]) % 3 == 2 for name in late) > 0.7 * len(late)
+    for batch in batches:
+        counts = {n.rsplit("/")[-1]: v for n, v in scalars(batch.metrics).items() if "accounting" in n}
+        assert counts.pop("drawn") == sum(counts.values())
+    assert counts["skipped"] > 0
+    assert contents(trained(30, world_values, **values)) == contents(batches)
+
+
+def test_a_curriculum_measures_alike_whichever_engine_is_faster_and_goes_on_where_it_was():
+    async def main(score_s: float, *, resume: bool) -> list[str]:
+        given = {"reward": by_number, "curriculum": {"min_probability": 0.05}, "score_s": score_s}
+        world = World(settings(filter_groups={"enable": True}), **given)
+        batches = await world.train(6)
+        if resume:
+            saved = world.stream.state_dict(), world.producer.state_dict()
+            await world.producer.close()
+            world = World(settings(filter_groups={"enable": True}), **given)
+            world.stream.load_state_dict(saved[0])
+            world.producer.load_state_dict(saved[1])
+        batches += await world.train(6)
+        await world.producer.close()
+        return names(batches)
+
+    whole = run_in_virtual_time(main(0.05, resume=False))
+    assert run_in_virtual_time(main(0.05, resume=True)) == whole
+    assert run_in_virtual_time(main(0.4, resume=False)) == whole
+
+
+def test_an_environment_that_fails_ends_the_take_and_one_that_replies_is_part_of_the_batch():
+    class Tool:
+        max_turns = 3
+
+        async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
+            if prompt.prompt_id == self.broken:
+                raise RunError("the tool is broken")
+            return Reply({"role": "tool", "content": "200"}, np.array([200, 200], np.int32))
+
+        broken = ""
+
+    async def main() -> None:
+        tool = Tool()
+        world = World(settings(max_response_length=400), environment=tool)
+        for batch in await world.train(2):
+            for trajectory in (t for g in batch.groups for t in g.trajectories):
+                assert (trajectory.response_token_ids == 200).sum() == 4
+                assert sum(span.num_tokens for span in trajectory.version_spans) == trajectory.num_sampled
+        tool.broken = stream_order(14)[13]
+        with pytest.raises(RunError, match="the tool is broken"):
+            await world.producer.take()
         await world.producer.close()
 
     run_in_virtual_time(main())

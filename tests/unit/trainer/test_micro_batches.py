@@ -118,6 +118,33 @@ def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of
     assert torch.equal(weights[index.argsort()], whole.weights_N)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_environments_tokens_are_context_and_never_labels(size: int):
+    """Tokens 51 and 52 are a reply: the model reads them, and nothing is learned of them."""
+    turns = example([1, 2], [40, 41, 51, 52, 42])
+    mask = np.array([True, True, False, False, True])
+    log_probs = turns.trajectory.behaviour_log_probs[mask]
+    spans = (VersionSpan(0, 3),)
+    masked = replace(turns.trajectory, loss_mask=mask, behaviour_log_probs=log_probs, version_spans=spans)
+    examples = [EXAMPLES[0], replace(turns, trajectory=masked, advantage=np.array([1.0, 2.0, 3.0])), EXAMPLES[2]]
+    rule = padding_rule(1, size, sequence_parallel=False, fp8=False, packing=True)
+    parts = [lay_out(rule, examples, rank, size) for rank in range(size)]
+
+    index_N = torch.cat([part.response_index_N for part in parts]).argsort()
+    held = {
+        name: torch.cat([getattr(part, name) for part in parts])[index_N]
+        for name in ("behaviour_log_probs_N", "advantages_N", "sequence_index_N")
+    }
+    labels = torch.cat([part.labels_T[part.response_positions_N] for part in parts])[index_N]
+    inputs = torch.cat([part.tokens_T[part.response_positions_N] for part in parts])[index_N]
+    assert labels.tolist() == [10, 11, 40, 41, 42, 30]
+    assert inputs.tolist() == [3, 10, 2, 40, 52, 6]
+    torch.testing.assert_close(held["behaviour_log_probs_N"], -labels / 1000)
+    assert held["advantages_N"].tolist() == [0.5, 0.5, 1.0, 2.0, 3.0, 2.0]
+    assert held["sequence_index_N"].tolist() == [0, 0, 1, 1, 1, 2]
+    assert {51, 52} <= {token for part in parts for token in part.tokens_T.tolist()}
+
+
 def test_no_examples_make_a_micro_batch_of_padding_without_a_response():
     batch = lay_out(PaddingRule(4, 8), examples=[], rank=1, size=2)
 
