@@ -9,17 +9,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import DataConfig
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
 from megatron_bapo.rollout.engine import Engine
+from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
-from megatron_bapo.rollout.tokenization import TokenizedPrompt
-from tests.e2e.test_engine import DENSE, VOCABULARY, Running, running_engine
+from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer
+from tests.e2e.test_engine import DENSE, END, VOCABULARY, Running, running_engine, save_tokenizer
 from tests.tolerances import ENGINE_LOG_PROB
 
 GROUPS_PER_BATCH = 4
@@ -100,14 +103,22 @@ def decode(token_ids: np.ndarray) -> str:
     return "".join(VOCABULARY[token] for token in token_ids if 0 < token < len(VOCABULARY))
 
 
-def trained(run: Running, weights: Weights, num_steps: int, *, greedy: bool, **values: Any) -> list[ScoredGroups]:
+def trained(
+    run: Running,
+    weights: Weights,
+    num_steps: int,
+    *,
+    greedy: bool,
+    environment: FunctionEnvironment | None = None,
+    **values: Any,
+) -> list[ScoredGroups]:
     """`num_steps` batches, with other weights after each; the first pair of weights is the same in every call."""
     settings = RolloutConfig.model_validate({"n": 2, "max_response_length": 60} | values)
 
     async def main() -> list[ScoredGroups]:
         prompts, router = tokenized(40), Router()
         stream = PromptStream([p.prompt for p in prompts.values()], seed=0, shuffle=False)
-        given = Surroundings(stream, prompts, router, score, decode, lambda reason: None)
+        given = Surroundings(stream, prompts, router, score, decode, lambda reason: None, environment)
         producer = Producer(settings, GROUPS_PER_BATCH, 7, given)
         router.add("engine 0", GreedyEngine(run.engine) if greedy else run.engine, KV_TOKENS)
         batches = []
@@ -120,6 +131,8 @@ def trained(run: Running, weights: Weights, num_steps: int, *, greedy: bool, **v
             batches.append(await producer.take())
             await refresh((step + 1) % 2)
         await producer.close()
+        if environment is not None:
+            environment.close()
         return batches
 
     return run.wait_for(main())
@@ -165,6 +178,53 @@ def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(run,
         assert start == len(sequence)
     assert num_mixed > 0
     assert scalars(batches[-1].metrics)["rollout/staleness/max"] <= 3
+
+
+GUESSES = """
+async def reply(messages, data_source, ground_truth, extra_info=None):
+    return f"No, not {len(messages[-1]['content'])}." if len(messages) < 5 else None
+"""
+
+
+def test_with_an_environment_the_mask_is_exact_and_each_sampled_log_prob_knows_the_replies(
+    run, weights, tmp_path, monkeypatch
+):
+    (tmp_path / "rollouts_test_environment.py").write_text(GUESSES)
+    monkeypatch.syspath_prepend(tmp_path)
+    save_tokenizer(tmp_path)
+    environment = FunctionEnvironment(
+        EnvironmentConfig(type="function", function="rollouts_test_environment:reply"),
+        DataConfig.model_validate({"train": {"path": "unused.jsonl"}, "chat_template": False}),
+        load_tokenizer(tmp_path),
+    )
+    batches = trained(
+        run, weights, 4, mode="async", max_staleness=3, greedy=False, on_refresh="abort_and_resume",
+        max_response_length=150, partial_rollout={"token_budget": 40}, environment=environment,
+    )  # fmt: skip
+    num_replies = num_mixed = 0
+    for trajectory in answers(batches, lambda t: t):
+        replies = [turn["content"] for turn in trajectory.turns if turn["role"] == "tool"]
+        num_replies += len(replies)
+        num_mixed += bool(replies) and len(trajectory.version_spans) > 1
+        assert len(replies) <= 2
+        mask = np.ones(len(trajectory.response_token_ids), bool)
+        tokens = trajectory.response_token_ids.tolist()
+        start = 0
+        for said in replies:
+            start = tokens.index(END, start) + 1
+            assert decode(trajectory.response_token_ids[start : start + len(said)]) == said
+            mask[start : start + len(said)] = False
+            start += len(said)
+        np.testing.assert_array_equal(trajectory.sampled_positions, np.flatnonzero(mask))
+        assert mask[-1]
+        sequence = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
+        positions = len(trajectory.prompt_token_ids) + trajectory.sampled_positions - 1
+        versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
+        scores = {version: log_probs(weights.models[version], sequence) for version in set(versions)}
+        expected = [scores[version][position] for version, position in zip(versions, positions, strict=True)]
+        np.testing.assert_allclose(trajectory.behaviour_log_probs, expected, atol=ENGINE_LOG_PROB, rtol=0)
+    assert num_replies > 5
+    assert num_mixed > 0
 
 
 def log_probs(model: PreTrainedModel, token_ids: np.ndarray) -> np.ndarray:
