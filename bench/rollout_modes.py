@@ -1,19 +1,27 @@
 """Time to train: asynchronous and partial rollouts against synchronous ones, real and simulated.
 
-python -m bench.rollout_modes            # three runs of a small model whose answers end by chance, then 32B on paper
+python -m bench.rollout_modes            # real runs on two cores, then 32B on paper: 5 minutes
 python -m bench.rollout_modes --on-paper
+python -m bench.rollout_modes --runs DIR # keep the run directories
 
-The real engine and the real trainer have a core each. The simulator is calibrated from synchronous runs alone,
-and its prediction of the others is compared with what they took.
+Engine, scheduler and trainer are the real ones. The model is untrained and learns next to nothing, so after each token
+its answer ends by chance, with the chance of one token of its vocabulary: lengths are geometric, no length is forced,
+and the longest of a batch is four times as long as the mean. The limit cuts off one answer in a hundred.
+
+The simulator is calibrated from two synchronous runs, and says how long the other modes will take before they run.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+import psutil
 
 from bench.report import report
 from megatron_bapo.config.loading import load_config
@@ -21,17 +29,19 @@ from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import planned_workload, recorded_workload
+from megatron_bapo.rollout.calibration import planned_workload, recorded_run, recorded_workload
 from megatron_bapo.rollout.simulation import best, candidates, simulate
 
-NUM_STEPS = 13
+NUM_STEPS = 10
 NUM_FIRST_STEPS = 3
 """Not counted: they warm up, and fill the pipeline of `async`."""
+NUM_SIMULATED_STEPS = 60
+"""Enough for the lengths that are drawn to matter little."""
 CONFIG = f"""
 model:
   dtype: float32
   create: {{num_hidden_layers: 2, hidden_size: 64, intermediate_size: 128, num_attention_heads: 2,
-           num_key_value_heads: 2, head_dim: 32, max_position_embeddings: 1024}}
+           num_key_value_heads: 2, head_dim: 32, max_position_embeddings: 2048}}
 data:
   chat_template: false
   max_prompt_length: 24
@@ -39,28 +49,32 @@ data:
     reasoning_gym: {{chain_sum: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}}}
     size: 60
 reward: {{type: reasoning_gym}}
-rollout: {{n: 4, max_response_length: 768}}
+rollout: {{n: 4, max_response_length: 1536}}
 trainer: {{total_steps: {NUM_STEPS}, train_batch_size: 32, ppo_mini_batch_size: 16, ppo_epochs: 4,
           max_tokens_per_gpu: 2048}}
 optimizer: {{lr: 1.0e-6}}
 evaluation: {{every_steps: 0}}
 checkpoint: {{every_steps: 1000}}
+logging: {{tensorboard: false}}
 """
-MODES = {
+SYNCHRONOUS = {
     "sync": (),
-    "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_refresh=abort_and_resume"),
-    "partial": (
-        *("rollout.partial_rollout.token_budget=96", "rollout.partial_rollout.over_sampling=1.5"),
-        "rollout.max_staleness=4",
+    "sync, larger batches": (
+        *("trainer.train_batch_size=96", "trainer.ppo_mini_batch_size=96", "trainer.ppo_epochs=1"),
+        "trainer.total_steps=5",
     ),
 }
-LARGER = (
-    "trainer.train_batch_size=96",
-    "trainer.ppo_mini_batch_size=96",
-    "trainer.ppo_epochs=1",
-    "trainer.total_steps=7",
-)
-"""Another synchronous run, for the calibration alone: larger batches tell what a token costs."""
+"""What the simulator is calibrated from; the second is for that alone, with as many answers at a time as `async` has."""
+OTHERS = {
+    "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_refresh=abort_and_resume"),
+    "partial": (
+        *("rollout.partial_rollout.token_budget=192", "rollout.partial_rollout.over_sampling=1.5"),
+        "rollout.max_staleness=4",
+    ),
+    "async, partial": (
+        *("rollout.mode=async", "rollout.max_staleness=2", "rollout.partial_rollout.token_budget=192"),
+    ),
+}
 RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"
 ON_PAPER = ("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=128", "rollout.gpu_memory_utilization=0.85")
@@ -68,35 +82,46 @@ MEAN_RESPONSE, SIGMA = 16_384, 1.0
 """Of answers of up to 64k tokens: a long tail."""
 
 
-def _trained(folder: Path, name: str, overrides: Sequence[str]) -> list[float]:
-    """Seconds of each step of a real run."""
-    run_dir, config = folder / name, folder / "config.yaml"
+def trained(folder: Path, name: str, overrides: Sequence[str]) -> Path:
+    """The directory of a real run."""
+    run_dir, config = folder / name.replace(", ", "-").replace(" ", "-"), folder / "config.yaml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "megatron_bapo", "train", str(config), f"run_dir={run_dir}", *overrides]
     subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=subprocess.DEVNULL, cwd=folder)
+    return run_dir
+
+
+def step_s(run_dir: Path) -> float:
+    """Mean seconds of a step, the first ones left out."""
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
-    return [row["metrics"]["timing_s/step"] for row in rows]
+    seconds = [row["metrics"]["timing_s/step"] for row in rows if row["step"] > NUM_FIRST_STEPS]
+    return sum(seconds) / len(seconds)
 
 
-def compare(folder: Path, measured: dict[str, list[float]]) -> tuple[list[tuple[object, ...]], dict[str, float]]:
-    """Measured seconds beside those that the simulator predicts, calibrated from synchronous runs; and their ratios."""
-    _, workload = recorded_workload(folder / "sync", folder / "larger")
-    rows, ratios = [], {}
-    num = len(measured["sync"]) - NUM_FIRST_STEPS
-    sync_s = sum(measured["sync"][NUM_FIRST_STEPS:])
-    for name, steps in measured.items():
-        settings = load_config(folder / name / "config.yaml", []).rollout
-        seconds = sum(steps[NUM_FIRST_STEPS:])
-        predicted = simulate(settings, workload, num_steps=num, num_first_steps=NUM_FIRST_STEPS).seconds
-        rows.append((f"real, {name}", num, seconds, predicted, f"{predicted / seconds - 1:+.1%}", seconds / sync_s))
-        ratios[f"prediction_{name}_to_measured"] = round(predicted / seconds, 3)
+def on_two_cores(folder: Path) -> tuple[list[tuple[object, ...]], dict[str, float]]:
+    """Predicted and measured seconds of a step in every mode, and their ratios.
+
+    Each mode is predicted before it runs, from the synchronous runs alone.
+    """
+    calibration = [recorded_run(trained(folder, name, overrides)) for name, overrides in SYNCHRONOUS.items()]
+    workload, _ = recorded_workload(*calibration)
+    rows, ratios, sync_s = [], {}, 0.0
+    for name, overrides in {"sync": (), **OTHERS}.items():
+        settings = load_config(folder / "config.yaml", overrides).rollout
+        predicted = simulate(settings, workload, num_steps=NUM_SIMULATED_STEPS, num_first_steps=NUM_FIRST_STEPS)
+        predicted_s = predicted.seconds / NUM_SIMULATED_STEPS
+        print(f"{name}: {predicted_s:.2f} s a step predicted", flush=True)
+        measured_s = step_s(calibration[0].folder if name == "sync" else trained(folder, name, overrides))
+        sync_s = sync_s or measured_s
+        rows.append((f"2 cores, {name}", measured_s, predicted_s, measured_s / sync_s))
+        ratios[f"{_key(name)}_predicted_to_measured"] = round(predicted_s / measured_s, 3)
         if name != "sync":
-            ratios[f"time_{name}_to_sync"] = round(seconds / sync_s, 3)
+            ratios[f"{_key(name)}_to_sync"] = round(measured_s / sync_s, 3)
     return rows, ratios
 
 
 def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
-    """32B with 64k answers on H100, engines apart from the trainer: seconds of 8 steps."""
+    """32B with 64k answers on H100, engines apart from the trainer: seconds of a step."""
     config = load_config(RECIPE, ON_PAPER)
     architecture, _ = architecture_of(config.model)
     plan = Plan(config, architecture, "H100", "separate", Assumptions())
@@ -107,26 +132,33 @@ def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
     }
     sync_s, chosen = results["sync"].seconds, best(results)
     rows = [
-        (f"32B, {name}", r.num_steps, "", r.seconds, "best" * (name == chosen), r.seconds / sync_s)
+        (f"32B, {name}" + ", the best" * (name == chosen), "", r.seconds / r.num_steps, r.seconds / sync_s)
         for name, r in results.items()
     ]
-    ratios = {
-        f"32b_{name.replace(', ', '_').replace(' ', '_')}_to_sync": r.seconds / sync_s for name, r in results.items()
+    return rows, {
+        f"32b_{_key(name)}_to_sync": round(r.seconds / sync_s, 3) for name, r in results.items() if name != "sync"
     }
-    return rows, {name: round(ratio, 3) for name, ratio in ratios.items() if name != "32b_sync_to_sync"}
+
+
+def _key(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on-paper", action="store_true", help="simulate 32B alone")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the run directories")
+    arguments = parser.parse_args()
+    figures = {"others_cpu_percent_at_start": psutil.cpu_percent(2.0)}
     rows, ratios = on_paper()
-    if "--on-paper" not in sys.argv[1:]:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            _trained(folder, "larger", LARGER)
-            real_rows, real_ratios = compare(folder, {name: _trained(folder, name, MODES[name]) for name in MODES})
+    if not arguments.on_paper:
+        with ExitStack() as stack:
+            folder = arguments.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder.mkdir(parents=True, exist_ok=True)
+            real_rows, real_ratios = on_two_cores(folder.absolute())
         rows, ratios = real_rows + rows, real_ratios | ratios
-    figures = {f"{row[0]} s".replace(" ", "_").replace(",", ""): round(float(row[2] or row[3]), 2) for row in rows}
-    columns = ("run", "steps", "measured s", "simulated s", "", "time to sync")
-    report("rollout_modes", columns, rows, ratios=ratios, figures=figures)
+    figures |= {f"{_key(str(row[0]))}_s": round(float(row[1] or row[2]), 2) for row in rows}
+    report("rollout_modes", ("run", "s/step", "simulated", "to sync"), rows, ratios=ratios, figures=figures)
 
 
 if __name__ == "__main__":

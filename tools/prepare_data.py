@@ -11,7 +11,8 @@ words in a row with a prompt there (runs that more than a tenth of its prompts s
 than --max-prompt-length tokens in the tokenizer's chat template. Writes verl's columns as Parquet or, by the name,
 JSON lines; the file appears when it is whole and has been read again.
 
-Exit codes: 0 done, 1 --check found rows to leave out, or the disk did not keep what was written, 2 the input is wrong.
+Exit codes: 0 done, 1 --check found rows to leave out, or the disk did not keep what was written, 2 the input is wrong,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.data.contamination import NGRAM, EvaluationPrompts, index_evaluation_prompts
 from megatron_bapo.data.preparation import REASONS, Prepared, prepare, read_evaluation_prompts, write_prompts
-from megatron_bapo.errors import RunError, UserError
 
 
 def parse() -> argparse.Namespace:
@@ -105,12 +106,9 @@ def _sources(paths: list[Path], prompt_key: str, label_key: str | None) -> list[
 
 
 def main() -> int:
-    arguments, console = parse(), Console()
-    try:
-        return _main(arguments, console)
-    except (UserError, RunError) as error:
-        Console(stderr=arguments.json).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2 if isinstance(error, UserError) else 1
+    arguments = parse()
+    console = Console(stderr=arguments.json)
+    return exit_code(lambda: _main(arguments, console), console, after_stop="nothing was written")
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num
 python tools/simulate_rollouts.py runs/small --and-run runs/large   # calibrated from synchronous runs' metrics
 
 The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
-the time that `plan` estimates, with the engines on GPUs of their own in every mode; of a run directory, the time that
-its steps took.
+the time that `plan` estimates, with the engines on GPUs of their own in every mode. Of a run directory, it is what its
+requests.jsonl and metrics.jsonl say that steps of the engine and updates take, and how many of the machine's cores they
+keep busy: where both work at the same time and ask for more than there are, both become slower. What the run cannot
+tell, or was not busy enough to tell, is named.
 
-Exit codes: 0 done, 2 the input is wrong.
+Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from rich.table import Table
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.errors import UserError
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import planned_workload, recorded_workload
+from megatron_bapo.rollout.calibration import doubts_of, planned_workload, recorded_run, recorded_workload
+from megatron_bapo.rollout.engine_costs import EngineCosts
 from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
 
 
@@ -37,7 +41,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
     parser.add_argument(
         "--and-run", type=Path, action="append", default=[], metavar="RUN_DIR",
-        help="with a run directory: another synchronous run there with another batch size, for the cost of a token",
+        help="with a run directory: another synchronous run there with another batch size, for an engine's costs",
     )  # fmt: skip
     parser.add_argument("--gpu", choices=[*GPUS], default="H100")
     parser.add_argument("--mean-response", type=float, help="tokens; by default a quarter of the longest answer")
@@ -52,17 +56,18 @@ def parsed() -> argparse.Namespace:
     return arguments
 
 
-def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload]:
+def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload, EngineCosts | None]:
+    """The settings to start from, what does not depend on them, and of a recorded run how well that is known."""
     if arguments.source.is_dir():
         if arguments.overrides:
             raise UserError("a recorded run has its own configuration; leave out key=value")
-        config, workload = recorded_workload(arguments.source, *arguments.and_run)
-        return config.rollout, workload
+        run, *others = map(recorded_run, [arguments.source, *arguments.and_run])
+        return run.config.rollout, *recorded_workload(run, *others)
     config = load_config(arguments.source, arguments.overrides)
     architecture, _ = architecture_of(config.model)
     plan = Plan(config, architecture, arguments.gpu, "separate", Assumptions())
     mean = arguments.mean_response or config.rollout.max_response_length / 4
-    return config.rollout, planned_workload(plan, mean_response=mean, sigma=arguments.sigma)
+    return config.rollout, planned_workload(plan, mean_response=mean, sigma=arguments.sigma), None
 
 
 def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
@@ -92,21 +97,25 @@ def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
 
 
 def main() -> int:
-    arguments, console = parsed(), Console(width=130)
-    try:
-        settings, workload = workload_of(arguments)
-    except UserError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        return 2
+    arguments = parsed()
+    console = Console(width=130, stderr=arguments.json)
+    return exit_code(lambda: _main(arguments, console), console, after_stop="nothing was written")
+
+
+def _main(arguments: argparse.Namespace, console: Console) -> int:
+    settings, workload, costs = workload_of(arguments)
     results = {
         name: simulate(each, workload, num_steps=arguments.steps, num_first_steps=each.max_staleness + 1)
         for name, each in candidates(settings).items()
     }
-    fastest = best(results)
+    fastest, doubts = best(results), [] if costs is None else doubts_of(costs, results)
     if arguments.json:
-        print(json.dumps({"best": fastest, "settings": {name: each.as_data() for name, each in results.items()}}))
+        data = {name: each.as_data() for name, each in results.items()}
+        print(json.dumps({"best": fastest, "doubts": doubts, "settings": data}))
         return 0
     console.print(table(results, workload))
+    for doubt in doubts:
+        console.print(f"doubtful: {doubt}", highlight=False, soft_wrap=True)
     console.print(f"best: {fastest} (the least stale within 2% of the fastest)", highlight=False)
     return 0
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Ray reads both when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop.
-os.environ.update(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0")
+# Ray reads them when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop; the
+# third keeps it from having actors stand back behind the trainer (Ray's default niceness is 15).
+os.environ.update(RAY_AUTH_MODE="token", RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0", RAY_worker_niceness="0")
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError

@@ -17,6 +17,7 @@ from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.data.rollout_files import RolloutHeader, read_header, rollout_files, write_rollouts
+from megatron_bapo.metrics.sinks import truncate_after
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -54,6 +55,7 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
     """The batches that are missing, until an interrupt asks to stop."""
     vocab_size, files = len(load_tokenizer(config.model_path)), rollout_files(directory.rollouts)
     done, start = max(files, default=0), time.monotonic()
+    truncate_after(directory.requests, done)
     display.phase("starting Ray and the engines")
     with closing(WeightStore.create()) as store, rollout_plane(config, directory, store):
         client = RolloutClient(config)

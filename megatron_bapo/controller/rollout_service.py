@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts,
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
+from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.values import Last
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import Sampling, ScoredGroups, SetAside, grow, growing_group
 from megatron_bapo.rollout.health import EngineHealth
-from megatron_bapo.rollout.messages import SequenceScore
+from megatron_bapo.rollout.messages import AnsweredRequest, SequenceScore
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.scoring import score_group
@@ -46,12 +48,14 @@ class RolloutService:
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
         tokenized = tokenize(prompts.train, self._tokenizer, config.data)
         self._tokenized = {prompt.prompt.prompt_id: prompt for prompt in tokenized}
+        self._cpu_s = family_cpu_s()
+        """When the last batch was handed out."""
         self._stream = prompt_stream(config, prompts.train)
         self._scorer = Scorer(config.reward)
         self._environment = None
         if config.environment is not None:
             self._environment = FunctionEnvironment(config.environment, config.data, self._tokenizer)
-        self._router = Router(on_lost=lambda name, reason: self._health.on_lost(name, reason))
+        self._router = Router(lambda name, reason: self._health.on_lost(name, reason), self._record)
         self._producer = Producer(
             config.rollout,
             config.prompts_per_step,
@@ -107,6 +111,8 @@ class RolloutService:
         loop = asyncio.get_running_loop()
         start = loop.time()
         scored = await self._producer.take()
+        cpu_s, self._cpu_s = self._cpu_s, family_cpu_s()
+        scored.metrics["perf/cpu_s/rollouts"] = Last(self._cpu_s - cpu_s)
         scored.metrics["rollout/engine_restarts"] = Last(self._health.num_restarts)
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
@@ -189,6 +195,10 @@ class RolloutService:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def _record(self, answered: AnsweredRequest) -> None:
+        with self._directory.requests.open("a") as file:
+            file.write(json.dumps({"step": self._producer.num_batches + 1} | asdict(answered)) + "\n")
 
     def _set_aside(self, reason: SetAside) -> None:
         row = {"prompt_id": reason.prompt_id, "failures": reason.failures}

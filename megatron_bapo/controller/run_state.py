@@ -82,6 +82,11 @@ class RunDirectory:
         return self.root / "set_aside.jsonl"
 
     @property
+    def requests(self) -> Path:
+        """When engines served which request."""
+        return self.root / "requests.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -35,6 +35,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
+from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
@@ -119,8 +120,11 @@ def train(run: Run) -> None:
         with timer.phase("step"):
             scored = take_groups(run, timer)
             run.turns.to_trainer()
+            start_cpu_s = family_cpu_s() if run.recorder else 0.0
             with timer.phase("update"):
                 metrics, updates, tokens = update_on(run, scored)
+            if run.recorder is not None:
+                metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
             with timer.phase("weight_sync"):
                 metrics |= refresh(run)
             run.state.step = step

@@ -59,6 +59,21 @@ class SequenceScore:
     """float32 [S - 1], of each token but the first given those before it, at temperature 1, in nats."""
 
 
+@dataclass(frozen=True)
+class AnsweredRequest:
+    """One request as it was served, for the record; seconds of the scheduler's clock."""
+
+    order: int
+    """Of its prompt; below 0 for held-out prompts."""
+    engine: str
+    sent_s: float
+    answered_s: float
+    num_prompt_tokens: int
+    """Those of an answer that is continued included."""
+    num_tokens: tuple[int, ...]
+    """That were generated for each answer."""
+
+
 class GenerationEngine(Protocol):
     """What the scheduler needs of an engine, real or modelled. A call raises EngineLost when there is none any more."""
 

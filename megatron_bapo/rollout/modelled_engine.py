@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest, SegmentEnd
+from megatron_bapo.rollout.shared_cores import SharedCores
 
 PROMPT_TOKEN = -1
 """What prompts consist of; a request whose last token is another one continues an answer."""
@@ -30,10 +32,14 @@ class EngineModel:
     decode: DecodeCost
     prefill_s: float
     """Of one token of a prompt, or of an answer that is continued."""
+    sequence_s: float
+    """Of taking in one more answer, however long its prompt is."""
     kv_tokens: int
     max_num_seqs: int
     load_s: float
     """In which new weights arrive."""
+    num_cores: float = 0.0
+    """That it keeps busy while it generates, of those that it shares with the trainer."""
 
 
 @dataclass
@@ -65,10 +71,11 @@ class _Sequence:
 class ModelledEngine:
     """Runs as many sequences as fit; all of them grow by one token in each step."""
 
-    def __init__(self, name: str, model: EngineModel, lengths: np.ndarray) -> None:
+    def __init__(self, name: str, model: EngineModel, lengths: np.ndarray, cores: SharedCores | None = None) -> None:
         """`lengths`: answers' lengths, each as likely as any other; a request's seed picks one."""
         self.name = name
         self._model = model
+        self._cores = cores or SharedCores(math.inf)
         self._lengths = lengths
         self._version = 0
         self._step = 0
@@ -125,42 +132,42 @@ class ModelledEngine:
         return is_room or not self._running
 
     async def _decode_all(self) -> None:
+        with self._cores.busy(self._model.num_cores):
+            await self._decode_what_is_there()
+
+    async def _decode_what_is_there(self) -> None:
         loop = asyncio.get_running_loop()
         while self._running or self._waiting:
-            start, prefill_s = loop.time(), self._admit()
+            start, reading_s = loop.time(), self._admit()
             planned = self._steps_to_next_event()
             num, tokens = len(self._running), self._held
 
-            def seconds(steps: int, num: int = num, tokens: int = tokens, prefill_s: float = prefill_s) -> float:
-                return prefill_s + self._model.decode.seconds(steps, num, tokens)
+            def seconds(steps: int, num: int = num, tokens: int = tokens, reading_s: float = reading_s) -> float:
+                return reading_s + self._model.decode.seconds(steps, num, tokens)
 
             self._disturbed.clear()
-            try:
-                async with asyncio.timeout(seconds(planned)):
-                    await self._disturbed.wait()
-            except TimeoutError:
-                steps = planned
-            else:
+            done_s, steps = await self._cores.work_until(self._disturbed, seconds(planned)), planned
+            if done_s < seconds(planned):
                 # The step that is under way is finished first.
-                elapsed = loop.time() - start
-                steps = min(planned, bisect_left(range(1, planned + 1), elapsed, key=seconds) + 1)
-                await asyncio.sleep(max(0.0, seconds(steps) - elapsed))
+                steps = min(planned, bisect_left(range(1, planned + 1), done_s, key=seconds) + 1)
+                await self._cores.work(seconds(steps) - done_s)
             self._advance(steps)
             self.busy_s += loop.time() - start
             self.sequence_s += num * (loop.time() - start)
             self._let_go()
 
     def _admit(self) -> float:
-        """Start what fits, in order of arrival; the seconds of reading its prompts."""
-        num_read = 0
+        """Start what fits, in order of arrival; the seconds of taking it in and reading its prompts."""
+        num_read = num_taken = 0
         while self._waiting and self._fits(self._waiting[0]):
             sequence = self._waiting.popleft()
             tokens = sequence.num_context + sequence.num_done
             self._held += tokens
             num_read += tokens
+            num_taken += 1
             sequence.end = self._step + sequence.num_new - sequence.num_done
             heapq.heappush(self._running, sequence)
-        return num_read * self._model.prefill_s
+        return num_read * self._model.prefill_s + num_taken * self._model.sequence_s
 
     def _steps_to_next_event(self) -> int:
         """Until a sequence is finished, or there is no room for another step."""

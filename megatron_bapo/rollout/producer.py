@@ -96,6 +96,11 @@ class Producer:
         self._begun = False
         self._reset_counts()
 
+    @property
+    def num_batches(self) -> int:
+        """That were handed out."""
+        return self._num_batches
+
     async def take(self) -> ScoredGroups:
         """The next batch.
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest
+from megatron_bapo.rollout.messages import (
+    AnsweredRequest,
+    EngineLost,
+    Generated,
+    GenerationEngine,
+    GenerationRequest,
+)
 
 
 @dataclass
@@ -40,12 +46,19 @@ class _Waiting:
 class Router:
     """Holds the engines that serve. They come and go; requests wait while there is none."""
 
-    def __init__(self, on_lost: Callable[[str, str], None] | None = None) -> None:
-        """`on_lost(name, reason)` is told of each engine that was taken out because it failed."""
+    def __init__(
+        self,
+        on_lost: Callable[[str, str], None] | None = None,
+        on_answered: Callable[[AnsweredRequest], None] | None = None,
+    ) -> None:
+        """`on_lost(name, reason)` is told of each engine that was taken out because it failed, `on_answered` of each
+        request that was served, whole or not.
+        """
         self._slots: dict[str, _Slot] = {}
         self._waiting: list[_Waiting] = []
         self._arrivals = count()
         self._on_lost = on_lost
+        self._on_answered = on_answered
         self._paused = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -84,6 +97,7 @@ class Router:
         """
         tokens = self._expected_tokens(request)
         slot = await self._acquire(request.request_id, tokens, order, prefer)
+        sent_s = asyncio.get_running_loop().time()
         try:
             generated = await _or_lost(slot, request)
         except EngineLost as error:
@@ -92,6 +106,8 @@ class Router:
             raise
         finally:
             self._release(slot, request.request_id, tokens)
+        if self._on_answered is not None:
+            self._on_answered(_answered(request, generated, order, slot.name, sent_s))
         for completion in generated.completions:
             if completion.finish_reason != "abort":
                 self._num_answers += 1
@@ -177,6 +193,19 @@ class Router:
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
         self._dispatch()
+
+
+def _answered(
+    request: GenerationRequest, generated: Generated, order: int, engine: str, sent_s: float
+) -> AnsweredRequest:
+    return AnsweredRequest(
+        order=order,
+        engine=engine,
+        sent_s=sent_s,
+        answered_s=asyncio.get_running_loop().time(),
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_tokens=tuple(len(completion.token_ids) for completion in generated.completions),
+    )
 
 
 async def _or_lost(slot: _Slot, request: GenerationRequest) -> Generated:

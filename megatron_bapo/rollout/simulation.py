@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.shared_cores import SharedCores
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 
@@ -43,6 +45,12 @@ class Workload:
     """Answers' lengths in tokens, each as likely as any other."""
     train_s: float
     """Of all updates on one rollout batch."""
+    score_s: float = 0.0
+    """Between a group's last token and its rewards."""
+    num_cores: float = math.inf
+    """Of the machine that engines and trainer share; infinitely many where they have machines of their own."""
+    trainer_cores: float = 0.0
+    """Of them, those that updates keep busy."""
 
     def coarse(self, grain: int) -> Workload:
         """The same, where one token stands for `grain`."""
@@ -189,12 +197,14 @@ class _Run:
 
     async def train(self, num_steps: int, num_first_steps: int) -> Simulated:
         loop, work = asyncio.get_running_loop(), self._workload
-        engines = [ModelledEngine(f"engine {i}", work.engine, work.lengths) for i in range(work.num_engines)]
+        cores = SharedCores(work.num_cores)
+        engines = [ModelledEngine(f"engine {i}", work.engine, work.lengths, cores) for i in range(work.num_engines)]
         producer = self._producer(engines)
         steps: list[_Step] = []
         for _ in range(num_first_steps + num_steps):
             scored = await producer.take()
-            await asyncio.sleep(work.train_s)
+            with cores.busy(work.trainer_cores):
+                await cores.work(work.train_s)
             await self._refresh(producer, engines)
             steps.append(_step(loop.time(), scored, engines))
         await producer.close()
@@ -211,9 +221,15 @@ class _Run:
         ]
         stream = PromptStream([prompt.prompt for prompt in prompts], seed=self._seed, shuffle=False)
         given = Surroundings(
-            stream, {prompt.prompt.prompt_id: prompt for prompt in prompts}, router, _scored, _decode, _no_failure
+            stream, {prompt.prompt.prompt_id: prompt for prompt in prompts}, router, self._scored, _decode, _no_failure
         )
         return Producer(self._settings, work.groups_per_batch, self._seed, given)
+
+    async def _scored(self, group: Group) -> ScoredGroups:
+        """With rewards that differ."""
+        await asyncio.sleep(self._workload.score_s)
+        trajectories = tuple(replace(t, reward=float(i)) for i, t in enumerate(group.trajectories))
+        return ScoredGroups([Group(group.prompt, trajectories)], 0)
 
     async def _refresh(self, producer: Producer, engines: list[ModelledEngine]) -> None:
         self._version += 1
@@ -222,12 +238,6 @@ class _Run:
             await asyncio.gather(*(engine.load_weights(self._version) for engine in engines))
 
         await producer.refresh(self._version, load)
-
-
-async def _scored(group: Group) -> ScoredGroups:
-    """At once, and with rewards that differ."""
-    trajectories = tuple(replace(t, reward=float(i)) for i, t in enumerate(group.trajectories))
-    return ScoredGroups([Group(group.prompt, trajectories)], 0)
 
 
 def _decode(token_ids: np.ndarray) -> str:

@@ -10,8 +10,8 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import planned_workload, recorded_workload
-from megatron_bapo.rollout.simulation import simulate
+from megatron_bapo.rollout.calibration import doubts_of, planned_workload, recorded_run, recorded_workload
+from megatron_bapo.rollout.simulation import candidates, simulate
 
 RECIPE = Path(__file__).parents[3] / "configs" / "recipes" / "paper_32b_64k.yaml"
 RUN = {
@@ -26,84 +26,110 @@ RUN = {
     "rollout": {"n": 4, "max_response_length": 256},
     "trainer": {"total_steps": 9, "train_batch_size": 32, "ppo_mini_batch_size": 16, "max_tokens_per_gpu": 512},
 }  # fmt: skip
-FIXED_S, PER_SEQUENCE_S, TRAIN_S, SYNC_S = 0.01, 0.001, 2.0, 0.25
+STEP_S, ANSWER_STEP_S, ANSWER_S, SCORE_S, TRAIN_S, SYNC_S = 0.01, 0.001, 0.002, 0.1, 2.0, 0.25
 
 
-def recorded(folder: Path, **rollout: object) -> Path:
-    """A run whose generation takes a fixed time a step and another one a token."""
+def recorded(folder: Path, *, num: int = 32, num_steps: int = 20, alike: bool = False, **rollout: object) -> Path:
+    """A synchronous run on an engine with these costs, in the files that a run writes.
+
+    `alike`: all answers are equally long.
+    """
+    folder.mkdir(exist_ok=True)
     config = RUN | {"run_dir": str(folder), "rollout": RUN["rollout"] | rollout}
+    config["trainer"] = RUN["trainer"] | {"train_batch_size": num}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    rng, rows = np.random.default_rng(0), []
-    for step in range(1, 40):
-        lengths = np.minimum(255, np.rint(np.exp(rng.normal(3.5, 0.6, 32))))
-        generate = FIXED_S * lengths.max() + PER_SEQUENCE_S * lengths.sum()
+    rng, rows, requests, start = np.random.default_rng(0), [], [], 50.0
+    for step in range(1, num_steps + 1):
+        lengths = np.minimum(255, np.rint(np.exp(rng.normal(3.5, 0.6, (num // 4, 4))))).astype(int)
+        lengths = np.full_like(lengths, 40) if alike else lengths
+        ends = [
+            ANSWER_S * num + STEP_S * longest + ANSWER_STEP_S * np.minimum(lengths, longest).sum()
+            for longest in lengths.max(1)
+        ]
         late = 100.0 * (step == 1)  # the first step warms up
+        requests += [
+            {
+                "step": step, "order": order, "engine": "engine 0", "sent_s": start, "answered_s": start + end + late,
+                "num_prompt_tokens": 12, "num_tokens": lengths[order].tolist(),
+            }
+            for order, end in enumerate(ends)
+        ]  # fmt: skip
+        generate = max(ends) + SCORE_S + late
         metrics = {
-            "response_length/mean": lengths.mean(),
-            "response_length/max": lengths.max(),
-            "response_length/clip_ratio": 0.0,
-            "perf/total_num_tokens": lengths.sum() + 32 * 12,
-            "timing_s/generate": generate + late,
+            "perf/cpu_s/rollouts": 1.5 * generate,
+            "perf/cpu_s/update": 1.25 * TRAIN_S,
+            "timing_s/generate": generate,
             "timing_s/weight_sync": SYNC_S,
-            "timing_s/step": generate + TRAIN_S + SYNC_S + late,
+            "timing_s/step": generate + TRAIN_S + SYNC_S,
         }
         rows.append({"step": step, "phase": "train", "time_s": 0.0, "metrics": metrics})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        start += 1000.0
+    held_out = requests[-1] | {"order": -1, "answered_s": 1e6}
+    for name, written in (("metrics", rows), ("requests", [*requests, held_out])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     return folder
 
 
 def test_what_a_run_was_recorded_with_is_found_again(tmp_path: Path):
-    config, workload = recorded_workload(recorded(tmp_path))
+    run = recorded_run(recorded(tmp_path))
 
-    assert workload.engine.decode.overhead == pytest.approx(FIXED_S)
-    assert workload.engine.decode.per_sequence == pytest.approx(PER_SEQUENCE_S)
+    workload, costs = recorded_workload(run)
+
+    assert workload.engine.decode.overhead == pytest.approx(STEP_S)
+    assert workload.engine.decode.per_sequence == pytest.approx(ANSWER_STEP_S)
+    assert (workload.engine.sequence_s, workload.score_s) == pytest.approx((ANSWER_S, SCORE_S))
     assert (workload.train_s, workload.engine.load_s) == pytest.approx((TRAIN_S, SYNC_S))
-    assert (workload.prompt_tokens, workload.groups_per_batch, config.rollout.n) == (12, 8, 4)
-
-
-def test_a_run_whose_longest_answers_are_all_alike_is_told_apart_by_one_with_other_batches(tmp_path: Path):
-    folders = [tmp_path / name for name in ("small", "large")]
-    for num, folder in zip((32, 96), folders, strict=True):
-        folder.mkdir()
-        recorded(folder)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for row in rows:
-            row["metrics"] |= {
-                "response_length/max": 256,
-                "timing_s/generate": FIXED_S * 256 + PER_SEQUENCE_S * num * row["metrics"]["response_length/mean"],
-            }
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = (folder / "config.yaml").read_text()
-        config = config.replace("train_batch_size: 32", f"train_batch_size: {num}")
-        (folder / "config.yaml").write_text(config)
-
-    _, workload = recorded_workload(*folders)
-
-    assert workload.engine.decode.overhead == pytest.approx(FIXED_S)
-    assert workload.engine.decode.per_sequence == pytest.approx(PER_SEQUENCE_S)
-    assert workload.groups_per_batch == 8
+    assert (workload.engine.num_cores, workload.trainer_cores) == pytest.approx((1.5, 1.25))
+    assert (workload.prompt_tokens, workload.groups_per_batch, len(workload.lengths)) == (12, 8, 19 * 32)
+    assert costs.unsure == []
 
 
 def test_a_simulated_sync_run_takes_as_long_as_the_recorded_one(tmp_path: Path):
-    config, workload = recorded_workload(recorded(tmp_path))
-    rows = [json.loads(line)["metrics"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]]
+    run = recorded_run(recorded(tmp_path))
 
-    simulated = simulate(config.rollout, workload, num_steps=len(rows))
+    simulated = simulate(run.config.rollout, recorded_workload(run)[0], num_steps=100)
 
-    assert simulated.seconds == pytest.approx(sum(row["timing_s/step"] for row in rows), rel=0.05)
+    assert simulated.seconds / 100 == pytest.approx(run.mean("timing_s/step"), rel=0.03)
+
+
+def test_answers_of_one_length_do_not_tell_costs_apart_and_another_batch_size_does(tmp_path: Path):
+    alike = recorded_run(recorded(tmp_path / "alike", alike=True))
+    larger = recorded_run(recorded(tmp_path / "larger", num=96))
+
+    (_, alone), (workload, together) = recorded_workload(alike), recorded_workload(alike, larger)
+
+    assert "does not tell apart" in doubts_of(alone, {})[0]
+    assert doubts_of(together, {}) == []
+    assert workload.engine.decode.overhead == pytest.approx(STEP_S)
+    assert workload.groups_per_batch == 8
+
+
+def test_settings_that_crowd_an_engine_more_than_the_run_did_are_named(tmp_path: Path):
+    run = recorded_run(recorded(tmp_path))
+    workload, costs = recorded_workload(run)
+    found = candidates(run.config.rollout)
+    results = {name: simulate(found[name], workload, num_steps=4) for name in ("sync", "async 8")}
+
+    (doubt,) = doubts_of(costs, results)
+
+    assert "the 32 of the recorded runs with: async 8;" in doubt
 
 
 def test_runs_that_cannot_tell_how_long_generation_takes_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="calibrate from a synchronous run"):
-        recorded_workload(recorded(tmp_path, mode="async"))
+        recorded_run(recorded(tmp_path, mode="async"))
 
 
 def test_a_short_run_is_refused(tmp_path: Path):
-    metrics = recorded(tmp_path) / "metrics.jsonl"
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
-
     with pytest.raises(UserError, match="has 2 steps after its first"):
-        recorded_workload(tmp_path)
+        recorded_run(recorded(tmp_path, num_steps=3))
+
+
+def test_a_run_without_its_requests_is_refused(tmp_path: Path):
+    (recorded(tmp_path) / "requests.jsonl").unlink()
+
+    with pytest.raises(UserError, match=r"requests\.jsonl is missing"):
+        recorded_run(tmp_path)
 
 
 def test_a_plan_gives_its_times_and_the_lengths_that_are_asked_for():

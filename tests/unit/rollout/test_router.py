@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import EngineLost, GenerationRequest
+from megatron_bapo.rollout.messages import AnsweredRequest, EngineLost, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 from tests.unit.rollout.modelled_engines import ModelledEngine
@@ -46,6 +46,19 @@ def test_the_engine_that_knows_the_prefix_is_preferred_until_it_is_full():
         return [answered(engine) for engine in fleet]
 
     assert run_in_virtual_time(main()) == [["c"], ["a", "b"]]
+
+
+def test_each_request_that_was_served_is_on_record_with_its_engine_and_its_time():
+    async def main() -> list[AnsweredRequest]:
+        found: list[AnsweredRequest] = []
+        router, (engine,) = Router(on_answered=found.append), engines(1)
+        router.add(engine.name, engine, 110)
+        await asyncio.gather(*(router.generate(request(name, max_tokens=50), order=i) for i, name in enumerate("ab")))
+        return found
+
+    first, second = run_in_virtual_time(main())
+    assert first == AnsweredRequest(0, "engine 0", 0.0, pytest.approx(0.5), 10, (50,))
+    assert (second.order, second.sent_s) == (1, pytest.approx(0.5))  # there was no room before
 
 
 def test_no_more_is_in_flight_than_the_cache_holds_and_the_oldest_waiting_prompt_goes_first():

@@ -9,7 +9,7 @@ from megatron_bapo.rollout.answer_lengths import lognormal_lengths
 from megatron_bapo.rollout.modelled_engine import EngineModel
 from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
 
-ENGINE = EngineModel(DecodeCost(1.0, 0.0, 0.0, 0.0), prefill_s=0.0, kv_tokens=10**6, max_num_seqs=100, load_s=5.0)
+ENGINE = EngineModel(DecodeCost(1.0, 0.0, 0.0, 0.0), prefill_s=0.0, sequence_s=0.0, kv_tokens=10**6, max_num_seqs=100, load_s=5.0)
 EQUAL = Workload(ENGINE, 1, 4, 10, np.array([20], np.int32), train_s=20.0)
 """Answers of 20 tokens in 20 s, updates of 20 s, 5 s for new weights."""
 TAILED = replace(EQUAL, lengths=lognormal_lengths(100.0, 1.0, 800), num_engines=2, train_s=100.0)
@@ -34,6 +34,18 @@ def test_async_hides_generation_behind_updates_of_the_same_length():
 
     assert result.seconds == pytest.approx(4 * (20 + 5))
     assert result.staleness_max == 1
+
+
+def test_on_cores_that_are_too_few_async_hides_nothing():
+    shared = replace(
+        EQUAL, num_cores=2.0, trainer_cores=2.0, engine=replace(ENGINE, num_cores=2.0), lengths=np.array([20], np.int32)
+    )
+    asynchronous = SETTINGS.model_copy(update={"mode": "async"})
+
+    sync, hidden = (simulate(each, shared, num_steps=4, num_first_steps=2) for each in (SETTINGS, asynchronous))
+
+    assert sync.seconds == pytest.approx(4 * (20 + 20 + 5))
+    assert hidden.seconds == pytest.approx(sync.seconds)
 
 
 def test_no_candidate_is_staler_than_it_may_be_and_all_train_the_same_number_of_groups():
