@@ -27,3 +27,9 @@ BF16_ENGINE_LOG_PROB = 0.1
 """bfloat16 log-probs of vLLM against another implementation, absolute: up to 0.09 was seen on a CPU."""
 FP8_ENGINE_LOG_PROB = 0.5
 """The same with vLLM's weights in FP8: 3 bits of mantissa round them to 6e-2 of their size, in each of three layers."""
+BF16_GRADIENT_ROUNDING = 0.02
+"""bfloat16 gradients of an output layer against float64 on the same rounded inputs, relative to the largest: logits,
+their gradient and the product of each chunk are each rounded to 8 bits (4e-3)."""
+FUSED_LOSS = 2e-6
+"""The objective's kernel in fp32 against float64, relative and absolute: a ratio of size 10 carries its log-ratio's
+rounding (2e-7), and the sum is one of 1e2 terms."""

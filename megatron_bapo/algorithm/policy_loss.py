@@ -96,17 +96,42 @@ def token_weights(
 
 
 def policy_loss(
-    log_probs_T: Tensor, entropy_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+    log_probs_T: Tensor,
+    entropy_T: Tensor,
+    tokens: LossTokens,
+    low: Tensor,
+    high: Tensor,
+    settings: AlgorithmConfig,
+    *,
+    fused: bool = False,
 ) -> Tensor:
     """-sum w c J + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d: J the objective, c the rollout correction.
 
     `log_probs_T` and `entropy_T` are the current policy's, in nats; `low` and `high` are 0-d. Dropped tokens are left
     out by selection, before the exponential, so that the gradient stays finite; beyond +-20 nats a log-ratio is clamped
-    and has no gradient.
+    and has no gradient. `fused` has a Triton kernel compute the objective.
     """
+    if fused:
+        from megatron_bapo.algorithm.policy_loss_kernel import fused_objective_loss  # Triton need not be installed
+
+        loss = fused_objective_loss(log_probs_T, tokens, low, high, settings)
+    else:
+        loss = _objective_loss(log_probs_T, tokens, low, high, settings)
+    if settings.kl_loss_coef or settings.entropy_coeff:
+        excluded_T = ~_counts(log_probs_T - tokens.behaviour_log_probs_T, tokens)
+        weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
+        if settings.kl_loss_coef:
+            loss = loss + settings.kl_loss_coef * _kl_loss(log_probs_T, tokens, weights_T, settings)
+        if settings.entropy_coeff:
+            loss = loss - settings.entropy_coeff * (weights_T * entropy_T.masked_fill(excluded_T, 0.0)).sum()
+    return loss
+
+
+def _objective_loss(
+    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     excluded_T = ~_counts(log_ratio_T, tokens)
-    weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
     value_T = OBJECTIVES[settings.objective](
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
         log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
@@ -117,12 +142,7 @@ def policy_loss(
     )
     if tokens.correction_T is not None:
         value_T = value_T * tokens.correction_T.masked_fill(excluded_T, 0.0)
-    loss = -(weights_T * value_T).sum()
-    if settings.kl_loss_coef:
-        loss = loss + settings.kl_loss_coef * _kl_loss(log_probs_T, tokens, weights_T, settings)
-    if settings.entropy_coeff:
-        loss = loss - settings.entropy_coeff * (weights_T * entropy_T.masked_fill(excluded_T, 0.0)).sum()
-    return loss
+    return -(tokens.weights_T.masked_fill(excluded_T, 0.0) * value_T).sum()
 
 
 @torch.no_grad()

@@ -63,6 +63,13 @@ def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
                 f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM multiplies FP8 blocks "
                 "on GPUs only; leave it out"
             )
+        if not rollout.enforce_eager:
+            yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; leave it out"
+        if config.logging.memory_snapshot_step is not None:
+            yield (
+                f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "
+                "records GPU memory; leave it out"
+            )
         return
     for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks
     needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines

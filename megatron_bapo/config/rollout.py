@@ -65,6 +65,10 @@ class RolloutConfig(SamplingConfig):
     sleep_level: Literal[0, 1, 2] = 0
     """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
     memory (1), or both for good (2)."""
+    enforce_eager: bool = True
+    """`false` has vLLM compile its model and record decoding as CUDA graphs, which answers small batches sooner. Off
+    because an engine then takes minutes to start, also when it is replaced in mid-run, and keeps the graphs' memory
+    while it sleeps. The trainer records none: no two packed micro-batches have the same shapes."""
     quantization: Literal["fp8_per_block"] | None = None
     """Have vLLM quantise linear layers to FP8 in blocks of 128 x 128, anew at each weight sync."""
     start_timeout_s: PositiveFloat = 900.0

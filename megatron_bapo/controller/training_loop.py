@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,11 +41,15 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.parallel.device_check import check_device
 from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.platform import now_s, start_distributed
+from megatron_bapo.parallel.platform import memory_snapshot, now_s, start_distributed
+from megatron_bapo.parallel.telemetry import Telemetry, start_telemetry
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.fused_paths import fused_paths
+from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
@@ -84,6 +88,8 @@ class Run:
     state: RunState
     rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
+    telemetry: Telemetry | None
+    """Of this rank's GPU."""
     reference: PolicyModel | None = None
     """The frozen policy at the start of RL, where a KL coefficient asks for it."""
 
@@ -121,13 +127,14 @@ def train(run: Run) -> None:
             scored = take_groups(run, timer)
             run.turns.to_trainer()
             start_cpu_s = family_cpu_s() if run.recorder else 0.0
-            with timer.phase("update"):
+            with timer.phase("update"), snapshot(run, step):
                 metrics, updates, tokens = update_on(run, scored)
             if run.recorder is not None:
                 metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
             with timer.phase("weight_sync"):
                 metrics |= refresh(run)
             run.state.step = step
+        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups)
         record_step(run, scored, metrics, timer)
         if run.recorder is not None:
             run.recorder.write_updates(step, updates)
@@ -258,6 +265,14 @@ def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[d
     return merge(updates) | batch_metrics, updates, reservoir.gather(run.worker.groups)
 
 
+def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
+    """Of this rank's memory, in the step that asks for it."""
+    if step != run.config.logging.memory_snapshot_step:
+        return nullcontext()
+    axis = run.worker.groups.tensor
+    return memory_snapshot(run.directory.memory / f"rank-{axis.global_ranks[axis.rank]}.pickle")
+
+
 def evaluate(run: Run) -> None:
     """Held-out accuracy of the current weights, unless this step's is recorded already."""
     if run.engines is None or run.recorder is None or run.config.data.validation is None:
@@ -306,6 +321,7 @@ def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
     `source` of the rollouts is the Ray cluster's address, or a folder of files.
     """
     directory = RunDirectory(config.run_dir)
+    check_device()
     start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
     groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
     client = None
@@ -314,6 +330,8 @@ def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
         client = RolloutClient(config)
     turns = DeviceTurns(config, groups, client)
     worker = create_worker(config, config.model_path, groups)
+    if groups.is_main:
+        print("fused paths:", ", ".join(f"{what} by {path}" for what, path in fused_paths(worker).items()), flush=True)
     saved = directory.newest_checkpoint
     state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
     rollouts = client
@@ -323,7 +341,7 @@ def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
         rollouts.restore_data_state(state.data)
     recorder = Recorder(config, directory, state) if groups.is_main else None
     transport = weight_transport(worker, store_folder) if isinstance(source, str) else None
-    return Run(config, directory, worker, transport, turns, state, rollouts, recorder)
+    return Run(config, directory, worker, transport, turns, state, rollouts, recorder, start_telemetry())
 
 
 def main() -> int:

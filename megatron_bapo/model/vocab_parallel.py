@@ -3,7 +3,8 @@
 The output layer is applied to one chunk of tokens at a time, so that no tensor of all tokens times the vocabulary ever
 exists. `token_loss` takes a chunk's gradient in the forward pass, while its softmax is there, as Liger's fused linear
 losses do (arXiv 2410.10989); `log_probs_and_entropy` computes the chunk again in the backward pass and so serves any
-loss. Either way a chunk costs one collective, of four numbers a token.
+loss. Either way a chunk costs one collective, of four numbers a token. What is done with a chunk's logits on one rank
+is a `VocabShard`: torch's operators here, Triton's kernels in `vocab_kernels.py`.
 
 Legend: T tokens, C tokens of a chunk, H hidden size, V this rank's rows of the output layer, R ranks.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,14 @@ class OutputLayer:
     vocab_size: int
     tensor_axis: Axis
     chunk_size: int
+    fused: bool = False
+    """Let Triton's kernels take the softmax and its gradient."""
+
+    @property
+    def num_valid_rows(self) -> int:
+        """Rows of this rank that are no padding."""
+        num_rows = len(self.weight_VH)
+        return min(max(self.vocab_size - self.tensor_axis.rank * num_rows, 0), num_rows)
 
 
 def log_probs_and_entropy(
@@ -156,18 +165,16 @@ def _run(
     """
     weight_VH, num_tokens = layer.weight_VH, len(hidden_TH)
     log_probs_T, entropy_T = torch.empty(2, num_tokens, device=hidden_TH.device)
-    # Made once: on a CPU, fresh memory costs as much as what is computed in it.
-    memory_2CV = torch.empty(2, min(layer.chunk_size, num_tokens), len(weight_VH), device=hidden_TH.device)
+    shard = _shard_of(layer, min(layer.chunk_size, num_tokens))
     grad_hidden_TH = torch.empty_like(hidden_TH) if needs_grad[0] else None
     grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_grad[1] else None
     for start in range(0, num_tokens, layer.chunk_size):
         tokens = slice(start, min(start + layer.chunk_size, num_tokens))
-        memory = memory_2CV[:, : tokens.stop - start].unbind()
-        softmax = _softmax(hidden_TH[tokens], layer, labels_T[tokens], temperature, memory)
+        softmax = _softmax(shard, hidden_TH[tokens], layer, labels_T[tokens], temperature)
         log_probs_T[tokens], entropy_T[tokens] = softmax.log_prob_C, softmax.entropy_C
         if gradients_of is not None:
             by_results = gradients_of(softmax.log_prob_C, softmax.entropy_C, tokens)
-            grad_CV = _grad_logits(softmax, *(grad_C / temperature for grad_C in by_results)).to(weight_VH.dtype)
+            grad_CV = shard.grad_logits(softmax, *(grad_C / temperature for grad_C in by_results))
             if grad_hidden_TH is not None:
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[tokens])
             if grad_weight_VH is not None:
@@ -188,15 +195,11 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) ->
 
 
 @dataclass(frozen=True)
-class _Softmax:
-    """A chunk's distributions over the whole vocabulary, as this rank sees them."""
+class Softmax:
+    """A chunk's distributions over the whole vocabulary, as this rank sees them; [C] each."""
 
-    exp_CV: Tensor
-    """exp(x) of the logits x over the temperature, less this rank's largest."""
-    x_exp_CV: Tensor
-    """x exp(x)."""
     log_scale_C: Tensor
-    """What is to be added to x for the log of the probability."""
+    """What is to be added to a logit over the temperature, less this rank's largest, for the log of the probability."""
     label_C: Tensor
     """The label's row here."""
     has_label_C: Tensor
@@ -205,41 +208,50 @@ class _Softmax:
     entropy_C: Tensor
 
 
-def _softmax(
-    hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float, memory: tuple[Tensor, ...]
-) -> _Softmax:
-    """One collective gathers each shard's maximum, log-sum, entropy and label logit; the result fills the memory.
+class VocabShard(Protocol):
+    """One rank's rows at work on one chunk after another, in memory that is made once."""
+
+    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
+        """This rank's maximum of the logits over the temperature, log-sum-exp less it, entropy, and the label's logit.
+
+        Float32 [4, C]. The label is a row here, 0 where it is another rank's: its logit then means nothing.
+        """
+        ...
+
+    def grad_logits(self, softmax: Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
+        """The gradient [C, V] by the logits, g (1[label] - p) - h p (log p + entropy), in the weight's dtype.
+
+        Of the chunk that `sums` has just seen, once: it takes the place of what is known of the chunk.
+        """
+        ...
+
+
+def _shard_of(layer: OutputLayer, num_tokens: int) -> VocabShard:
+    if not layer.fused:
+        return _PlainShard(layer, num_tokens)
+    from megatron_bapo.model.vocab_kernels import FusedShard  # Triton need not be installed
+
+    return FusedShard(layer.weight_VH, layer.num_valid_rows, num_tokens)
+
+
+def _softmax(shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float) -> Softmax:
+    """One collective gathers each shard's maximum, log-sum, entropy and label logit.
 
     The whole entropy is that of the shards' probabilities plus, weighted with these, the entropies within the shards.
     """
     num_rows, axis = len(layer.weight_VH), layer.tensor_axis
-    first_row = axis.rank * num_rows
-    logits_CV, exp_CV = memory
-    _multiply(hidden_CH, layer.weight_VH.T, logits_CV)
-    if temperature != 1.0:
-        logits_CV.div_(temperature)
-    logits_CV[:, max(layer.vocab_size - first_row, 0) :] = PADDING_LOGIT
-    label_C = labels_C - first_row
+    label_C = labels_C - axis.rank * num_rows
     has_label_C = (label_C >= 0) & (label_C < num_rows)
     label_C = label_C.clamp_(0, num_rows - 1)
-    label_logit_C = logits_CV.gather(1, label_C[:, None]).squeeze(1) * has_label_C
-
-    own_max_C = logits_CV.amax(-1)
-    x_CV = logits_CV.sub_(own_max_C[:, None])
-    torch.exp(x_CV, out=exp_CV)
-    x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses digits
-    sum_C = exp_CV.sum(-1)
-    own_entropy_C = sum_C.log() - x_exp_CV.sum(-1) / sum_C
-
-    own_4C = torch.stack([own_max_C, sum_C.log(), own_entropy_C, label_logit_C])
+    own_4C = shard.sums(hidden_CH, label_C, temperature)
+    own_max_C = own_4C[0].clone()
+    own_4C[3] *= has_label_C
     max_RC, log_sum_RC, entropy_RC, label_logit_RC = _gather(own_4C, axis).unbind(1)
     max_C = max_RC.amax(0)
     log_sum_RC = log_sum_RC + (max_RC - max_C)
     log_sum_C = log_sum_RC.logsumexp(0)
     share_RC = (log_sum_RC - log_sum_C).exp()
-    return _Softmax(
-        exp_CV,
-        x_exp_CV,
+    return Softmax(
         log_scale_C=own_max_C - max_C - log_sum_C,
         label_C=label_C,
         has_label_C=has_label_C,
@@ -257,13 +269,36 @@ def _gather(own: Tensor, axis: Axis) -> Tensor:
     return gathered
 
 
-def _grad_logits(softmax: _Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
-    """The gradient [C, V] by the logits, g (1[label] - p) - h p (log p + entropy), in the softmax's memory."""
-    scale_C = softmax.log_scale_C.exp()
-    if grad_entropy_C is None:
-        grad_CV = softmax.exp_CV.mul_((-scale_C * grad_log_prob_C)[:, None])
-    else:
-        of_exp_C = grad_log_prob_C + grad_entropy_C * (softmax.log_scale_C + softmax.entropy_C)
-        grad_CV = softmax.exp_CV.mul_((-scale_C * of_exp_C)[:, None])
-        grad_CV.addcmul_(softmax.x_exp_CV, (-scale_C * grad_entropy_C)[:, None])
-    return grad_CV.scatter_add_(1, softmax.label_C[:, None], (grad_log_prob_C * softmax.has_label_C)[:, None])
+class _PlainShard:
+    """By torch's operators, in float32: exp(x) and x exp(x) of the logits x less the largest are kept."""
+
+    def __init__(self, layer: OutputLayer, num_tokens: int) -> None:
+        self._weight_VH, self._num_valid_rows = layer.weight_VH, layer.num_valid_rows
+        # Made once: on a CPU, fresh memory costs as much as what is computed in it.
+        self._memory_2CV = torch.empty(2, num_tokens, len(layer.weight_VH), device=layer.weight_VH.device)
+
+    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
+        logits_CV, exp_CV = self._memory_2CV[:, : len(hidden_CH)].unbind()
+        _multiply(hidden_CH, self._weight_VH.T, logits_CV)
+        if temperature != 1.0:
+            logits_CV.div_(temperature)
+        logits_CV[:, self._num_valid_rows :] = PADDING_LOGIT
+        label_logit_C = logits_CV.gather(1, label_C[:, None]).squeeze(1)
+        max_C = logits_CV.amax(-1)
+        x_CV = logits_CV.sub_(max_C[:, None])
+        torch.exp(x_CV, out=exp_CV)
+        x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses digits
+        sum_C = exp_CV.sum(-1)
+        return torch.stack([max_C, sum_C.log(), sum_C.log() - x_exp_CV.sum(-1) / sum_C, label_logit_C])
+
+    def grad_logits(self, softmax: Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
+        x_exp_CV, exp_CV = self._memory_2CV[:, : len(softmax.label_C)].unbind()
+        scale_C = softmax.log_scale_C.exp()
+        if grad_entropy_C is None:
+            grad_CV = exp_CV.mul_((-scale_C * grad_log_prob_C)[:, None])
+        else:
+            of_exp_C = grad_log_prob_C + grad_entropy_C * (softmax.log_scale_C + softmax.entropy_C)
+            grad_CV = exp_CV.mul_((-scale_C * of_exp_C)[:, None])
+            grad_CV.addcmul_(x_exp_CV, (-scale_C * grad_entropy_C)[:, None])
+        grad_CV.scatter_add_(1, softmax.label_C[:, None], (grad_log_prob_C * softmax.has_label_C)[:, None])
+        return grad_CV.to(self._weight_VH.dtype)

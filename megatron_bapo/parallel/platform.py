@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_bapo.errors import RunError
 
+SNAPSHOT_ENTRIES = 1_000_000
+"""Allocations and frees that a memory snapshot keeps, the latest; some 100 bytes of stack each."""
+
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def runs_triton() -> bool:
+    """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
+    return has_gpu() and find_spec("triton") is not None
 
 
 def local_device() -> torch.device:
@@ -32,6 +43,9 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     interface.
     """
     if has_gpu():
+        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
+        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_device())
     else:
         torch.set_num_threads(1)
@@ -56,6 +70,47 @@ def visible_devices() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (names.split(",") if names else [str(index) for index in range(1024)])[: torch.cuda.device_count()]
+
+
+def device_uuid() -> str | None:
+    """Of this rank's GPU as NVML spells it."""
+    return f"GPU-{torch.cuda.get_device_properties(local_device()).uuid}" if has_gpu() else None
+
+
+def num_visible_gpus() -> int:
+    return torch.cuda.device_count() if has_gpu() else 0
+
+
+def free_memory_bytes() -> int:
+    """Of this rank's GPU, all processes considered; 0 without one."""
+    return torch.cuda.mem_get_info(local_device())[0] if has_gpu() else 0
+
+
+def take_peak_memory() -> tuple[int, int] | None:
+    """Most bytes (allocated, reserved) by torch on this rank's GPU since the last call."""
+    if not has_gpu():
+        return None
+    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peaks
+
+
+@contextmanager
+def memory_snapshot(file: Path) -> Iterator[None]:
+    """Write every allocation of the block, with its stack, for pytorch.org/memory_viz; nothing without a GPU.
+
+    The file is torch's own pickle. Nothing here ever reads one.
+    """
+    if not has_gpu():
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def host_buffer(num_bytes: int) -> torch.Tensor:

@@ -132,7 +132,6 @@ def _engine_args(
     options: dict[str, Any] = {}
     if current_platform.is_cpu():
         options = {
-            "enforce_eager": True,
             "kv_cache_memory_bytes": 1 << 29,
             # A quarter of vLLM's own choice: a group shares its prompt's full blocks only.
             "block_size": 32,
@@ -152,6 +151,7 @@ def _engine_args(
         enable_expert_parallel=settings.enable_expert_parallel,
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager,
         enable_prefix_caching=True,
         # After the temperature: the log-probs of the distribution that was sampled from.
         logprobs_mode="processed_logprobs",

@@ -91,6 +91,11 @@ class Optimizer:
         """Updates that non-finite gradients have cost so far."""
         self.reset_moments()
 
+    @property
+    def adam_name(self) -> str:
+        """What steps: torch's AdamW, or the fused one of Transformer Engine or apex, whichever Megatron has found."""
+        return " and ".join(sorted({f"{type(a).__module__.split('.')[0]} {type(a).__name__}" for a in self._adams()}))
+
     def zero_grad(self) -> None:
         """Drop all gradients; comes before the first backward pass of an update."""
         for chunk in self._chunks:

@@ -55,7 +55,7 @@ def update_policy(
         tokens = loss_tokens(worker, micro_batch, outputs)
 
         def loss_of(log_probs_C: torch.Tensor, entropy_C: torch.Tensor, chunk: slice) -> torch.Tensor:
-            return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm)
+            return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm, fused=worker.fused_kernels)
 
         loss, log_probs_N, entropy_N = token_loss(
             *outputs,

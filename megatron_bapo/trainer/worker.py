@@ -22,6 +22,7 @@ from megatron_bapo.parallel.megatron import (
 )
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory, VersionSpan
+from megatron_bapo.trainer.fused_paths import kernels_work
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
 from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
@@ -34,6 +35,8 @@ class Worker:
     groups: ParallelGroups
     model: PolicyModel
     optimizer: Optimizer
+    fused_kernels: bool = False
+    """Whether Triton's kernels compute log-probs, entropy and loss."""
     speculation: Speculation = field(default_factory=Speculation)
 
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
@@ -66,7 +69,7 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> W
     model = build_policy(config, model_path, groups)
     load_hugging_face(model, model_path, groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
-    return Worker(config, groups, model, optimizer)
+    return Worker(config, groups, model, optimizer, config.trainer.fused_kernels and kernels_work(groups))
 
 
 def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
@@ -98,9 +101,8 @@ def response_outputs(
     else:
         hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=tensor.group)
     positions_N = micro_batch.response_positions_N
-    layer = OutputLayer(
-        weight_VH, worker.model.architecture.vocab_size, tensor, worker.config.trainer.logprob_chunk_size
-    )
+    vocab_size, chunk_size = worker.model.architecture.vocab_size, worker.config.trainer.logprob_chunk_size
+    layer = OutputLayer(weight_VH, vocab_size, tensor, chunk_size, worker.fused_kernels)
     hidden_NH = hidden_TH.index_select(0, positions_N).to(weight_VH.dtype)
     return hidden_NH, layer, micro_batch.labels_T.index_select(0, positions_N)
 

@@ -21,7 +21,7 @@ CASES = {
     "one-chunk": {"chunk_size": 64, "entropy_requires_grad": True},
     "no-tokens": {"num_tokens": 0},
 }
-PATHS = ("token_loss", "log_probs_and_entropy")
+PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Run by torchrun: for each case `out/NAME/RANK.pt` gets {path: results}.
 
 A case is {"name", "world_size", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
-"entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The two paths are `token_loss` and
-`log_probs_and_entropy`.
+"entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The paths are `token_loss`, plain and
+with Triton's kernels, and `log_probs_and_entropy`.
 """
 
 from pathlib import Path
@@ -15,15 +15,17 @@ from vocab_parallel_examples import HIDDEN_SIZE, make_token_example
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.groups import Axis
 
+PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
+
 
 def run_path(path: str, case: dict, axis: Axis) -> dict[str, torch.Tensor | None]:
     example = make_token_example(case["num_tokens"], case["vocab_size"])
     padding = torch.full((axis.size * case["num_rows"] - case["vocab_size"], HIDDEN_SIZE), 7.0)
     rows = torch.cat([example.weight_VH, padding]).split(case["num_rows"])
     weight_VH, hidden_TH = rows[axis.rank].clone().requires_grad_(), example.hidden_TH.requires_grad_()
-    layer = OutputLayer(weight_VH, case["vocab_size"], axis, case["chunk_size"])
+    layer = OutputLayer(weight_VH, case["vocab_size"], axis, case["chunk_size"], fused=path == "fused token_loss")
     options = {"temperature": case["temperature"], "entropy_requires_grad": case["entropy_requires_grad"]}
-    if path == "token_loss":
+    if path.endswith("token_loss"):
         loss, log_probs_T, entropy_T = token_loss(hidden_TH, layer, example.labels_T, example.loss_of, **options)
     else:
         log_probs_T, entropy_T = log_probs_and_entropy(hidden_TH, layer, example.labels_T, **options)
@@ -42,7 +44,7 @@ def run_case(case: dict, out: Path) -> None:
     world = dist.group.WORLD
     assert world is not None
     axis = Axis(world, dist.get_rank(), dist.get_world_size())
-    results = {path: run_path(path, case, axis) for path in ("token_loss", "log_probs_and_entropy")}
+    results = {path: run_path(path, case, axis) for path in PATHS}
     torch.save(results, out / f"{axis.rank}.pt")
 
 

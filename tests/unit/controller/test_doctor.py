@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from megatron_bapo.controller import doctor
-from megatron_bapo.controller.doctor import Finding
+from megatron_bapo.controller.finding import Finding
 
 GIB = doctor.GIB
 CPU = {
@@ -89,15 +89,6 @@ def test_the_unrelated_apex_is_told_from_nvidias(tmp_path: Path, monkeypatch: py
     assert (finding.status, "pip uninstall apex" in finding.advice) == ("problem", True)
     (tmp_path / "apex" / "normalization").mkdir()
     assert [finding.status for finding in doctor.conflicting_packages(CPU)] == ["ok"]
-
-
-def test_a_gpu_that_torch_cannot_use_is_a_problem() -> None:
-    finding = doctor.accelerator(False, "1 GPU(s): H200 with 140 GiB; driver 580", "2.13.0+cpu")
-    assert finding.status == "problem"
-    assert "H200 with 140 GiB; driver 580, but torch 2.13.0+cpu cannot use it" in finding.found
-    assert "requirements.txt" in finding.advice
-    assert doctor.accelerator(True, "1 GPU(s)", "2.13.0").status == "ok"
-    assert "CPU cores (gloo)" in doctor.accelerator(False, None, "2.13.0+cpu").found
 
 
 def test_disturbing_variables_are_named_and_their_values_are_not() -> None:

@@ -1,0 +1,120 @@
+"""The objectives' weighted sum and its gradient by the log-probs as one Triton kernel over the tokens.
+
+What `policy_loss` and `OBJECTIVES` say in some twenty operators of torch, in float32. Shapes: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_bapo.algorithm.importance import MAX_LOG_RATIO
+from megatron_bapo.config.algorithm import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from megatron_bapo.algorithm.policy_loss import LossTokens
+
+BLOCK = 1024
+
+
+def fused_objective_loss(
+    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """-sum w c J, 0-d float32, differentiable once by the log-probs."""
+    result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, settings)
+    return result
+
+
+class _ObjectiveLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+    ) -> Tensor:
+        num_tokens = len(log_probs_T)
+        loss_T, grad_T = torch.empty(2, num_tokens, device=log_probs_T.device)
+        correction_T, sequence_T, dual = tokens.correction_T, tokens.sequence_log_ratio_T, settings.clip_ratio_c
+        if num_tokens:
+            _objective_loss[(triton.cdiv(num_tokens, BLOCK),)](
+                *(log_probs_T, tokens.behaviour_log_probs_T, tokens.advantages_T, tokens.weights_T),
+                log_probs_T if correction_T is None else correction_T,
+                log_probs_T if sequence_T is None else sequence_T,
+                *(low, high, 0.0 if dual is None else dual, loss_T, grad_T, num_tokens),
+                MAX_LOG_RATIO=MAX_LOG_RATIO,
+                CORRECTED=correction_T is not None,
+                OF_SEQUENCES=sequence_T is not None,
+                DUAL=dual is not None,
+                CISPO=settings.objective == "cispo",
+                BLOCK=BLOCK,
+            )
+        ctx.save_for_backward(grad_T)
+        return loss_T.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_T,) = ctx.saved_tensors
+        return grads[0] * grad_T, None, None, None, None
+
+
+@triton.jit
+def _objective_loss(
+    log_probs_T,
+    behaviour_T,
+    advantages_T,
+    weights_T,
+    correction_T,
+    sequence_log_ratio_T,
+    low_0,
+    high_0,
+    dual,
+    loss_T,
+    grad_T,
+    num_tokens,
+    MAX_LOG_RATIO: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    OF_SEQUENCES: tl.constexpr,
+    DUAL: tl.constexpr,
+    CISPO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < num_tokens
+    log_prob = tl.load(log_probs_T + token, mask=inside, other=0.0).to(tl.float32)
+    log_ratio = log_prob - tl.load(behaviour_T + token, mask=inside, other=0.0).to(tl.float32)
+    advantage = tl.load(advantages_T + token, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weights_T + token, mask=inside, other=0.0).to(tl.float32)
+    low = tl.load(low_0).to(tl.float32)
+    high = tl.load(high_0).to(tl.float32)
+
+    # Comparisons with NaN are false: a NaN excludes its token.
+    counts = (weight != 0.0) & (log_ratio == log_ratio)
+    counts &= (tl.abs(advantage) < float("inf")) & (tl.abs(weight) < float("inf"))
+    if CORRECTED:
+        correction = tl.load(correction_T + token, mask=inside, other=0.0).to(tl.float32)
+        counts &= (correction != 0.0) & (tl.abs(correction) < float("inf"))
+        weight *= correction
+    log_ratio = tl.where(counts, log_ratio, 0.0)
+    advantage = tl.where(counts, advantage, 0.0)
+    # At the clamp's ends torch lets the gradient through.
+    moves = tl.abs(log_ratio) <= MAX_LOG_RATIO
+    ratio = tl.exp(tl.minimum(tl.maximum(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO))
+    if OF_SEQUENCES:
+        ratio = tl.exp(tl.where(counts, tl.load(sequence_log_ratio_T + token, mask=inside, other=0.0), 0.0))
+    clipped = tl.minimum(tl.maximum(ratio, low), high)
+    if CISPO:
+        known = counts & (tl.abs(log_prob) < float("inf"))
+        slope = tl.where(known, clipped * advantage, 0.0)
+        value = slope * tl.where(known, log_prob, 0.0)
+    else:
+        value = tl.minimum(ratio * advantage, clipped * advantage)
+        slope = tl.where(moves & (ratio * advantage <= clipped * advantage), ratio * advantage, 0.0)
+        if DUAL:
+            limit = tl.where(advantage < 0.0, dual * advantage, -float("inf"))
+            # Where both are equal torch halves the gradient.
+            slope = tl.where(value > limit, slope, tl.where(value == limit, 0.5 * slope, 0.0))
+            value = tl.maximum(value, limit)
+    tl.store(loss_T + token, tl.where(counts, -weight * value, 0.0), mask=inside)
+    tl.store(grad_T + token, tl.where(counts, -weight * slope, 0.0), mask=inside)

@@ -1,0 +1,124 @@
+"""One rank's part of the softmax over the vocabulary as Triton kernels: each reads a chunk's logits once.
+
+The logits stay in the output layer's dtype, and their gradient takes their place: a chunk costs one tensor [C, V].
+Everything is computed in float32. Legend: C tokens of a chunk, H hidden size, V this rank's rows of the output layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_bapo.model.vocab_parallel import PADDING_LOGIT, Softmax
+
+BLOCK = 4096
+"""Logits that a program holds at a time; 8 warps have 16 a thread."""
+NUM_WARPS = 8
+
+
+class FusedShard:
+    """A `VocabShard`."""
+
+    def __init__(self, weight_VH: Tensor, num_valid_rows: int, num_tokens: int) -> None:
+        self._weight_VH, self._num_valid_rows = weight_VH, num_valid_rows
+        self._logits_CV = weight_VH.new_empty(num_tokens, len(weight_VH))
+        self._max_C, self._temperature = weight_VH.new_empty(0), 1.0
+
+    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
+        num_tokens, num_rows = len(hidden_CH), len(self._weight_VH)
+        logits_CV = self._logits_CV[:num_tokens]
+        torch.mm(hidden_CH, self._weight_VH.T, out=logits_CV)
+        own_4C = torch.empty(4, num_tokens, device=logits_CV.device)
+        _sums[(num_tokens,)](
+            *(logits_CV, label_C, own_4C, num_tokens, num_rows, self._num_valid_rows, temperature, PADDING_LOGIT),
+            BLOCK=min(BLOCK, triton.next_power_of_2(num_rows)),
+            num_warps=NUM_WARPS,
+        )
+        self._max_C, self._temperature = own_4C[0].clone(), temperature
+        return own_4C
+
+    def grad_logits(self, softmax: Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
+        num_tokens, num_rows = len(softmax.label_C), len(self._weight_VH)
+        logits_CV, block = self._logits_CV[:num_tokens], min(BLOCK, triton.next_power_of_2(num_rows))
+        _grad_logits[(num_tokens, triton.cdiv(num_rows, block))](
+            *(logits_CV, self._max_C, softmax.log_scale_C, softmax.entropy_C, softmax.label_C, softmax.has_label_C),
+            *(grad_log_prob_C, grad_log_prob_C if grad_entropy_C is None else grad_entropy_C),
+            *(num_rows, self._num_valid_rows, self._temperature),
+            OF_ENTROPY=grad_entropy_C is not None,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+        return logits_CV
+
+
+@triton.jit
+def _sums(
+    logits_CV,
+    label_C,
+    own_4C,
+    num_tokens,
+    num_rows,
+    num_valid_rows,
+    temperature,
+    padding_logit,
+    BLOCK: tl.constexpr,
+):
+    """A program a token: running maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m)."""
+    token = tl.program_id(0).to(tl.int64)
+    logits_V = logits_CV + token * num_rows
+    # Finite from the start, so that the first change of maximum multiplies zeros by a finite number.
+    largest = padding_logit
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, num_rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_V + row, mask=row < num_valid_rows, other=padding_logit).to(tl.float32) / temperature
+        x = tl.where(row < num_valid_rows, x, padding_logit)
+        new_largest = tl.maximum(largest, tl.max(x, 0))
+        change = largest - new_largest
+        scale = tl.exp(change)
+        x = x - new_largest
+        exp = tl.where(row < num_rows, tl.exp(x), 0.0)
+        weighted = scale * (weighted + change * total) + tl.sum(x * exp, 0)
+        total = scale * total + tl.sum(exp, 0)
+        largest = new_largest
+    label = tl.load(label_C + token)
+    label_logit = tl.load(logits_V + label).to(tl.float32) / temperature
+    tl.store(own_4C + token, largest)
+    tl.store(own_4C + num_tokens + token, tl.log(total))
+    tl.store(own_4C + 2 * num_tokens + token, tl.log(total) - weighted / total)
+    tl.store(own_4C + 3 * num_tokens + token, tl.where(label < num_valid_rows, label_logit, padding_logit))
+
+
+@triton.jit
+def _grad_logits(
+    logits_CV,
+    max_C,
+    log_scale_C,
+    entropy_C,
+    label_C,
+    has_label_C,
+    grad_log_prob_C,
+    grad_entropy_C,
+    num_rows,
+    num_valid_rows,
+    temperature,
+    OF_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program a block of a token's logits, which it overwrites."""
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits_CV + token * num_rows + row
+    x = tl.load(place, mask=row < num_valid_rows, other=0.0).to(tl.float32) / temperature
+    log_prob = x - tl.load(max_C + token) + tl.load(log_scale_C + token)
+    prob = tl.where(row < num_valid_rows, tl.exp(log_prob), 0.0)
+    of_log_prob = tl.load(grad_log_prob_C + token)
+    factor = of_log_prob
+    if OF_ENTROPY:
+        factor += tl.load(grad_entropy_C + token) * (log_prob + tl.load(entropy_C + token))
+    is_label = (row == tl.load(label_C + token)) & (tl.load(has_label_C + token) != 0)
+    grad = tl.where(is_label, of_log_prob, 0.0) - tl.where(prob > 0.0, prob * factor, 0.0)
+    tl.store(place, grad.to(logits_CV.dtype.element_ty), mask=row < num_rows)

@@ -1,0 +1,128 @@
+"""A look at every rank's GPU before training starts, so that a bad one is named and not searched for.
+
+Readings come from NVML and from a small program on the GPU; what they mean is decided by pure functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.parallel.platform import (
+    device_uuid,
+    free_memory_bytes,
+    local_device,
+    num_visible_gpus,
+    release_cached_memory,
+)
+from megatron_bapo.parallel.telemetry import GpuReading, open_nvml, read_gpu
+
+MATRIX_SIZE = 1024
+NUM_PRODUCTS = 20
+TOUCHED_BYTES = 2 << 30
+"""At most, and half of what is free: engines may start on the same GPU."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a GPU made of work with a known result."""
+
+    num_wrong_products: int
+    """Elements of exact matrix products that came out wrong."""
+    num_products: int
+    num_wrong_bytes: int
+    """Bytes that did not hold what was written."""
+    num_bytes: int
+
+
+def count_problem(local_rank: int, ranks_per_host: int, num_visible: int) -> str | None:
+    """Whether every rank of a host has a GPU of its own."""
+    if num_visible >= ranks_per_host > local_rank:
+        return None
+    return (
+        f"{ranks_per_host} trainer ranks on this host and {num_visible} GPUs visible to rank {local_rank} of them: "
+        "each needs its own; compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES and the job's GPUs per node"
+    )
+
+
+def reading_problems(reading: GpuReading) -> Iterator[str]:
+    """What disqualifies a GPU."""
+    if reading.uncorrected_ecc:
+        yield f"{reading.uncorrected_ecc} uncorrected ECC errors since the driver was loaded"
+    if reading.repair_failed:
+        yield "a broken row of its memory could not be replaced"
+    if reading.repair_pending:
+        yield "a broken row of its memory waits for a reset of the GPU to be replaced"
+
+
+def reading_warnings(reading: GpuReading) -> Iterator[str]:
+    """What makes a GPU slow, and with it every rank that waits for it."""
+    for slowdown in reading.slowdowns:
+        yield f"its clocks are held down: {slowdown}"
+
+
+def trial_problems(trial: Trial) -> Iterator[str]:
+    if trial.num_wrong_products:
+        yield f"{trial.num_wrong_products} of {trial.num_products} elements of matrix products are wrong"
+    if trial.num_wrong_bytes:
+        yield f"{trial.num_wrong_bytes} of {trial.num_bytes} bytes of its memory do not hold what was written"
+
+
+def way_out(host: str, uuid: str) -> str:
+    """What to do about a bad GPU."""
+    return (
+        f"leave the host out (Slurm: --exclude={host}), or reset the GPU (nvidia-smi --gpu-reset -i {uuid}) and test "
+        "it (dcgmi diag -r 3)"
+    )
+
+
+def run_trial(device: torch.device, num_bytes: int) -> Trial:
+    """Exact matrix products in bfloat16, and memory written and read back.
+
+    Factors are -1, 0 and 1, so that every sum is a small integer, which bfloat16 has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randint(-1, 2, (2, MATRIX_SIZE, MATRIX_SIZE), generator=generator).float()
+    expected = (left @ right).to(device)
+    left, right = left.to(device, torch.bfloat16), right.to(device, torch.bfloat16)
+    wrong = sum(int(((left @ right).float() != expected).sum()) for _ in range(NUM_PRODUCTS))
+    memory = torch.empty(num_bytes // 8, dtype=torch.int64, device=device)
+    num_wrong_bytes = 0
+    for pattern in (0x5555555555555555, -0x5555555555555556):
+        memory.fill_(pattern)
+        num_wrong_bytes += 8 * int((memory != pattern).sum())
+    return Trial(wrong, NUM_PRODUCTS * expected.numel(), num_wrong_bytes, 2 * 8 * memory.numel())
+
+
+def check_device() -> None:
+    """Raises RunError when this rank's GPU is missing, reports errors, or computes wrongly; nothing without a GPU."""
+    num_visible = num_visible_gpus()
+    if num_visible == 0:
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    host, ranks_per_host = socket.gethostname(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if problem := count_problem(local_rank, ranks_per_host, num_visible):
+        raise RunError(f"{host}: {problem}")
+    uuid, reading = device_uuid(), None
+    assert uuid is not None, "a visible GPU has a UUID"
+    if (nvml := open_nvml()) is not None:
+        try:
+            reading = read_gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        except nvml.NVMLError as error:
+            log.warning("NVML does not know %s: %s", uuid, error)
+    trial = run_trial(local_device(), min(TOUCHED_BYTES, free_memory_bytes() // 2))
+    release_cached_memory()
+    problems = [*(reading_problems(reading) if reading else ()), *trial_problems(trial)]
+    if problems:
+        name = reading.name if reading else "GPU"
+        raise RunError(f"{name} {uuid} on {host}: {'; '.join(problems)}; {way_out(host, uuid)}")
+    for warning in reading_warnings(reading) if reading else ():
+        log.warning("%s on %s: %s", uuid, host, warning)

@@ -1,0 +1,91 @@
+"""Which fused kernels a trainer rank runs, and whether those that are the project's own work on its device."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
+from megatron_bapo.parallel.collectives import max_over
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
+from megatron_bapo.parallel.platform import local_device, runs_triton
+
+if TYPE_CHECKING:
+    from megatron_bapo.trainer.worker import Worker
+
+KERNEL_TOLERANCE = 1e-4
+"""Relative to the largest element: both compute in float32, on logits from one matrix product."""
+
+log = logging.getLogger(__name__)
+
+
+def fused_paths(worker: Worker) -> dict[str, str]:
+    """Whose kernels this rank runs for what, read from the objects that run them."""
+    modules = [module for chunk in worker.model.chunks for module in chunk.gpt.modules()]
+    norms = {f"{type(m).__module__.split('.')[0]} {type(m).__name__}" for m in modules if "Norm" in type(m).__name__}
+    return {
+        "Adam": worker.optimizer.adam_name,
+        "norms": " and ".join(sorted(norms)),
+        "log-probs, entropy and loss": "Triton" if worker.fused_kernels else "torch",
+    }
+
+
+def kernels_work(groups: ParallelGroups) -> bool:
+    """Whether Triton's kernels run on every rank's device and agree with torch's operators there; if not it is logged.
+
+    Collective: ranks that share a vocabulary compute alike.
+    """
+    if not runs_triton():
+        return False
+    problem = kernel_problem()
+    if problem is not None:
+        log.warning("Triton's kernels do not work on %s, torch's operators take over: %s", local_device(), problem)
+    broken = torch.tensor(float(problem is not None), device=local_device())
+    max_over(groups.tensor, groups.data_context, groups.pipeline)(broken)
+    return broken.item() == 0.0
+
+
+def kernel_problem() -> str | None:
+    """What goes wrong when the kernels compute a small loss and its gradients on this device."""
+    expected = _small_loss(fused=False)
+    try:
+        found = _small_loss(fused=True)
+    except Exception as error:  # compilers and drivers raise anything; the fallback is torch
+        return f"{type(error).__name__}: {error}"
+    for name, ours in found.items():
+        error = (ours - expected[name]).abs().max() / expected[name].abs().max()
+        if not error <= KERNEL_TOLERANCE:
+            return f"{name} differs by {error:.1e} of its largest element, more than {KERNEL_TOLERANCE:.0e}"
+    return None
+
+
+def _small_loss(*, fused: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(local_device())
+
+    hidden_TH, weight_VH = normal(16, 32).requires_grad_(), normal(272, 32).requires_grad_()
+    labels_T = torch.arange(16, device=local_device())
+    tokens = LossTokens(-normal(16).abs(), normal(16), normal(16).abs())
+    low, high = torch.tensor([0.8, 1.2], device=local_device())
+    settings = AlgorithmConfig(entropy_coeff=0.1)
+    # An axis of one process calls no collective, so it needs no group.
+    alone = Axis(None, rank=0, size=1)  # pyright: ignore[reportArgumentType]
+    loss, log_probs_T, entropy_T = token_loss(
+        hidden_TH,
+        OutputLayer(weight_VH, 260, alone, chunk_size=16, fused=fused),
+        labels_T,
+        lambda log_probs_C, entropy_C, chunk: policy_loss(
+            log_probs_C, entropy_C, tokens[chunk], low, high, settings, fused=fused
+        ),
+        temperature=0.7,
+        entropy_requires_grad=True,
+    )
+    gradients = torch.autograd.grad(loss, (hidden_TH, weight_VH))
+    names = ("loss", "log-probs", "entropy", "gradient by hidden states", "gradient by the output layer")
+    return dict(zip(names, (loss.detach(), log_probs_T, entropy_T, *gradients), strict=True))

@@ -1,0 +1,69 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_bapo.parallel import device_check
+from megatron_bapo.parallel.device_check import Trial, count_problem, reading_problems, reading_warnings, trial_problems
+from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.parallel.telemetry import read_gpu
+from tests.unit.parallel.nvml import ScriptedNvml
+
+SOUND = read_gpu(ScriptedNvml(0), handle=None)
+BAD = read_gpu(ScriptedNvml(1), handle=None)
+
+
+def test_a_sound_gpu_passes() -> None:
+    assert list(reading_problems(SOUND)) == list(reading_warnings(SOUND)) == []
+
+
+def test_a_gpu_that_tells_nothing_is_not_blamed() -> None:
+    assert list(reading_problems(read_gpu(ScriptedNvml(2), handle=None))) == []
+
+
+def test_errors_and_repairs_that_are_due_disqualify_a_gpu_and_heat_is_warned_about() -> None:
+    assert list(reading_problems(BAD)) == [
+        "2 uncorrected ECC errors since the driver was loaded",
+        "a broken row of its memory waits for a reset of the GPU to be replaced",
+    ]
+    assert list(reading_problems(replace(SOUND, repair_failed=True))) == [
+        "a broken row of its memory could not be replaced"
+    ]
+    assert list(reading_warnings(BAD)) == ["its clocks are held down: too hot (hardware slowdown)"]
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "ranks_per_host", "num_visible", "fine"),
+    [(0, 1, 1, True), (7, 8, 8, True), (0, 4, 8, True), (7, 8, 7, False), (0, 8, 7, False), (8, 8, 8, False)],
+)
+def test_every_rank_needs_a_gpu_of_its_own(local_rank: int, ranks_per_host: int, num_visible: int, fine: bool) -> None:
+    problem = count_problem(local_rank, ranks_per_host, num_visible)
+    assert (problem is None) == fine
+    if problem is not None:
+        assert f"{ranks_per_host} trainer ranks on this host and {num_visible} GPUs" in problem
+
+
+def test_a_device_that_computes_rightly_passes_its_trial() -> None:
+    trial = device_check.run_trial(local_device(), num_bytes=1 << 20)
+    assert trial == Trial(0, device_check.NUM_PRODUCTS * device_check.MATRIX_SIZE**2, 0, 2 << 20)
+    assert list(trial_problems(trial)) == []
+
+
+def test_one_wrong_bit_of_a_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.Tensor.float
+
+    def broken(tensor: torch.Tensor) -> torch.Tensor:
+        values = right(tensor).clone()
+        if tensor.dtype == torch.bfloat16:
+            values[17, 4] += 1
+        return values
+
+    monkeypatch.setattr(torch.Tensor, "float", broken)
+    trial = device_check.run_trial(local_device(), num_bytes=1 << 10)
+    assert trial.num_wrong_products == device_check.NUM_PRODUCTS
+    assert list(trial_problems(trial)) == [
+        f"{trial.num_wrong_products} of {trial.num_products} elements of matrix products are wrong"
+    ]
+    assert list(trial_problems(replace(trial, num_wrong_products=0, num_wrong_bytes=8))) == [
+        "8 of 2048 bytes of its memory do not hold what was written"
+    ]

@@ -1,0 +1,61 @@
+import time
+
+import pytest
+
+from megatron_bapo.parallel.telemetry import GpuReading, Telemetry, open_nvml, read_gpu
+from tests.unit.parallel.nvml import ScriptedNvml
+
+
+def reading(index: int = 0) -> GpuReading:
+    return read_gpu(ScriptedNvml(index), handle=None)
+
+
+def test_a_reading_has_every_number_in_its_unit() -> None:
+    assert reading() == GpuReading(
+        uuid="GPU-6f9c1c56-0c4d-4f3e-9a52-7d1a6f0f2b11",
+        name="NVIDIA H200",
+        utilization=0.98,
+        memory_used_gib=pytest.approx(101.339, abs=1e-3),
+        memory_total_gib=pytest.approx(140.4014, abs=1e-3),
+        power_w=pytest.approx(642.31),
+        power_limit_w=700.0,
+        temperature_c=61.0,
+        sm_clock_mhz=1755.0,
+        max_sm_clock_mhz=1980.0,
+        corrected_ecc=3,
+        uncorrected_ecc=0,
+        repair_pending=False,
+        repair_failed=False,
+        slowdowns=(),  # its power limit is the only reason for its clocks
+    )
+
+
+def test_what_a_gpu_does_not_tell_is_none() -> None:
+    found = reading(2)
+    assert (found.name, found.memory_used_gib) == ("NVIDIA H200 MIG 1g.18gb", 0.5)
+    assert {found.utilization, found.power_w, found.temperature_c, found.uncorrected_ecc, found.repair_pending} == {
+        None
+    }
+    assert found.slowdowns == ()
+
+
+def test_slow_clocks_carry_their_reason() -> None:
+    assert reading(1).slowdowns == ("too hot (hardware slowdown)",)
+
+
+def test_a_gpu_is_read_between_two_takes_and_no_more_after_closing() -> None:
+    telemetry = Telemetry(reading, every_s=0.005)
+    deadline = time.monotonic() + 10
+    while len(taken := telemetry.take()) == 0:
+        assert time.monotonic() < deadline, "no reading in 10 s"
+        time.sleep(0.01)
+    telemetry.close()
+    telemetry.take()
+    time.sleep(0.02)
+    assert taken[0] == reading()
+    assert telemetry.take() == []
+
+
+def test_without_a_driver_there_is_nothing_to_read_by() -> None:
+    nvml = open_nvml()
+    assert nvml is None or nvml.nvmlDeviceGetCount() > 0

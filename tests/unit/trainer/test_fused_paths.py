@@ -1,0 +1,38 @@
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bapo.model import vocab_kernels
+from megatron_bapo.parallel.platform import has_gpu, runs_triton
+from megatron_bapo.trainer.fused_paths import kernel_problem
+
+
+def test_the_kernels_agree_with_torch_on_this_device() -> None:
+    assert kernel_problem() is None
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "raises"])
+def test_kernels_that_do_not_work_are_found_out_and_named(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = vocab_kernels.FusedShard.sums
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available for execution on the device")
+        own_4C = right(*arguments)
+        own_4C[2, 3] += 1e-3 if fault == "wrong" else float("nan")
+        return own_4C
+
+    monkeypatch.setattr(vocab_kernels.FusedShard, "sums", broken)
+    problem = kernel_problem()
+    expected = {
+        "wrong": "entropy differs by",
+        "nan": "differs by nan",
+        "raises": "RuntimeError: no kernel image",
+    }
+    assert problem is not None
+    assert expected[fault] in problem
+
+
+def test_the_interpreter_is_no_reason_to_train_with_kernels() -> None:
+    assert not runs_triton() or has_gpu()
