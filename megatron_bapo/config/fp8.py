@@ -63,9 +63,7 @@ def capability_problem(recipe: Fp8Recipe, capability: ComputeCapability) -> str 
         needed, found = (".".join(map(str, version)) for version in (least, capability))
         instead = [name for name, capable in _LEAST_CAPABILITY.items() if capable <= capability]
         way_out = f"set fp8.recipe={instead[-1]}" if instead else "leave the section fp8 out"
-        return (
-            f"fp8.recipe={recipe} needs GPUs of compute capability {needed} or higher, and these have {found}; {way_out}"
-        )
+        return f"fp8.recipe={recipe} needs GPUs of compute capability {needed} or higher, these have {found}; {way_out}"
     if recipe == "mxfp8" and capability >= (12, 0):
         return (
             "fp8.recipe=mxfp8 on GPUs of compute capability 12: Transformer Engine has not all of its products there; "

@@ -63,8 +63,8 @@ def _parameter_problems(config: Config) -> Iterator[str]:
         )
     if fp8.recipe == "mxfp8":
         yield (
-            "fp8.param=true with fp8.recipe=mxfp8: its weights have two quantised copies, which Megatron gathers through "
-            "the gradients' buffer; set param=false"
+            "fp8.param=true with fp8.recipe=mxfp8: its weights have two quantised copies, which Megatron gathers "
+            "through the gradients' buffer; set param=false"
         )
     if config.optimizer.cpu_offload:
         yield (
@@ -73,7 +73,7 @@ def _parameter_problems(config: Config) -> Iterator[str]:
         )
     if config.trainer.offload:
         yield (
-            "fp8.param=true with trainer.offload=true: what is offloaded are plain storages; set one of the two to false"
+            "fp8.param=true with trainer.offload=true: only plain storages are offloaded; set one of the two to false"
         )
     if config.weight_sync.transport == "cuda_ipc":
         yield (
@@ -91,8 +91,8 @@ def transformer_engine_shape_problems(config: Config, architecture: Architecture
             heads = getattr(architecture, name)
             if heads % (tp * cp):
                 yield (
-                    f"parallel.cp_comm_type=a2a splits heads over context-parallel ranks: {name}={heads} ({where}) must "
-                    f"be a multiple of tensor_model_parallel_size={tp} x context_parallel_size={cp}; set "
+                    f"parallel.cp_comm_type=a2a splits heads over context-parallel ranks: {name}={heads} ({where}) "
+                    f"must be a multiple of tensor_model_parallel_size={tp} x context_parallel_size={cp}; set "
                     "cp_comm_type=p2p or all_gather"
                 )
     if config.fp8 is not None:
@@ -128,6 +128,5 @@ def _fp8_shape_problems(config: Config, architecture: Architecture, where: str) 
     for side, number in zip(("start", "end"), fp8.num_bf16_layers, strict=True):
         if number > per_stage:
             yield (
-                f"fp8.num_layers_at_{side}_in_bf16={number} must not exceed the {per_stage} layers of a pipeline stage; "
-                "lower it"
+                f"fp8.num_layers_at_{side}_in_bf16={number} must not exceed the {per_stage} layers of a stage; lower it"
             )

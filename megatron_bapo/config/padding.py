@@ -39,9 +39,9 @@ def padding_rule(
     """What a layout and a precision ask of the lengths.
 
     Context parallelism cuts every sequence into two chunks per rank (zigzag), sequence parallelism cuts what a context
-    rank holds by the tensor size. FP8 kernels want each sequence in multiples of `fp8_multiple`, 16 or for mxfp8 32, and
-    the total in 128 blocks of as many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs). Rows of equal length leave no
-    room for padding behind them, so each of them follows the rule of the total.
+    rank holds by the tensor size. FP8 kernels want each sequence in multiples of `fp8_multiple`, 16 or for mxfp8 32,
+    and the total in 128 blocks of as many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs).
+    Rows of equal length leave no room for padding behind them, so each of them follows the rule of the total.
     """
     sequence = 2 * context_size if context_size > 1 else 1
     total = math.lcm(sequence, tensor_size * context_size) if sequence_parallel else sequence

@@ -43,7 +43,7 @@ class ModelConfig(Section):
     create: CreateModelConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """The layers: Megatron's own with attention in plain torch, or Transformer Engine's fused ones, which need a GPU."""
+    """The layers: Megatron's own with attention in plain torch, or Transformer Engine's fused ones, for GPUs."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -6,6 +6,7 @@ import base64
 import os
 import time
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from megatron_bapo.errors import RunError
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU; None without one."""
+    return torch.cuda.get_device_capability(0) if has_gpu() else None
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed; not whether it can be imported."""
+    return find_spec("transformer_engine") is not None
 
 
 def local_device() -> torch.device:
