@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from megatron_bapo.config.schema import MismatchAlarmsConfig
 
 WAY_OUT = (
-    "correct for it (algorithm.behaviour_policy=recomputed with algorithm.rollout_correction.rollout_is=token), lower it "
-    "(rollout.quantization, rollout.kv_cache_dtype, fp8, model.dtype), or raise the limit"
+    "correct for it (algorithm.behaviour_policy=recomputed with algorithm.rollout_correction.rollout_is=token), lower "
+    "it (rollout.quantization, rollout.kv_cache_dtype, fp8, model.dtype), or raise the limit"
 )
 
 
