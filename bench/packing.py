@@ -24,7 +24,7 @@ from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.data.packing import Plan, cost, pack
 
 BUDGET = 32768
-RULE = padding_rule(2, 2, sequence_parallel=True, fp8=True, packing=True)
+RULE = padding_rule(2, 2, sequence_parallel=True, fp8_multiple=16, packing=True)
 SETTINGS = ((8, 2048), (8, 512), (2, 512), (32, 2048))
 """(data-parallel ranks, trajectories of a minibatch). The first has enough tokens to fill budgets on every rank."""
 NUM_SEEDS = 7

@@ -33,6 +33,10 @@ class MismatchSums:
     """verl's training/rollout_probs_diff_max; 0 without tokens."""
     k3_kl_sum: Tensor
     """Sum of r - 1 - log r, the k3 estimate of KL(behaviour || current) in nats (joschu.net/blog/kl-approx.html)."""
+    mult_prob_error_sum: Tensor
+    """Sum of exp |log p_current - log p_behaviour|, NeMo-RL's token_mult_prob_error (loss_functions.py)."""
+    importance_ratio_sum: Tensor
+    """Sum of r = p_current / p_behaviour, NeMo-RL's sampling_importance_ratio; 1 on average over the behaviour."""
 
 
 @torch.no_grad()
@@ -53,4 +57,6 @@ def mismatch_sums(current_log_probs_T: Tensor, behaviour_log_probs_T: Tensor) ->
         abs_prob_diff_sum=prob_diff_T.sum(),
         abs_prob_diff_max=prob_diff_max,
         k3_kl_sum=(log_ratio_T.expm1() - log_ratio_T).sum(),
+        mult_prob_error_sum=log_ratio_T.abs().exp().masked_fill(dropped_T, 0.0).sum(),
+        importance_ratio_sum=log_ratio_T.exp().masked_fill(dropped_T, 0.0).sum(),
     )

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_warnings
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import colocation_problems
+from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
@@ -30,6 +31,7 @@ FREE_ON_RESUME = (
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.colocate", "rollout.sleep_level", "trainer.offload"),
+    *("model.transformer_impl", "rollout.kv_cache_dtype"),
     *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
     *("rollout.max_request_failures", "rollout.max_engine_restarts", "rollout.on_refresh"),
     *("rollout.health_check_interval_s", "rollout.health_check_timeout_s"),
@@ -60,7 +62,7 @@ def check_planned(config: Config, architecture: Architecture, where: str) -> lis
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
-        *(algorithm_problems, _data_problems, colocation_problems),
+        *(algorithm_problems, _data_problems, colocation_problems, transformer_engine_problems),
     )
     problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:

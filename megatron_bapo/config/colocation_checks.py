@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_bapo.config.fp8 import ComputeCapability, capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
@@ -39,9 +40,15 @@ def colocation_problems(config: Config) -> Iterator[str]:
         )
 
 
-def check_devices(config: Config, num_gpus: int) -> None:
-    """Whether this machine can run it. Raises UserError with every broken rule."""
-    problems = list(_device_problems(config, num_gpus))
+def check_devices(
+    config: Config,
+    num_gpus: int,
+    *,
+    capability: ComputeCapability | None = None,
+    has_transformer_engine: bool = False,
+) -> None:
+    """Whether this machine can run it; `capability` is its GPUs'. Raises UserError with every broken rule."""
+    problems = [*_device_problems(config, num_gpus), *_layer_problems(config, capability, has_transformer_engine)]
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
 
@@ -70,6 +77,11 @@ def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
                 f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "
                 "records GPU memory; leave it out"
             )
+        if rollout.kv_cache_dtype != "auto":
+            yield (
+                f"rollout.kv_cache_dtype={rollout.kv_cache_dtype} on a machine without a GPU: vLLM keeps keys and "
+                "values in FP8 on GPUs only; set kv_cache_dtype=auto"
+            )
         return
     for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks
     needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines
@@ -79,3 +91,23 @@ def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
             f"tensor_parallel_size x pipeline_parallel_size) need {needed} GPUs with rollout.colocate="
             f"{str(rollout.colocate).lower()}, and this machine has {num_gpus}; lower one of them, or set colocate=true"
         )
+
+
+def _layer_problems(
+    config: Config, capability: ComputeCapability | None, has_transformer_engine: bool
+) -> Iterator[str]:
+    """What the configured layers lack on this machine."""
+    if config.model.transformer_impl != "transformer_engine":
+        return
+    if capability is None:
+        yield (
+            "model.transformer_impl=transformer_engine on a machine without a GPU: it has no other kernels; set "
+            "transformer_impl=local, and leave the section fp8 out"
+        )
+    elif not has_transformer_engine:
+        yield (
+            "model.transformer_impl=transformer_engine, and transformer_engine is not installed; install the GPU lock "
+            "(requirements.txt, `make setup`), or set transformer_impl=local"
+        )
+    elif config.fp8 is not None and (problem := capability_problem(config.fp8.recipe, capability)):
+        yield problem

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, read_architecture
+from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.errors import UserError
 
@@ -92,6 +93,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
             f"parallel.pipeline_model_parallel_size={pp}{virtual}, which splits them; choose one that divides it"
         )
     yield from _expert_problems(config, architecture, where)
+    yield from transformer_engine_shape_problems(config, architecture, where)
     heads = architecture.num_attention_heads
     if heads % architecture.num_key_value_heads:
         yield (

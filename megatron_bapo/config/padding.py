@@ -34,20 +34,20 @@ class PaddingRule:
 
 
 def padding_rule(
-    tensor_size: int, context_size: int, *, sequence_parallel: bool, fp8: bool, packing: bool
+    tensor_size: int, context_size: int, *, sequence_parallel: bool, fp8_multiple: int | None, packing: bool
 ) -> PaddingRule:
     """What a layout and a precision ask of the lengths.
 
     Context parallelism cuts every sequence into two chunks per rank (zigzag), sequence parallelism cuts what a context
-    rank holds by the tensor size. FP8 kernels want each sequence in multiples of 16 and the total in 128 blocks of as
-    many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs). Rows of equal length leave no
-    room for padding behind them, so each of them follows the rule of the total.
+    rank holds by the tensor size. FP8 kernels want each sequence in multiples of `fp8_multiple`, 16 or for mxfp8 32,
+    and the total in 128 blocks of as many tokens as there are cuts (verl/models/mcore/util.py, preprocess_packed_seqs).
+    Rows of equal length leave no room for padding behind them, so each of them follows the rule of the total.
     """
     sequence = 2 * context_size if context_size > 1 else 1
     total = math.lcm(sequence, tensor_size * context_size) if sequence_parallel else sequence
-    if fp8:
+    if fp8_multiple is not None:
         num_cuts = tensor_size * sequence
-        sequence, total = math.lcm(16, num_cuts), 128 * num_cuts
+        sequence, total = math.lcm(fp8_multiple, num_cuts), 128 * num_cuts
     return PaddingRule(sequence if packing else total, total, equal_lengths=not packing)
 
 

@@ -71,6 +71,8 @@ class RolloutConfig(SamplingConfig):
     while it sleeps. The trainer records none: no two packed micro-batches have the same shapes."""
     quantization: Literal["fp8_per_block"] | None = None
     """Have vLLM quantise linear layers to FP8 in blocks of 128 x 128, anew at each weight sync."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """`auto` keeps keys and values in model.dtype; `fp8_e4m3` halves them, so that twice as many answers fit."""
     start_timeout_s: PositiveFloat = 900.0
     request_timeout_s: PositiveFloat = 3600.0
     """A request that an engine does not answer within this time has failed, and a batch that is not complete after it

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
@@ -43,6 +44,8 @@ class ModelConfig(Section):
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer files."""
     create: CreateModelConfig | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """The layers: Megatron's own with attention in plain torch, or Transformer Engine's fused ones, for GPUs."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -62,6 +65,9 @@ class ParallelConfig(Section):
     """Model chunks of each pipeline stage; more than 1 runs the interleaved schedule."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence; every one holds two of its 2 x context_parallel_size chunks (zigzag)."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """Of transformer_engine: keys and values pass round the context-parallel ranks (ring attention), are gathered, or
+    sequences and heads change places (Ulysses). `local` always gathers."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share a layer's experts, taken from the data- and context-parallel ranks."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -265,6 +271,19 @@ class EvaluationConfig(SamplingConfig):
     """Samples per held-out prompt (mean@n)."""
 
 
+class MismatchAlarmsConfig(Section):
+    """How far the engines' log-probs may be from the trainer's under the same weights before the run warns.
+
+    In NeMo-RL's names, measured at updates on tokens that the current weights sampled."""
+
+    token_mult_prob_error: Annotated[float, Field(ge=1.0)] = 1.05
+    """Mean of exp |trainer's log-prob - engine's|."""
+    gen_kl_error: PositiveFloat = 1e-3
+    """k3 estimate of the KL divergence in nats per token."""
+    sampling_importance_ratio: PositiveFloat = 0.05
+    """How far the mean of trainer's / engine's probability may be from 1."""
+
+
 class LoggingConfig(Section):
     tensorboard: bool = True
     memory_snapshot_step: PositiveInt | None = None
@@ -276,6 +295,7 @@ class LoggingConfig(Section):
     """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
     num_reservoir_tokens: NonNegativeInt = 64
     """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
+    mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
     dump_rollouts: bool = False
     """Write every trained trajectory to rollouts/, a Parquet file a step, from which `train --rollouts-from` trains."""
 
@@ -288,6 +308,8 @@ class Config(Section):
     seed: int = 0
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    fp8: Fp8Config | None = None
+    """Without it everything is in model.dtype."""
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
@@ -317,7 +339,7 @@ class Config(Section):
             parallel.tensor_model_parallel_size,
             parallel.context_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
-            fp8=False,
+            fp8_multiple=self.fp8.multiple if self.fp8 is not None else None,
             packing=self.trainer.packing,
         )
 

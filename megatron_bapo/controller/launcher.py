@@ -21,7 +21,7 @@ from rich.console import Console
 
 from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.loading import dump_config
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, MismatchAlarmsConfig
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.engine_fleet import place_engine
 from megatron_bapo.controller.exit_codes import INTERRUPTED
@@ -36,8 +36,9 @@ from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
+from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
-from megatron_bapo.parallel.platform import visible_devices
+from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -80,7 +81,12 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
 
 def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
-    check_devices(config, len(visible_devices()))
+    check_devices(
+        config,
+        len(visible_devices()),
+        capability=compute_capability(),
+        has_transformer_engine=has_transformer_engine(),
+    )
     check_resumable(config, directory, rollout_only=rollout_only)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
@@ -230,14 +236,16 @@ def _watch(
     while trainer.poll() is None:
         time.sleep(POLL_S)
         _check_started(starting, config)
-        offset = _show_news(directory, display, offset)
+        offset = _show_news(directory, display, offset, config.logging.mismatch_alarms)
         if interrupts.requested and not directory.stop_request.exists():
             directory.stop_request.touch()
             display.phase(STOPPING)
-    _show_news(directory, display, offset)
+    _show_news(directory, display, offset, config.logging.mismatch_alarms)
 
 
-def _show_news(directory: RunDirectory, display: ProgressDisplay, offset: int | None) -> int | None:
+def _show_news(
+    directory: RunDirectory, display: ProgressDisplay, offset: int | None, limits: MismatchAlarmsConfig
+) -> int | None:
     """Show what was recorded since `offset`; None until the trainer has dropped the rows that it will write again."""
     if not directory.phase.is_file():
         return None
@@ -246,6 +254,8 @@ def _show_news(directory: RunDirectory, display: ProgressDisplay, offset: int | 
     rows, offset = read_new_rows(directory.metrics, offset)
     for row in rows:
         display.update(row)
+        for alarm in mismatch_alarms(row["metrics"], limits):
+            display.warn(alarm)
     if not directory.stop_request.exists():
         display.phase(directory.phase.read_text())
     return offset

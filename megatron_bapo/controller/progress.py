@@ -44,6 +44,7 @@ class ProgressDisplay:
         self._rewards: list[float] = []
         self._validation: list[tuple[str, str]] = []
         self._announced: set[str] = set()
+        self._warned: set[str] = set()
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=8)
 
     def __enter__(self) -> Self:
@@ -78,6 +79,13 @@ class ProgressDisplay:
             line = f"{self._step_label()}  {_plain(_fields(row))}  {self._time_left()}"
         if not self._is_live:
             self._print_line(line.rstrip())
+
+    def warn(self, message: str) -> None:
+        """Print a warning, above a live display; each subject, its first word, once."""
+        subject = message.partition(" ")[0]
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self._console.print(Text.assemble(("warning: ", "yellow"), message), soft_wrap=True)
 
     def final_summary(
         self,

@@ -4,6 +4,7 @@ live display shows.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
+from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import (
     JsonlSink,
     MetricsRow,
@@ -27,6 +29,8 @@ from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_af
 from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -46,6 +50,7 @@ class Recorder:
         self._tokens_folder = directory.tokens
         self._rollouts_folder = directory.rollouts
         self._vocab_size = len(load_tokenizer(config.model_path)) if config.logging.dump_rollouts else None
+        self._mismatch_alarms = config.logging.mismatch_alarms
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
         self._metrics = JsonlSink(directory.metrics)
@@ -68,7 +73,13 @@ class Recorder:
         write_line(self._phase_file, activity)
 
     def write(self, phase: Phase, step: int, metrics: Mapping[str, Metric]) -> None:
-        row = MetricsRow(step=step, phase=phase, time_s=time.monotonic() - self._start, metrics=scalars(metrics))
+        values = scalars(metrics)
+        if "training/token_mult_prob_error" in values:
+            alarms = mismatch_alarms(values, self._mismatch_alarms)
+            values["training/mismatch_alarms"] = float(len(alarms))
+            for alarm in alarms:
+                _log.warning("step %d: %s", step, alarm)
+        row = MetricsRow(step=step, phase=phase, time_s=time.monotonic() - self._start, metrics=values)
         self._metrics.write(row)
         if self._tensorboard is not None:
             self._tensorboard.write(row)

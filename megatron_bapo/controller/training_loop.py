@@ -245,21 +245,30 @@ def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[d
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     # Ratios start from the trainer's own log-probs, or from those of engines that had its present weights.
-    is_fresh = config.algorithm.behaviour_policy == "recomputed" or all(
+    sampled_now = all(
         span.policy_version == run.state.policy_version
         for group in scored.groups
         for trajectory in group.trajectories
         for span in trajectory.version_spans
     )
+    is_fresh = config.algorithm.behaviour_policy == "recomputed" or sampled_now
     for epoch in range(config.trainer.ppo_epochs):
         order = np.arange(len(examples))
         if epoch:
             order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
         for start in range(0, len(order), size):
             chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
-            on_policy = epoch == 0 and start == 0 and is_fresh
-            lr = _policy_lr(run, len(parts))
-            parts.append(update_policy(run.worker, chosen, lr=lr, on_policy=on_policy, reservoir=reservoir))
+            unchanged = epoch == 0 and start == 0
+            parts.append(
+                update_policy(
+                    run.worker,
+                    chosen,
+                    lr=_policy_lr(run, len(parts)),
+                    on_policy=unchanged and is_fresh,
+                    sampled_now=unchanged and sampled_now,
+                    reservoir=reservoir,
+                )
+            )
     run.state.update += len(parts)
     updates = reduce_updates(parts, run.worker.groups)
     return merge(updates) | batch_metrics, updates, reservoir.gather(run.worker.groups)

@@ -11,14 +11,24 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.config.fp8 import Fp8Config
+from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.model.precision import fp8_settings
 from megatron_bapo.parallel.megatron import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(
-    architecture: Architecture, parallel: ParallelConfig, dtype: torch.dtype, *, cpu_initialization: bool
+    architecture: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    fp8: Fp8Config | None,
+    *,
+    cpu_initialization: bool,
 ) -> TransformerConfig:
     """Megatron's config of this model under this layout. `cpu_initialization` makes weights in host memory first."""
+    dtype, fused = DTYPES[model.dtype], model.transformer_impl == "transformer_engine"
     return TransformerConfig(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -45,11 +55,14 @@ def transformer_config(
         # Packed micro-batches differ in length. Megatron ties this to the all-to-all dispatcher, dense models included.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        transformer_impl=model.transformer_impl,
+        apply_rope_fusion=fused,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_layout(parallel),
-        **_experts(architecture),
+        **_experts(architecture, grouped=fused),
+        **fp8_settings(fp8),
     )
 
 
@@ -58,6 +71,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         "context_parallel_size": parallel.context_parallel_size,
+        "cp_comm_type": parallel.cp_comm_type,
         "expert_model_parallel_size": parallel.expert_model_parallel_size,
         "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
         "sequence_parallel": parallel.sequence_parallel,
@@ -76,7 +90,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     return settings
 
 
-def _experts(architecture: Architecture) -> dict[str, Any]:
+def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
     """Without auxiliary losses: the policy's objective is the only one.
 
     Qwen3-MoE takes the softmax over all experts and, with `norm_topk_prob`, divides the chosen weights by their sum,
@@ -93,7 +107,7 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
-        "moe_grouped_gemm": False,
+        "moe_grouped_gemm": grouped,
     }
 
 

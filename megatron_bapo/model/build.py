@@ -27,8 +27,6 @@ from megatron_bapo.parallel.megatron import (
 )
 from megatron_bapo.parallel.platform import has_gpu, local_device
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -77,14 +75,15 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def ddp_config(parallel: ParallelConfig) -> DistributedDataParallelConfig:
-    """Gradients are summed in fp32 whatever the model's dtype."""
+def ddp_config(parallel: ParallelConfig, *, fp8_param: bool = False) -> DistributedDataParallelConfig:
+    """Gradients are summed in fp32 whatever the model's dtype; `fp8_param` gathers weights in FP8."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
+        fp8_param_gather=fp8_param,
     )
 
 
@@ -94,9 +93,9 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
     A `frozen` one has no gradients and no buffers for them.
     """
     architecture = read_architecture(model_path)
-    parallel, dtype = config.parallel, DTYPES[config.model.dtype]
-    ddp = DistributedDataParallelConfig() if frozen else ddp_config(parallel)
-    megatron = transformer_config(architecture, parallel, dtype, cpu_initialization=not has_gpu())
+    parallel = config.parallel
+    megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
+    ddp = DistributedDataParallelConfig() if frozen else ddp_config(parallel, fp8_param=megatron.fp8_param)
     chunks = tuple(
         _build_chunk(architecture, megatron, ddp, groups, index, frozen) for index in range(groups.num_virtual_stages)
     )
@@ -117,17 +116,19 @@ def _build_chunk(
 ) -> Chunk:
     vp_stage = index if groups.num_virtual_stages > 1 else None
     spec: Any = block_spec(config, architecture.moe_layers, vp_stage)
-    gpt = GPTModel(
-        config,
-        spec,
-        architecture.padded_vocab_size(groups.tensor.size),
-        architecture.max_position_embeddings,
-        pre_process=groups.is_first_stage and index == 0,
-        post_process=groups.is_last_stage and index == groups.num_virtual_stages - 1,
-        share_embeddings_and_output_weights=architecture.tie_word_embeddings,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-    )
+    # With gradients enabled Megatron would keep a copy of the initial values of weights in FP8, which are loaded next.
+    with torch.set_grad_enabled(not config.fp8_param):
+        gpt = GPTModel(
+            config,
+            spec,
+            architecture.padded_vocab_size(groups.tensor.size),
+            architecture.max_position_embeddings,
+            pre_process=groups.is_first_stage and index == 0,
+            post_process=groups.is_last_stage and index == groups.num_virtual_stages - 1,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
     frequencies, _ = rotary(architecture)
     rotary_embedding: Any = PackedRotaryEmbedding(frequencies.to(local_device()))
     gpt.rotary_pos_emb = rotary_embedding

@@ -19,6 +19,7 @@ from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.model.build import PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, global_name, lookup
+from megatron_bapo.model.precision import values_of
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.weight_sync.version_file import raw_bytes, table_of_contents
@@ -29,10 +30,6 @@ COPIED_FILES = (
 )  # fmt: skip
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor | None]
-
-
-def _itself(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return parameter
 
 
 def _parameters(model: PolicyModel, groups: ParallelGroups) -> Iterator[tuple[torch.nn.Parameter, list[Entry]]]:
@@ -96,7 +93,7 @@ def merge(
 
 @torch.no_grad()
 def stream_tensors(
-    model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself
+    model: PolicyModel, groups: ParallelGroups, *, read: Read = values_of
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor on the CPU) of this pipeline stage, on its leader rank; other ranks take part and yield none.
 
@@ -151,7 +148,7 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
     assert not absent, f"{len(absent)} of {len(shapes)} tensors did not come, first {absent[0]}"
 
 
-def write_stage_file(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = _itself) -> None:
+def write_stage_file(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = values_of) -> None:
     """Stream this stage into one safetensors file, named in Hugging Face's style, on the stage's leader."""
     tensors = stream_tensors(model, groups, read=read)
     if groups.is_stage_leader:

@@ -16,7 +16,10 @@ from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, lookup
+from megatron_bapo.model.precision import set_values
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
+
+Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
 
 
 class SafetensorsFolder:
@@ -124,17 +127,13 @@ def local_tensor(
     return parts[0] if len(parts) == 1 else torch.cat(parts, row.dim)
 
 
-def _copy(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    parameter.copy_(tensor)
-
-
 @torch.no_grad()
 def load_tensors(
     model: PolicyModel,
     folder: SafetensorsFolder,
     groups: ParallelGroups,
     *,
-    write: Callable[[torch.nn.Parameter, torch.Tensor], object] = _copy,
+    write: Write = set_values,
 ) -> None:
     """Call `write(parameter, tensor)` for every parameter of this rank with its part of the folder's tensors.
 
@@ -153,12 +152,14 @@ def load_tensors(
         write(parameter, local_tensor(entry, architecture, sources, axis.rank, axis.size))
 
 
-def load_hugging_face(model: PolicyModel, model_path: Path, groups: ParallelGroups) -> None:
-    """Load a Hugging Face checkpoint folder.
+def load_hugging_face(
+    model: PolicyModel, model_path: Path, groups: ParallelGroups, *, write: Write = set_values
+) -> None:
+    """Load a Hugging Face checkpoint folder; `write` as in `load_tensors`.
 
     Raises UserError when a tensor is missing or of another shape than config.json says, and when the folder holds one
     that the model has no place for.
     """
     with SafetensorsFolder(model_path) as folder:
         check_tensors(folder.shapes(), model.architecture, model_path)
-        load_tensors(model, folder, groups)
+        load_tensors(model, folder, groups, write=write)

@@ -1,4 +1,4 @@
-"""Layer specs without Transformer Engine: an RMSNorm that sequence parallelism accepts, and our packed attention."""
+"""Layer specs: Megatron's own modules with our norm and packed attention, or Transformer Engine's fused ones."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from megatron_bapo.model.fused_attention import FusedAttention
 from megatron_bapo.model.packed_attention import PackedAttention
 from megatron_bapo.parallel.megatron import (
+    TENorm,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
 )
@@ -24,7 +27,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
+def _local_layer(config: TransformerConfig, num_experts: int | None) -> Any:
     spec: Any = get_gpt_layer_local_spec(
         num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -37,14 +40,26 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> Any:
     return spec
 
 
+def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> Any:
+    """Norms fused with the products behind them, and one grouped product for all experts of a rank."""
+    spec: Any = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+    )
+    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    return spec
+
+
 def block_spec(
     config: TransformerConfig, moe_layers: frozenset[int], vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The spec of one chunk of this pipeline stage; `moe_layers` counts layers over the whole model, from 0."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    norm: Any = RMSNorm
+    make_layer, norm = (
+        (_local_layer, RMSNorm) if config.transformer_impl == "local" else (_transformer_engine_layer, TENorm)
+    )
+    final_norm: Any = norm
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, config.num_moe_experts if i in moe_layers else None) for i in layers],
-        layer_norm=norm,
+        layer_specs=[make_layer(config, config.num_moe_experts if i in moe_layers else None) for i in layers],
+        layer_norm=final_norm,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_bapo.parallel.megatron import (
     PackedSeqParams,
     TransformerConfig,
     gather_from_sequence_parallel_region,
+    thd_sequences,
 )
 
 ALIKE = 0.75
@@ -58,9 +60,33 @@ class AttentionBatch:
 class PackedSequences(PackedSeqParams):
     """What attention needs to know of a micro-batch's sequences, worked out once for all layers."""
 
-    positions_T: torch.Tensor
-    """Of each token in its sequence."""
-    batches: tuple[AttentionBatch, ...]
+    lengths: tuple[int, ...]
+    """On all context-parallel ranks together, padding included."""
+    rank: int
+    """Of `size` context-parallel ones."""
+    size: int
+    device: torch.device
+
+    @cached_property
+    def positions_T(self) -> torch.Tensor:
+        """Of each token in its sequence."""
+        return _tensor([zigzag(length, self.rank, self.size) for length in self.lengths], self.device)
+
+    @cached_property
+    def batches(self) -> tuple[AttentionBatch, ...]:
+        """As attention in plain torch takes them."""
+        start, batches = 0, []
+        for alike in _runs(self.lengths):
+            stop = start + sum(alike) // self.size
+            batches.append(_attention_batch(alike, slice(start, stop), self.rank, self.size, self.device))
+            start = stop
+        return tuple(batches)
+
+    @cached_property
+    def thd(self) -> PackedSeqParams:
+        """As Transformer Engine's attention takes them."""
+        starts = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32, device=self.device)
+        return thd_sequences(starts, max(self.lengths))
 
 
 def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch.device) -> PackedSequences:
@@ -68,15 +94,13 @@ def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch
 
     In falling order of length they make the fewest attention batches.
     """
-    start, batches = 0, []
-    for alike in _runs(lengths):
-        stop = start + sum(alike) // size
-        batches.append(_attention_batch(alike, slice(start, stop), rank, size, device))
-        start = stop
     return PackedSequences(
+        # Megatron would walk over the sequences for their angles if it were told that they are packed.
         qkv_format="sbhd",  # pyright: ignore[reportArgumentType]
-        positions_T=_tensor([zigzag(length, rank, size) for length in lengths], device),
-        batches=tuple(batches),
+        lengths=tuple(lengths),
+        rank=rank,
+        size=size,
+        device=device,
     )
 
 

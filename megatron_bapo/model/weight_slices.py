@@ -9,6 +9,7 @@ import torch
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_import import split_axis
 from megatron_bapo.model.hf_mapping import lookup
+from megatron_bapo.model.precision import values_of
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.weight_sync.plan import Box, Slice
 
@@ -23,7 +24,7 @@ class _Held:
     local_start: int
 
     def view(self, box: Box) -> torch.Tensor:
-        tensor = self.parameter.detach()
+        tensor = values_of(self.parameter)
         for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
             first = start - self.box.start[dim] + (self.local_start if dim == self.dim else 0)
             tensor = tensor.narrow(dim, first, size)
@@ -31,7 +32,10 @@ class _Held:
 
 
 class LocalSlices:
-    """What this rank holds, by Hugging Face's names. Call it with a slice to get a view of the parameter."""
+    """What this rank holds, by Hugging Face's names. Call it with a slice to get a view of the parameter.
+
+    A parameter in FP8 gives a new tensor of its values.
+    """
 
     def __init__(self, model: PolicyModel, groups: ParallelGroups) -> None:
         self._held: dict[str, list[_Held]] = {}

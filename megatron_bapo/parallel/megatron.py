@@ -6,8 +6,12 @@ Installs the CPU stand-ins where there is no GPU, then names what the project us
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
+from typing import Any
+
+import torch
 
 from megatron_bapo.parallel import megatron_on_cpu, platform
 
@@ -22,7 +26,12 @@ with warnings.catch_warnings():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -44,6 +53,8 @@ with warnings.catch_warnings():
 # Megatron-Core 0.16.1 calls collectives by names that torch 2.13 has replaced.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
 logging.getLogger("megatron").setLevel(logging.WARNING)
+# Megatron-Core 0.19 announces with every model chunk that GPTModel gets no new features.
+logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 __all__ = [
     "DistributedDataParallel",
@@ -57,17 +68,45 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "TEDotProductAttention",
+    "TENorm",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
+    "dequantize_fp8_tensor",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "is_float8tensor",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "thd_sequences",
 ]
+
+_PACKED_FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
+
+
+def thd_sequences(starts: torch.Tensor, longest: int) -> PackedSeqParams:
+    """Sequences side by side, as Transformer Engine's attention takes them.
+
+    `starts` has the first token of each and, last, the number of all, int32, those of all context-parallel ranks
+    counted; padding behind a sequence's tokens is part of it. Megatron-Core 0.19 lets us say that there is nothing
+    between them; Transformer Engine would look at the device to find out.
+    """
+    more: dict[str, Any] = {"pad_between_seqs": False} if "pad_between_seqs" in _PACKED_FIELDS else {}
+    return PackedSeqParams(
+        qkv_format="thd",  # pyright: ignore[reportArgumentType]
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=starts,
+        cu_seqlens_kv_padded=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **more,
+    )

@@ -159,6 +159,7 @@ def _engine_args(
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_sleep_mode=settings.sleep_level > 0,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         # vLLM refuses lengths above this field, which Qwen's recipe for YaRN leaves at the unscaled length.
         hf_overrides={"max_position_embeddings": read_architecture(model_path).context_length},
         trust_remote_code=False,

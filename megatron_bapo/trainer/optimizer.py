@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 
 from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_bapo.model.build import finish_param_gather
+from megatron_bapo.model.precision import set_values
 from megatron_bapo.parallel.collectives import max_over, receive, send, sum_over
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import (
@@ -161,9 +162,13 @@ class Optimizer:
         assert tensor.shape == parameter.shape, f"{state} has shape {tensor.shape}, its parameter {parameter.shape}"
         if state == "main":
             finish_param_gather(self._chunks)  # one under way would put the old values back
-            parameter.copy_(tensor)
+            set_values(parameter, tensor)
         if (piece := self._pieces.get(parameter)) is not None:
             piece.tensor(state).copy_(tensor.reshape(-1)[piece.start : piece.stop])
+
+    def write_weights(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+        """`write` of the main state."""
+        self.write(parameter, "main", tensor)
 
     def sharing_axis(self, parameter: torch.nn.Parameter) -> Axis:
         """The ranks with the same shard of a parameter. Megatron marks what expert parallelism splits."""
@@ -218,7 +223,7 @@ class Optimizer:
     def _own(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor:
         """This rank's piece, empty where it has none."""
         piece = self._pieces.get(parameter)
-        return parameter.new_empty(0, dtype=torch.float32) if piece is None else piece.tensor(state)
+        return torch.empty(0, device=parameter.device) if piece is None else piece.tensor(state)
 
     def _gather_spans(self) -> dict[torch.nn.Parameter, dict[int, tuple[int, int]]]:
         """For every parameter, which rank of its axis gives which elements; the first one where several have them."""
@@ -248,6 +253,7 @@ def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) 
         clip_grad=settings.clip_grad,
         bf16=model.bf16,
         params_dtype=model.params_dtype,
+        fp8_recipe=model.fp8_recipe if model.fp8 else None,
         use_distributed_optimizer=ddp.use_distributed_optimizer,
         overlap_param_gather=ddp.overlap_param_gather,
         optimizer_cpu_offload=settings.cpu_offload,

@@ -33,12 +33,14 @@ def update_policy(
     *,
     lr: float,
     on_policy: bool,
+    sampled_now: bool = False,
     reservoir: TokenReservoir | None = None,
 ) -> dict[str, Metric]:
     """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
     `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
-    no scoring pass. `reservoir` keeps a sample of the tokens.
+    no scoring pass. `sampled_now` says that engines with the current weights drew the tokens: what their log-probs
+    differ by is the engine's arithmetic. `reservoir` keeps a sample of the tokens.
     """
     config, algorithm = worker.config, worker.config.algorithm
     if reservoir is not None:
@@ -68,7 +70,7 @@ def update_policy(
         metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N) | found
         if reservoir is not None:
             reservoir.add(micro_batch, log_probs_N, entropy_N)
-        if on_policy:
+        if sampled_now:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         scores = Scores(log_probs_N, entropy_N)
         if config.logging.entropy_clip_rule:

@@ -70,12 +70,14 @@ def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
-    """How far the engine's log-probs are from the trainer's under the same weights, in verl's names."""
+    """How far the engine's log-probs are from the trainer's under the same weights, in verl's and NeMo-RL's names."""
     num = float(sums.num_tokens)
     return {
         "training/rollout_probs_diff_mean": Mean(float(sums.abs_prob_diff_sum), num),
         "training/rollout_probs_diff_max": Max(float(sums.abs_prob_diff_max)),
-        "training/rollout_kl_k3": Mean(float(sums.k3_kl_sum), num),
+        "training/gen_kl_error": Mean(float(sums.k3_kl_sum), num),
+        "training/token_mult_prob_error": Mean(float(sums.mult_prob_error_sum), num),
+        "training/sampling_importance_ratio": Mean(float(sums.importance_ratio_sum), num),
     }
 
 

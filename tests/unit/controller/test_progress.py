@@ -35,6 +35,13 @@ def plain_display(total_steps: int = 10) -> tuple[ProgressDisplay, io.StringIO]:
     return ProgressDisplay(total_steps, num_warm_start_steps=5, console=Console(file=file, width=40)), file
 
 
+def test_a_warning_is_printed_once_for_each_subject():
+    display, file = plain_display()
+    for message in ("a is 2, too much", "a is 3, too much", "b is 4, too much"):
+        display.warn(message)
+    assert file.getvalue().splitlines() == ["warning: a is 2, too much", "warning: b is 4, too much"]
+
+
 def test_without_a_terminal_every_step_is_one_plain_line():
     display, file = plain_display()
     with display:

@@ -11,14 +11,14 @@ from megatron_bapo.data.packing import Plan, cost, pack
 from megatron_bapo.errors import UserError
 
 BUDGET = 32768
-FP8_CONTEXT = padding_rule(2, 2, sequence_parallel=True, fp8=True, packing=True)
+FP8_CONTEXT = padding_rule(2, 2, sequence_parallel=True, fp8_multiple=16, packing=True)
 
 layouts = st.fixed_dictionaries(
     {
         "tensor_size": st.sampled_from([1, 2, 3, 4, 8]),
         "context_size": st.sampled_from([1, 2, 3, 4]),
         "sequence_parallel": st.booleans(),
-        "fp8": st.booleans(),
+        "fp8_multiple": st.sampled_from([None, 16, 32]),
         "packing": st.booleans(),
     }
 )
@@ -48,9 +48,9 @@ def test_padded_lengths_can_be_cut_as_the_layout_cuts_them(layout, lengths):
     if layout["sequence_parallel"]:
         assert total % context_size == 0
         assert total // context_size % tensor_size == 0
-    if layout["fp8"]:
+    if multiple := layout["fp8_multiple"]:
         num_cuts = tensor_size * (2 * context_size if context_size > 1 else 1)
-        assert all(length % math.lcm(16, num_cuts) == 0 for length in [*padded, rest])
+        assert all(length % math.lcm(multiple, num_cuts) == 0 for length in [*padded, rest])
         assert total % (128 * num_cuts) == 0
     if not layout["packing"]:
         assert len(set(padded)) <= 1
@@ -61,26 +61,27 @@ def test_padded_lengths_can_be_cut_as_the_layout_cuts_them(layout, lengths):
 @pytest.mark.parametrize(
     ("layout", "rule"),
     [
-        ((8, 1, False, False, True), PaddingRule()),
-        ((8, 1, True, False, True), PaddingRule(1, 8)),
-        ((1, 4, False, False, True), PaddingRule(8, 8)),
-        ((1, 4, True, False, True), PaddingRule(8, 8)),
-        ((4, 2, True, False, True), PaddingRule(4, 8)),
-        ((3, 2, True, False, True), PaddingRule(4, 12)),
-        ((1, 1, False, True, True), PaddingRule(16, 128)),
-        ((4, 1, True, True, True), PaddingRule(16, 512)),
-        ((3, 1, True, True, True), PaddingRule(48, 384)),
-        ((2, 2, False, True, True), PaddingRule(16, 1024)),
-        ((8, 4, True, True, True), PaddingRule(64, 8192)),
-        ((1, 1, False, False, False), PaddingRule(1, 1, equal_lengths=True)),
-        ((4, 2, True, False, False), PaddingRule(8, 8, equal_lengths=True)),
-        ((2, 1, True, True, False), PaddingRule(256, 256, equal_lengths=True)),
+        ((8, 1, False, None, True), PaddingRule()),
+        ((8, 1, True, None, True), PaddingRule(1, 8)),
+        ((1, 4, False, None, True), PaddingRule(8, 8)),
+        ((1, 4, True, None, True), PaddingRule(8, 8)),
+        ((4, 2, True, None, True), PaddingRule(4, 8)),
+        ((3, 2, True, None, True), PaddingRule(4, 12)),
+        ((1, 1, False, 16, True), PaddingRule(16, 128)),
+        ((4, 1, True, 16, True), PaddingRule(16, 512)),
+        ((3, 1, True, 16, True), PaddingRule(48, 384)),
+        ((2, 2, False, 32, True), PaddingRule(32, 1024)),
+        ((2, 2, False, 16, True), PaddingRule(16, 1024)),
+        ((8, 4, True, 16, True), PaddingRule(64, 8192)),
+        ((1, 1, False, None, False), PaddingRule(1, 1, equal_lengths=True)),
+        ((4, 2, True, None, False), PaddingRule(8, 8, equal_lengths=True)),
+        ((2, 1, True, 16, False), PaddingRule(256, 256, equal_lengths=True)),
     ],
 )
 def test_the_least_padding_that_a_layout_allows(layout, rule):
-    tensor_size, context_size, sequence_parallel, fp8, packing = layout
+    tensor_size, context_size, sequence_parallel, fp8_multiple, packing = layout
     assert rule == padding_rule(
-        tensor_size, context_size, sequence_parallel=sequence_parallel, fp8=fp8, packing=packing
+        tensor_size, context_size, sequence_parallel=sequence_parallel, fp8_multiple=fp8_multiple, packing=packing
     )
 
 

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -7,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeTopKRouter
 
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.unit.model.shards import architecture
@@ -69,9 +71,8 @@ def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family
 
 
 def config_of(family: str, parallel: ParallelConfig | None = None, **changes: object) -> TransformerConfig:
-    return transformer_config(
-        architecture(family, **changes), parallel or ParallelConfig(), torch.float32, cpu_initialization=True
-    )
+    arch, model = architecture(family, **changes), ModelConfig(path=Path("model"), dtype="float32")
+    return transformer_config(arch, model, parallel or ParallelConfig(), None, cpu_initialization=True)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.config.architecture import FAMILIES
-from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.architecture import transformer_config
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors, load_tensors
@@ -62,7 +62,8 @@ def save_checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_knows_every_parameter_of_megatrons_model_and_its_shape(family, tied):
     arch = architecture(family, tie_word_embeddings=tied)
-    config = transformer_config(arch, ParallelConfig(), torch.float32, cpu_initialization=True)
+    model = ModelConfig(path=Path("model"), dtype="float32")
+    config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=True)
     specs = [
         get_gpt_layer_local_spec(
             num_experts=arch.num_experts if layer in arch.moe_layers else None,

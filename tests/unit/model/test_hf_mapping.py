@@ -1,3 +1,4 @@
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -33,6 +34,18 @@ MODELS = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
+
+
+def test_the_table_knows_every_parameter_of_transformer_engines_layers():
+    """As Megatron-Core 0.19.2 and Transformer Engine 2.20.2 build `shards.architecture`, untied; the GPU checks compare
+    the record with what is installed."""
+    recorded = json.loads(Path(__file__).with_name("transformer_engine_parameters.json").read_text())
+    assert recorded.keys() == FAMILIES.keys()
+    for family, parameters in recorded.items():
+        arch = architecture(family, tie_word_embeddings=False)
+        found = {name: lookup(name) for name in parameters}
+        assert {name: list(entry.local_shape(arch, 1)) for name, entry in found.items()} == parameters
+        assert sorted(name for entry in found.values() for name in entry.names) == sorted(expected_shapes(arch))
 
 
 @pytest.fixture(scope="module", params=[(name, tie) for name in MODELS for tie in (True, False)], ids=str)

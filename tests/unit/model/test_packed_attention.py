@@ -46,6 +46,19 @@ def reference(
     return torch.stack(out)
 
 
+def test_transformer_engine_is_told_where_the_sequences_of_all_ranks_lie():
+    of_ranks = [packed_sequences([16, 8, 8], rank, 2, CPU) for rank in range(2)]
+    for packed in of_ranks:
+        thd = packed.thd
+        assert thd.qkv_format == "thd"
+        assert thd.cu_seqlens_q.tolist() == thd.cu_seqlens_kv_padded.tolist() == [0, 16, 24, 32]
+        assert thd.cu_seqlens_q.dtype == torch.int32
+        assert (thd.max_seqlen_q, thd.max_seqlen_kv) == (16, 16)
+        assert getattr(thd, "pad_between_seqs", False) is False  # None would have Transformer Engine ask the device
+    positions = torch.cat([packed.positions_T for packed in of_ranks])
+    assert positions.numel() == 32
+
+
 @pytest.mark.parametrize(
     "lengths",
     [[7], [4, 4, 4], [9, 8, 7, 3, 1], [5, 1, 9, 3]],

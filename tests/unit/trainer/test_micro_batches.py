@@ -77,7 +77,7 @@ def test_per_token_values_follow_their_tokens_over_packing_and_the_context_split
         replace(e, advantage=a, proximal_log_probs=-a, reference_log_probs=a / 2, correction_weights=a + 1)
         for e, a in zip(EXAMPLES, arrays, strict=True)
     ]
-    rule = padding_rule(1, 2, sequence_parallel=False, fp8=False, packing=True)
+    rule = padding_rule(1, 2, sequence_parallel=False, fp8_multiple=None, packing=True)
     parts = [lay_out(rule, examples, rank, 2) for rank in range(2)]
     index_N = torch.cat([part.response_index_N for part in parts])
     expected_N = torch.from_numpy(np.concatenate(arrays))[index_N]
@@ -105,7 +105,7 @@ def test_without_a_reference_or_a_correction_there_is_none():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of_the_whole_sequence(size: int):
     """Labels rolled after the cut, the classic fault, would differ at every chunk's end."""
-    rule = padding_rule(1, size, sequence_parallel=False, fp8=False, packing=True)
+    rule = padding_rule(1, size, sequence_parallel=False, fp8_multiple=None, packing=True)
     whole, parts = lay_out(rule), [lay_out(rule, rank=rank, size=size) for rank in range(size)]
 
     assert len({len(part.tokens_T) for part in parts}) == 1

@@ -1,0 +1,44 @@
+"""Packed sequences through Transformer Engine's fused attention, context parallelism included.
+
+Legend: T tokens of this context-parallel rank, H heads of this rank, G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_bapo.model.packed_attention import PackedSequences
+from megatron_bapo.parallel.megatron import MegatronModule, TEDotProductAttention, TransformerConfig
+
+
+class FusedAttention(MegatronModule):
+    """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
+
+    Megatron hands over one row of T tokens, with their rotary angles applied by position; Transformer Engine is told
+    where its sequences lie. Queries, keys and values of a rank are its zigzag parts, the order that Transformer Engine
+    knows as dual-chunk swap.
+    """
+
+    def __init__(self, config: TransformerConfig, **settings: Any) -> None:
+        super().__init__(config=config)
+        self.attention: Any = TEDotProductAttention(config=config, **settings)
+
+    def forward(
+        self,
+        query_T1HD: torch.Tensor,
+        key_T1GD: torch.Tensor,
+        value_T1GD: torch.Tensor,
+        attention_mask: None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
+        packed_seq_params: PackedSequences,
+    ) -> torch.Tensor:
+        """The attention output, [T, 1, H*D]."""
+        query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
+        out = self.attention(
+            query_THD, key_TGD, value_TGD, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params.thd
+        )
+        return out.reshape(out.size(0), 1, -1)
