@@ -48,6 +48,8 @@ class Trajectory:
     """The decoded response, special tokens left out."""
     reward: float = float("nan")
     """NaN until scored."""
+    answer: str | None = None
+    """What the reward function read in the text, where it says so; not written with rollouts."""
 
 
 @dataclass(frozen=True)

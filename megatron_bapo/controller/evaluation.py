@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_bapo.metrics.benchmark import SOLVED
 from megatron_bapo.metrics.sinks import SampleRow
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
-
-SOLVED = 1.0
-"""The score from which on an answer counts as solved."""
 
 
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:

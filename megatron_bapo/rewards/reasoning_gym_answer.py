@@ -19,6 +19,8 @@ from reasoning_gym import algorithmic, games
 from reasoning_gym.factory import get_score_answer_fn
 from reasoning_gym.utils import extract_answer
 
+from megatron_bapo.rewards.score import Score
+
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 
 # reasoning-gym 0.1.25: these scorers run eval() on the answer to accept Python lists, so that a model could run code.
@@ -55,7 +57,7 @@ _UNPARSABLE = (ValueError, TypeError, AttributeError, ArithmeticError, LookupErr
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> float:
+) -> Score:
     """The task's score of the last <answer>...</answer> content, or of the whole stripped text where there is none.
 
     `data_source` is reasoning_gym/<task> and `extra_info` the generator's entry. An answer that the scorer cannot parse
@@ -71,11 +73,11 @@ def compute_score(
     tagged = extract_answer(solution_str)
     answer = solution_str.strip() if tagged is None else tagged
     if task in EVALUATING_TASKS and not _is_harmless(answer, extra_info):
-        return 0.0
+        return Score(0.0, answer)
     try:
-        return float(score(answer, extra_info))
+        return Score(score(answer, extra_info), answer)
     except _UNPARSABLE:
-        return 0.0
+        return Score(0.0, answer)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from megatron_bapo.config.schema import RewardConfig
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rewards.score import Score
 
 START_LIMIT_S = 300.0
 KILL_LIMIT_S = 10.0
@@ -38,6 +39,8 @@ class RewardResult:
     reward: float
     timed_out: bool = False
     """The time limit passed, and the reward is `timeout_reward`."""
+    answer: str | None = None
+    """What was scored, where the function says so and found something."""
 
 
 class Scorer:
@@ -135,7 +138,7 @@ class Scorer:
         match kind:
             case "reward":
                 worker.position = worker.deadline = None
-                return RewardResult(payload)
+                return RewardResult(float(payload), answer=payload.answer if isinstance(payload, Score) else None)
             case "late":
                 self.num_timeouts += 1
                 self._replace(worker)

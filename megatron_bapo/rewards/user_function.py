@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_bapo.errors import UserError
+from megatron_bapo.rewards.score import Score
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -22,7 +23,8 @@ def load(spec: str) -> Callable[..., float]:
     """Import the function and make it return a finite float, whatever it is allowed to return.
 
     It is called with verl's keywords (ARGUMENTS), may be a coroutine function, and returns a number or a dict with
-    `score`. Raises UserError when it cannot be found, imported or called so.
+    `score` and, if it likes, the answer that it read as `pred`. Raises UserError when it cannot be found, imported or
+    called so.
     """
     module_name, function_name = spec.split(":")
     module = _import(module_name, spec)
@@ -51,15 +53,15 @@ def load(spec: str) -> Callable[..., float]:
     return compute_score
 
 
-def _number(result: Any) -> float:
-    score = result.get("score") if isinstance(result, dict) else result
+def _number(result: Any) -> Score:
+    score, answer = (result.get("score"), result.get("pred")) if isinstance(result, dict) else (result, None)
     try:
         number = float(score)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(score, str) or not math.isfinite(number):
         raise ValueError(f"it returned {result!r:.120}; a reward is a finite number, or a dict with one under 'score'")
-    return number
+    return Score(number, None if answer is None else str(answer))
 
 
 def _import(name: str, spec: str) -> ModuleType:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_bapo.config.schema import RewardConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.rewards.score import Score
 from megatron_bapo.rewards.scorer import START_LIMIT_S
 
 ORPHAN_GRACE_S = 2.0
@@ -26,7 +27,11 @@ TRACE_LINES = 6
 def build_score_function(config: RewardConfig) -> Callable[..., float]:
     """The function that `config` asks for, with verl's four keyword arguments; imports only what it needs."""
     compute_score = _load(config)
-    return compute_score if config.partial_credit else lambda **arguments: float(compute_score(**arguments) >= 1.0)
+    return compute_score if config.partial_credit else lambda **arguments: _all_or_nothing(compute_score(**arguments))
+
+
+def _all_or_nothing(score: float) -> Score:
+    return Score(score >= 1.0, score.answer if isinstance(score, Score) else None)
 
 
 def _load(config: RewardConfig) -> Callable[..., float]:

@@ -202,7 +202,7 @@ def score_groups(groups: Sequence[Group], scorer: Scorer) -> ScoredGroups:
         for trajectory in group.trajectories:
             result = next(results)
             num_timeouts += result.timed_out
-            trajectories.append(replace(trajectory, reward=result.reward))
+            trajectories.append(replace(trajectory, reward=result.reward, answer=result.answer))
         scored.append(Group(group.prompt, tuple(trajectories)))
     return ScoredGroups(scored, num_timeouts)
 
