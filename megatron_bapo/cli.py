@@ -16,7 +16,8 @@ from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config, check_planned
-from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.evaluation import EvalConfig
+from megatron_bapo.config.loading import load_as, load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.exit_codes import INTERRUPTED, RUN_ERROR, USER_ERROR
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
@@ -24,11 +25,14 @@ from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of
-from megatron_bapo.planning.plan import Placement, Plan
+from megatron_bapo.planning.plan import Placement, Plan, placement_of
 from megatron_bapo.planning.rendering import as_data, print_plan, print_search
 from megatron_bapo.planning.search import changes, search
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration, e.g. configs/quickstart.yaml.")]
+EvalFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML of an evaluation, e.g. configs/eval/paper.yaml.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -168,8 +172,7 @@ def plan(
         assumptions = Assumptions(
             compute_efficiency=efficiency, mean_response_fraction=mean_response, host_memory_gib=host_gib
         )
-        configured: Placement = "colocated" if resolved.rollout.colocate else "separate"
-        planned = Plan(resolved, architecture, gpu, placement or configured, assumptions)
+        planned = Plan(resolved, architecture, gpu, placement or placement_of(resolved), assumptions)
         if weights:
             from megatron_bapo.controller.weight_plan_tables import print_weight_plan
 
@@ -181,6 +184,34 @@ def plan(
         else:
             fits = _print_memory_and_time(planned, where, as_json=as_json)
     raise typer.Exit(0 if fits else USER_ERROR)
+
+
+@app.command(
+    "eval",
+    epilog="Examples: [bold]eval configs/eval/paper.yaml model.path=models/MODEL data.validation.path=data/aime.jsonl "
+    "run_dir=runs/eval/aime[/]; [bold]model.path=runs/mine[/] takes that run's newest checkpoint. "
+    "Exit codes: 0 done, 1 a part of it failed, 2 the input is wrong, 130 interrupted.",
+)
+def evaluate(
+    config: EvalFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start nothing.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print results.json; what goes on is told on stderr.")
+    ] = False,
+) -> None:
+    """Evaluate a model: mean@n, pass@k and maj@k on problems with known answers, with 95% intervals.
+
+    The model is a Hugging Face folder, or a checkpoint, which is converted
+    first. Answers are kept as they come: after Ctrl-C or a crash
+    the same command continues, and with a higher evaluation.n it adds answers.
+    """
+    with messages():
+        resolved = load_as(EvalConfig, config, overrides or [])
+        from megatron_bapo.controller.benchmark import run_benchmark
+
+        code = run_benchmark(resolved, dry_run=dry_run, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command()

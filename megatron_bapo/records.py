@@ -9,6 +9,9 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 
+SOLVED = 1.0
+"""The reward from which on an answer counts as solved."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -48,6 +51,8 @@ class Trajectory:
     """The decoded response, special tokens left out."""
     reward: float = float("nan")
     """NaN until scored."""
+    answer: str | None = None
+    """What the reward function read in the text, where it says so; not written with rollouts."""
     loss_mask: np.ndarray | None = None
     """bool [R], the S tokens that the policy sampled; the others are the environment's, and only context. None: all."""
     turns: tuple[dict[str, str], ...] = ()

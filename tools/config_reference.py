@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
 
@@ -22,8 +23,10 @@ INTRODUCTION = """# Every key
 
 Printed from the schema by `python tools/config_reference.py`. A key is written in YAML under its section, or on the
 command line with dots: `optimizer.lr=2e-6`; `null` brings a default back. *required* keys have no default. Other values
-are refused, and rules that span keys are checked before anything starts (`train CONFIG --dry-run`).
+are refused, and rules that span keys are checked before anything starts (`train CONFIG --dry-run`). First those of a
+run, then those of `eval`.
 """
+EVALUATION = "# Every key of an evaluation\n"
 HEADER = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -31,17 +34,18 @@ NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text
 
 
 def reference() -> str:
-    return "\n".join([INTRODUCTION, *_tables("", Config)])
+    run, evaluation = _tables("", Config, "The run"), _tables("", EvalConfig, "The evaluation")
+    return "\n".join([INTRODUCTION, *run, EVALUATION, *evaluation])
 
 
-def _tables(prefix: str, section: type[Section], *, optional: bool = False) -> Iterator[str]:
+def _tables(prefix: str, section: type[Section], title: str = "", *, optional: bool = False) -> Iterator[str]:
     """A section's own keys, then the sections in it."""
     docstrings = _docstrings(section)
     nested = {name: found for name, field in section.model_fields.items() if (found := _section_of(field)) is not None}
     own = [(name, section.model_fields[name]) for name in docstrings if name not in nested]
     rows = [_row(f"{prefix}{name}", field, docstrings[name]) for name, field in own]
     if rows:
-        title = f"## `{prefix.rstrip('.')}`" if prefix else "## The run"
+        title = f"## {title}" if title else f"## `{prefix.rstrip('.')}`"
         about = [" ".join((section.__doc__ or "").split()), "Left out by default." * optional]
         yield "\n".join([title, "", *([" ".join(about).strip(), ""] if any(about) else []), HEADER, *rows, ""])
     for name, found in nested.items():

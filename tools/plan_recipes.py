@@ -10,15 +10,17 @@ from pathlib import Path
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
-from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.plan import Plan, placement_of
 from megatron_bapo.planning.rendering import layout_name
 
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 INTRODUCTION = """# Recipes
 
 What `python -m megatron_bapo plan configs/recipes/NAME.yaml --gpu H100` (79.2 GiB) and `--gpu H200` (139.8 GiB) say of
-each, with the engines on the trainer's GPUs. GiB are those of the fullest GPU while it trains and while it generates;
-seconds are an estimate for a step, a rollout batch with its updates, under the assumptions that `plan` prints.
+each. Engines share the trainer's GPUs in turns; of `separate` ones, which have GPUs of their own, it is said how they
+work: at the trainer's request (`sync`), or also while it trains (`async`). GiB are those of the fullest GPU while it
+trains and while it generates; seconds are an estimate for a step, a rollout batch with its updates, under the
+assumptions that `plan` prints.
 """
 HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB training, generating | s/step H100 | H200 |
 | --- | --- | --- | --- | --- | --- | --- | --- |"""
@@ -27,15 +29,18 @@ HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB training, 
 def row(recipe: Path) -> str:
     config = load_config(recipe)
     architecture, _ = architecture_of(config.model)
-    h100, h200 = (Plan(config, architecture, gpu, "colocated", Assumptions()) for gpu in ("H100", "H200"))
+    placement, rollout = placement_of(config), config.rollout
+    h100, h200 = (Plan(config, architecture, gpu, placement, Assumptions()) for gpu in ("H100", "H200"))
     assert h100.fits, f"{recipe.name} does not fit: {h100.problems}"
-    gib = (h100.while_training(h100.worst_stage), h100.while_generating(h100.fullest_resident_stage))
+    shared = placement == "colocated"
+    generating = h100.while_generating(h100.fullest_resident_stage) if shared else h100.engine.total
+    gib = (h100.while_training(h100.worst_stage), generating)
     cells = [
         f"`{recipe.stem}`",
         str(h100.num_gpus),
         layout_name(config),
         f"{config.trainer.max_tokens_per_gpu:,}",
-        f"{config.rollout.num_engines} x {config.rollout.tensor_parallel_size}",
+        f"{rollout.num_engines} x {rollout.tensor_parallel_size}" + ("" if shared else f" separate, {rollout.mode}"),
         ", ".join(f"{num / GIB:.0f}" for num in gib),
         *(f"{plan.time.total:,.0f}" for plan in (h100, h200)),
     ]

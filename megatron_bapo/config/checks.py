@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
+from megatron_bapo.config.section import Section
 from megatron_bapo.errors import UserError
 
 PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -76,7 +77,7 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
 
     Differences in `FREE_ON_RESUME` and in the name of the run directory are no conflicts.
     """
-    conflicts = list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json")))
+    conflicts = differences(old, new, free=(*FREE_ON_RESUME, "run_dir"))
     style, num_decay = new.optimizer.lr_decay_style, new.optimizer.lr_decay_steps
     if (
         style not in ("constant", "inverse-square-root")
@@ -91,12 +92,17 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
     return conflicts
 
 
-def _differences(key: str, old: Any, new: Any) -> Iterator[str]:
-    if key in (*FREE_ON_RESUME, "run_dir") or old == new:
+def differences(old: Section, new: Section, free: Sequence[str]) -> list[str]:
+    """The keys in which the settings of what is continued differ from those now, but for the `free` ones."""
+    return list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json"), free))
+
+
+def _differences(key: str, old: Any, new: Any, free: Sequence[str]) -> Iterator[str]:
+    if key in free or old == new:
         return
     if isinstance(old, dict) and isinstance(new, dict):
         for name in old | new:
-            yield from _differences(f"{key}.{name}" if key else name, old.get(name), new.get(name))
+            yield from _differences(f"{key}.{name}" if key else name, old.get(name), new.get(name), free)
     else:
         yield f"{key}: {json.dumps(old)} in the run directory, {json.dumps(new)} now"
 
@@ -215,7 +221,7 @@ def _multiples(value: int, of: int) -> str:
 def _data_problems(config: Config) -> Iterator[str]:
     train, validation = config.data.train, config.data.validation
     for key, source in _prompt_sources(config).items():
-        yield from _prompt_source_problems(key, source, config.reward.type)
+        yield from prompt_source_problems(key, source, config.reward.type)
     if validation is None and config.evaluation.every_steps:
         yield (
             f"evaluation.every_steps={config.evaluation.every_steps} needs held-out prompts, and data.validation is "
@@ -228,7 +234,7 @@ def _data_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: str) -> Iterator[str]:
+def prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: str) -> Iterator[str]:
     if reward_type == "reasoning_gym" and source.reasoning_gym is None:
         yield (
             f"reward.type=reasoning_gym scores reasoning_gym tasks only, and {key}.path={source.path} is a file; "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -20,6 +20,7 @@ from megatron_bapo.config.schema import Config, Section
 from megatron_bapo.errors import UserError
 
 EXTENDS = "extends"
+Schema = TypeVar("Schema", bound=Section)
 
 _RULES = {
     "missing": "is required",
@@ -36,6 +37,11 @@ _RULES = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """A run's configuration; as `load_as`."""
+    return load_as(Config, path, overrides)
+
+
+def load_as(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
     """The configuration in a YAML file and the files it extends, with overrides such as `optimizer.lr=2e-6`.
 
     Raises UserError for a file that cannot be read or parsed, and one that lists every unknown key and wrong value.
@@ -44,15 +50,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         document = _merge(document, _parse_override(override))
     try:
-        return Config.model_validate(document)
+        return schema.model_validate(document)
     except ValidationError as error:
-        problems = [f"  {_problem(details)}" for details in error.errors(include_url=False)]
+        problems = [f"  {_problem(schema, details)}" for details in error.errors(include_url=False)]
     source = " ".join([str(path), *(f"with {override}" for override in overrides)])
     plural = "s" if len(problems) > 1 else ""
     raise UserError("\n".join([f"{source}: {len(problems)} problem{plural}", *problems]))
 
 
-def dump_config(config: Config) -> str:
+def dump_config(config: Section) -> str:
     """YAML of every value, defaults included; it loads back equal. Relative paths stay relative."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -140,12 +146,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     return value
 
 
-def _problem(error: ErrorDetails) -> str:
+def _problem(schema: type[Section], error: ErrorDetails) -> str:
     """One line: dotted key, value, rule, way out."""
     location = tuple(map(str, error["loc"]))
     key, kind, value = ".".join(location), error["type"], error["input"]
     if kind == "extra_forbidden":
-        return f"{key}={_shown(value)}: unknown key; {_nearest(location)}"
+        return f"{key}={_shown(value)}: unknown key; {_nearest(schema, location)}"
     if kind == "missing":
         return f"{key}: {_RULES['missing']}; give it a value"
     if kind == "value_error":
@@ -157,18 +163,18 @@ def _problem(error: ErrorDetails) -> str:
     return f"{key}={_shown(value)}: {rule}" + ("; remove the key for its default" if value is None else "")
 
 
-def _nearest(location: tuple[str, ...]) -> str:
+def _nearest(schema: type[Section], location: tuple[str, ...]) -> str:
     """Where an unknown key may have been meant to stand: in its own section, else in any other."""
     *parents, name = location
     if "." in name:
         return "dotted keys are for the command line; in a file, nest the sections"
-    section: type[Section] = Config
+    section = schema
     for parent in parents:
         section = _subsection(section, parent) or section
     here = difflib.get_close_matches(name, section.model_fields, n=1)
     if here:
         return f"did you mean {'.'.join([*parents, *here])}?"
-    known = list(_dotted_keys(Config))
+    known = list(_dotted_keys(schema))
     last_parts = {key.rpartition(".")[2] for key in known}
     near = name if name in last_parts else "".join(difflib.get_close_matches(name, last_parts, n=1, cutoff=0.8))
     elsewhere = [key for key in known if key.rpartition(".")[2] == near]

@@ -43,11 +43,9 @@ class FilterGroupsConfig(Section):
     """At most so many times the batch is generated for a step; after that such groups are kept."""
 
 
-class RolloutConfig(SamplingConfig):
+class EngineConfig(Section):
     """The vLLM engines."""
 
-    n: PositiveInt = 8
-    """Trajectories per prompt."""
     max_response_length: PositiveInt = 1024
     """Tokens, the end-of-sequence token included."""
     num_engines: PositiveInt = 1
@@ -60,11 +58,6 @@ class RolloutConfig(SamplingConfig):
     kv_cache_gib: PositiveFloat | None = None
     """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
     gpu_memory_utilization: Fraction = 0.85
-    colocate: bool = False
-    """Engines have the trainer's GPUs, and not the next ones."""
-    sleep_level: Literal[0, 1, 2] = 0
-    """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
-    memory (1), or both for good (2)."""
     enforce_eager: bool = True
     """`false` has vLLM compile its model and record decoding as CUDA graphs, which answers small batches sooner. Off
     because an engine then takes minutes to start, also when it is replaced in mid-run, and keeps the graphs' memory
@@ -77,6 +70,25 @@ class RolloutConfig(SamplingConfig):
     request_timeout_s: PositiveFloat = 3600.0
     """A request that an engine does not answer within this time has failed, and a batch that is not complete after it
     ends the run."""
+    max_request_failures: PositiveInt = 3
+    """A request that engines failed at this often is set aside with its prompt, and written to set_aside.jsonl."""
+    health_check_interval_s: PositiveFloat = 10.0
+    health_check_timeout_s: PositiveFloat = 60.0
+    """An engine that does not answer a probe within this time is replaced."""
+    max_engine_restarts: PositiveInt = 3
+    """Attempts to replace an engine; when all of them fail the run ends."""
+
+
+class RolloutConfig(SamplingConfig, EngineConfig):
+    """The vLLM engines, and how they are kept busy."""
+
+    n: PositiveInt = 8
+    """Trajectories per prompt."""
+    colocate: bool = False
+    """Engines have the trainer's GPUs, and not the next ones."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
+    memory (1), or both for good (2)."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` generates while the trainer waits for its batch, `async` also while it trains."""
     max_staleness: NonNegativeInt = 1
@@ -88,10 +100,3 @@ class RolloutConfig(SamplingConfig):
     engine; or on the same one, which computes its keys and values anew."""
     partial_rollout: PartialRolloutConfig = PartialRolloutConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    max_request_failures: PositiveInt = 3
-    """A request that engines failed at this often is set aside with its prompt, and written to set_aside.jsonl."""
-    health_check_interval_s: PositiveFloat = 10.0
-    health_check_timeout_s: PositiveFloat = 60.0
-    """An engine that does not answer a probe within this time is replaced."""
-    max_engine_restarts: PositiveInt = 3
-    """Attempts to replace an engine; when all of them fail the run ends."""

@@ -151,16 +151,21 @@ class CurriculumConfig(Section):
         return self
 
 
-class DataConfig(Section):
-    train: PromptSourceConfig
-    validation: PromptSourceConfig | None = None
-    """Held-out prompts. A training prompt that also stands here is left out of training."""
-    shuffle: bool = True
+class PromptConfig(Section):
+    """How a prompt becomes tokens."""
+
     max_prompt_length: PositiveInt = 1024
     """Tokens. A longer prompt stops the run before it starts."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; `false` joins the messages' contents as plain text."""
     system_prompt: str | None = None
+
+
+class DataConfig(PromptConfig):
+    train: PromptSourceConfig
+    validation: PromptSourceConfig | None = None
+    """Held-out prompts. A training prompt that also stands here is left out of training."""
+    shuffle: bool = True
     curriculum: CurriculumConfig | None = None
 
 

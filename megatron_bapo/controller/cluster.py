@@ -6,9 +6,9 @@ import inspect
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 # Ray reads them when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop; the
 # third keeps it from having actors stand back behind the trainer (Ray's default niceness is 15).
@@ -19,6 +19,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_bapo.errors import RunError, UserError
 
+Name = TypeVar("Name", bound=Hashable)
 NAMESPACE = "megatron-bapo"
 OBJECT_STORE_BYTES = 256 << 20
 MAX_CALLS = 100_000
@@ -38,6 +39,7 @@ def local_cluster(num_actors: int) -> Iterator[str]:
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.pop("RAY_ADDRESS", None)
     ray.init(
+        address="local",  # a cluster of its own also where somebody else's runs on this machine
         num_cpus=num_actors,
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
@@ -77,9 +79,11 @@ def find(name: str) -> Any:
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
-def finished(references: dict[str, Any]) -> list[str]:
+def finished(references: Mapping[Name, Any]) -> list[Name]:
     """The names of the calls that have returned or failed."""
-    ready = ray.wait(list(references.values()), num_returns=len(references), timeout=0)[0] if references else []
+    if not references:
+        return []
+    ready = set(ray.wait(list(references.values()), num_returns=len(references), timeout=0)[0])
     return [name for name, reference in references.items() if reference in ready]
 
 

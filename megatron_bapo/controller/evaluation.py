@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from megatron_bapo.data.curriculum import SOLVED
 from megatron_bapo.metrics.sinks import SampleRow
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
-from megatron_bapo.records import Group
+from megatron_bapo.records import SOLVED, Group
 from megatron_bapo.rollout.generation import ScoredGroups
 
 

@@ -27,11 +27,20 @@ class ProgressDisplay:
     """Shows the current activity, the steps done and left, and the latest metrics; a context manager.
 
     The row's `step` counts finished steps of its phase. Without a terminal, activities and steps are printed as plain
-    lines.
+    lines, of many steps only every `line_every`-th.
     """
 
-    def __init__(self, total_steps: int, *, num_warm_start_steps: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        num_warm_start_steps: int = 0,
+        unit: str = "step",
+        line_every: int = 1,
+        console: Console | None = None,
+    ) -> None:
         self._total_steps = {"train": total_steps, "warm_start": num_warm_start_steps}
+        self._unit, self._line_every, self._next_line = unit, line_every, 0
         self._console = console or Console()
         # isatty besides: FORCE_COLOR makes rich call a log file a terminal.
         self._is_live = self._console.is_interactive and self._console.file.isatty()
@@ -77,6 +86,9 @@ class ProgressDisplay:
             reward = _finite(row["metrics"].get("critic/score/mean"))
             self._rewards += [] if reward is None else [reward]
             line = f"{self._step_label()}  {_plain(_fields(row))}  {self._time_left()}"
+            if not self._is_live and self._next_line > row["step"] >= self._next_line - self._line_every:
+                return
+            self._next_line = row["step"] + self._line_every
         if not self._is_live:
             self._print_line(line.rstrip())
 
@@ -147,7 +159,7 @@ class ProgressDisplay:
 
     def _step_label(self) -> str:
         assert self._row is not None
-        name = "warm start" if self._row["phase"] == "warm_start" else "step"
+        name = "warm start" if self._row["phase"] == "warm_start" else self._unit
         return f"{name} {self._row['step']}/{self._total_steps[self._row['phase']]}"
 
     def _time_left(self) -> str:

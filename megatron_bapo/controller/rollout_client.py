@@ -46,6 +46,14 @@ class RolloutClient:
     def validate(self, seed: int) -> ScoredGroups:
         return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s)
 
+    def request_answer(self, prompt: int, sample: int) -> Any:
+        """The reference to what `RolloutService.answer` gives; whoever waits for many bounds the wait."""
+        return self._service.answer.remote(prompt, sample)
+
+    def failed(self) -> Any:
+        """The reference that fails with what ends generation."""
+        return self._service.failed.remote()
+
     def data_state(self) -> dict[str, Any]:
         return ask(self._service.data_state.remote(), SERVICE, _QUICK_S)
 

@@ -46,8 +46,8 @@ class RolloutService:
         self._tokenizer = load_tokenizer(config.model_path)
         prompts: TaskPrompts = load_task_prompts(config)
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
-        tokenized = tokenize(prompts.train, self._tokenizer, config.data)
-        self._tokenized = {prompt.prompt.prompt_id: prompt for prompt in tokenized}
+        self._prompts = tokenize(prompts.train, self._tokenizer, config.data)
+        self._tokenized = {prompt.prompt.prompt_id: prompt for prompt in self._prompts}
         self._cpu_s = family_cpu_s()
         """When the last batch was handed out."""
         self._stream = prompt_stream(config, prompts.train)
@@ -120,27 +120,24 @@ class RolloutService:
 
     async def validate(self, seed: int) -> ScoredGroups:
         """Scored answers to every held-out prompt."""
-        settings = self._config.evaluation
-        sampling = Sampling(
-            n=settings.n,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_p=settings.min_p,
-            max_response_length=self._config.rollout.max_response_length,
-        )
-
-        async def answered(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
-            group = growing_group(prompt, sampling, batch_seed=seed, index=index, order=_VALIDATION_ORDER)
-            limit = self._config.rollout.max_request_failures
-            await grow(group, self._router.generate, self._decode, self._environment, max_failures=limit)
-            return await self._score(group.group(self._decode))
-
+        n = self._config.evaluation.n
         async with asyncio.timeout(self._config.rollout.request_timeout_s):
-            scored = await asyncio.gather(*(answered(prompt, i) for i, prompt in enumerate(self._validation)))
+            scored = await asyncio.gather(*(self._answers(p, n, seed, i) for i, p in enumerate(self._validation)))
         return ScoredGroups(
             [group for one in scored for group in one.groups], sum(one.num_reward_timeouts for one in scored)
         )
+
+    async def answer(self, prompt: int, sample: int) -> ScoredGroups | None:
+        """One scored answer to a training prompt, drawn as for held-out ones; None where engines failed too often."""
+        try:
+            return await self._answers(self._prompts[prompt], 1, self._config.seed, sample)
+        except SetAside as reason:
+            self._set_aside(reason)
+            return None
+
+    async def failed(self) -> None:
+        """Wait for what ends generation, and raise it."""
+        await self._producer.failed()
 
     async def load_weights(self, version: int) -> None:
         """Bring a published version to every engine; one that is lost over it comes back with that version."""
@@ -176,6 +173,22 @@ class RolloutService:
                 "the engines' logs"
             ) from None
         return scores
+
+    async def _answers(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
+        """As `evaluation` says."""
+        settings = self._config.evaluation
+        sampling = Sampling(
+            n=n,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            max_response_length=self._config.rollout.max_response_length,
+        )
+        group = growing_group(prompt, sampling, batch_seed=seed, index=index, order=_VALIDATION_ORDER)
+        limit = self._config.rollout.max_request_failures
+        await grow(group, self._router.generate, self._decode, self._environment, max_failures=limit)
+        return await self._score(group.group(self._decode))
 
     def _engines(self) -> list[EngineActor]:
         """Those that serve."""

@@ -10,10 +10,7 @@ from typing import Any
 
 from megatron_bapo.config.schema import CurriculumConfig
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Group
-
-SOLVED = 1.0
-"""The reward from which on an answer counts as solved."""
+from megatron_bapo.records import SOLVED, Group
 
 
 class Curriculum:

@@ -26,7 +26,7 @@ class Target:
     """`path.to.module:function`."""
     arguments: tuple[str, ...]
     """Keywords of every call."""
-    returns: Literal["number", "reply"]
+    returns: Literal["score", "reply"]
     optional_arguments: tuple[str, ...] = ()
     """Keywords that are left out where the function has no such parameter."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -67,24 +67,25 @@ def load(target: Target) -> tuple[Callable[..., Any], bool]:
     return call, _is_async(function)
 
 
-def checked(target: Target, result: Any) -> float | str | None:
+def checked(target: Target, result: Any) -> dict[str, Any] | str | None:
     """The result as what the target must return; raises ValueError when it is something else."""
-    return _number(result) if target.returns == "number" else _reply(result)
+    return _score(result) if target.returns == "score" else _reply(result)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _number(result: Any) -> float:
-    score = result.get("score") if isinstance(result, dict) else result
+def _score(result: Any) -> dict[str, Any]:
+    """`score`, and as `pred` the answer that was read, if the function says it: of one meaning, one text."""
+    score, answer = (result.get("score"), result.get("pred")) if isinstance(result, dict) else (result, None)
     try:
         number = float(score)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(score, str) or not math.isfinite(number):
         raise ValueError(f"it returned {result!r:.120}; a reward is a finite number, or a dict with one under 'score'")
-    return number
+    return {"score": number, "pred": None if answer is None else str(answer)}
 
 
 def _reply(result: Any) -> str | None:

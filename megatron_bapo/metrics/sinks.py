@@ -48,6 +48,24 @@ class SampleRow(TypedDict):
     finish_reason: FinishReason
 
 
+class AnswerRow(TypedDict):
+    """One sampled answer of an evaluation."""
+
+    problem: int
+    """Of the evaluated prompts, 0 is the first."""
+    sample: int
+    """Of the problem's answers, 0 is the first."""
+    data_source: str
+    reward: float
+    answer: str | None
+    """What the reward function read, where it says so."""
+    finish_reason: FinishReason
+    num_tokens: int
+    timed_out: bool
+    """Scoring it took too long."""
+    text: str
+
+
 class JsonlSink:
     """Appends one JSON object a line, flushed at once; NaN and infinities become null."""
 
@@ -58,7 +76,7 @@ class JsonlSink:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, row: MetricsRow | UpdateRow | SampleRow) -> None:
+    def write(self, row: MetricsRow | UpdateRow | SampleRow | AnswerRow) -> None:
         self._file.write(json.dumps(_without_non_finite(row), allow_nan=False) + "\n")
         self._file.flush()
 

@@ -16,9 +16,14 @@ from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
 
 Placement = Literal["colocated", "separate"]
 """`colocated`: engines sleep on the trainer's GPUs while it trains; its parameters, gradients and optimizer stay while
-they generate. `separate`: engines have GPUs of their own."""
+they generate, or with trainer.offload wait in host memory. `separate`: engines have GPUs of their own."""
+
 STORED_VERSIONS = 2
 """Policy versions that the weight store holds while a new one is published."""
+
+
+def placement_of(config: Config) -> Placement:
+    return "colocated" if config.rollout.colocate else "separate"
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,18 @@ class Plan:
         asleep = self.assumptions.sleeping_engine_gib if self.placement == "colocated" else 0.0
         return stage.peak + int(asleep * GIB)
 
+    @property
+    def gives_way(self) -> bool:
+        """Whether the trainer's memory is the engines' while they generate."""
+        return self.config.trainer.offload and self.placement == "colocated"
+
     def while_generating(self, stage: StageMemory) -> int:
-        """Bytes on one of a stage's GPUs."""
+        """Bytes on one of a stage's GPUs, also while new weights go to the engine on it."""
         awake = self.engine.total if self.placement == "colocated" else 0
-        return stage.resident + int(self.assumptions.reserved_gib * GIB) + awake
+        held = stage.resident + awake
+        if self.gives_way:  # trainer/offload.py: gradients and optimizer are away while both hold weights
+            held = max(awake, stage.state.parameters + stage.state.reference + self.engine.weights)
+        return held + int(self.assumptions.reserved_gib * GIB)
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -78,13 +91,18 @@ class Plan:
     def fullest_resident_stage(self) -> StageMemory:
         return max(self.stages, key=lambda stage: stage.resident)
 
+    def offloaded(self, stage: StageMemory) -> int:
+        """Bytes of one of a stage's ranks in host memory. Of gradients nothing is kept."""
+        state = stage.state
+        return state.offloaded + (state.on_device - state.gradients if self.gives_way else 0)
+
     @property
     def host_bytes(self) -> int:
         """Of the node with the most processes."""
         assumptions = self.assumptions
         trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
         workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
-        offloaded = trainers * max(stage.state.offloaded for stage in self.stages)
+        offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
         store = STORED_VERSIONS * sync_bytes(self.config, self.architecture)
         return int(offloaded + store + (trainers + workers) * assumptions.process_gib * GIB)
 
@@ -102,10 +120,11 @@ class Plan:
             )
         fullest = self.fullest_resident_stage
         if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
+            kept = "gives way" if self.gives_way else f"keeps {gib(fullest.resident)}"
             yield (
-                f"{self._place(fullest)} keeps {gib(fullest.resident)} while the engine on its GPU takes "
-                f"{gib(self.engine.total)} (rollout.gpu_memory_utilization="
-                f"{self.config.rollout.gpu_memory_utilization}): together {gib(needed)} of {gib(self.gpu_bytes)}"
+                f"{self._place(fullest)} {kept} while the engine on its GPU takes {gib(self.engine.total)} "
+                f"(rollout.gpu_memory_utilization={self.config.rollout.gpu_memory_utilization}): together "
+                f"{gib(needed)} of {gib(self.gpu_bytes)}"
             )
 
     def _place(self, stage: StageMemory) -> str:

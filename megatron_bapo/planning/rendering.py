@@ -167,11 +167,11 @@ def _engine_rows(plan: Plan) -> Rows:
 
 
 def _host_rows(plan: Plan) -> Rows:
-    offloaded = max(stage.state.offloaded for stage in plan.stages)
+    offloaded = max(map(plan.offloaded, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
     return [
         ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
-        ("optimizer", f"{gib(offloaded)} of each rank in host memory" if offloaded else "on the GPUs"),
+        ("offloaded", f"{gib(offloaded)} of each rank" if offloaded else "nothing"),
         ("weight store", f"{STORED_VERSIONS} versions of {gib(moved)} in each node's shared memory"),
         ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
     ]
@@ -180,9 +180,10 @@ def _host_rows(plan: Plan) -> Rows:
 def _time_rows(plan: Plan) -> Rows:
     time = plan.time
     shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in time.training_parts.items() if seconds >= 0.5)
-    parts = f"generation {time.generation:,.0f} + training {time.training:,.0f} + sync {time.weight_sync:,.0f}"
+    both = f"generation {time.generation:,.0f}", f"training {time.training:,.0f}"
+    work = f"the longer of {' and '.join(both)}" if time.overlapped else " + ".join(both)
     return [
-        ("seconds", f"{time.total:,.0f} = {parts}"),
+        ("seconds", f"{time.total:,.0f} = {work} + sync {time.weight_sync:,.0f}"),
         ("training", shown or f"{time.training:.2g}"),
         ("FLOPs", f"{time.model_flops:.2e} of the model; MFU {time.mfu:.0%} while training"),
         ("tokens/s", f"{time.tokens_per_s:,.0f}, {time.tokens_per_s / plan.num_gpus:,.0f} on each GPU"),
@@ -220,6 +221,7 @@ def layout_name(config: Config) -> str:
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     parts += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
     parts += ["offload"] if config.optimizer.cpu_offload else []
+    parts += ["trainer offload"] if config.trainer.offload else []
     return " ".join(parts)
 
 

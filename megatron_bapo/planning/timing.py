@@ -50,6 +50,8 @@ class StepTime:
     """Trainer's."""
     peak_flops: float
     """Of one GPU."""
+    overlapped: bool
+    """Generation goes on while the trainer works."""
 
     @property
     def training_parts(self) -> dict[str, float]:
@@ -71,7 +73,8 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return self.generation + self.training + self.weight_sync
+        work = max(self.generation, self.training) if self.overlapped else self.generation + self.training
+        return work + self.weight_sync
 
     @property
     def mfu(self) -> float:
@@ -124,6 +127,7 @@ def step_time(
         num_tokens=trainer.train_batch_size * length,
         num_gpus=parallel.world_size,
         peak_flops=peak,
+        overlapped=config.rollout.mode == "async",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import sympy
 from math_verify import parse, verify
 
 # It warns that its own time limits are off. They rest on SIGALRM, which some computations outlast (verl PR #5635):
@@ -15,12 +16,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> float:
-    r"""1.0 when the answer equals the ground truth, else 0.0.
+) -> dict[str, Any]:
+    r"""The `score`, 1.0 when the answer equals the ground truth, else 0.0, and the answer that was read, as `pred`.
 
     The answer is the text's last \boxed{} (several close together make a set), else its last formula or number. The
-    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs. Raises ValueError when nothing can be
-    read from the ground truth.
+    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs.
+    Raises ValueError when nothing can be read from the ground truth.
     """
     delimited = "\\boxed" in ground_truth or "$" in ground_truth
     gold = parse(ground_truth if delimited else f"\\boxed{{{ground_truth}}}", parsing_timeout=NO_TIMEOUT)
@@ -28,4 +29,15 @@ def compute_score(
         raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
     answer = parse(solution_str, parsing_timeout=NO_TIMEOUT)
     # math-verify's comparison is not symmetric: the ground truth comes first.
-    return float(verify(gold, answer, timeout_seconds=NO_TIMEOUT))
+    return {"score": float(verify(gold, answer, timeout_seconds=NO_TIMEOUT)), "pred": _written(answer)}
+
+
+def _written(answer: list[Any]) -> str | None:
+    """What was read as one text: of 0.5, 1/2 and \\frac{1}{2} the same."""
+    if not answer:
+        return None
+    value = sympy.Rational(str(answer[0])) if isinstance(answer[0], sympy.Float) else answer[0]
+    try:
+        return str(value)
+    except ValueError:  # Python refuses to write whole numbers of more than 4300 digits
+        return str(answer[-1])

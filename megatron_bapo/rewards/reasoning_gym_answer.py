@@ -55,7 +55,7 @@ _UNPARSABLE = (ValueError, TypeError, AttributeError, ArithmeticError, LookupErr
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
-) -> float:
+) -> dict[str, Any]:
     """The task's score of the last <answer>...</answer> content, or of the whole stripped text where there is none.
 
     `data_source` is reasoning_gym/<task> and `extra_info` the generator's entry. An answer that the scorer cannot parse
@@ -71,11 +71,11 @@ def compute_score(
     tagged = extract_answer(solution_str)
     answer = solution_str.strip() if tagged is None else tagged
     if task in EVALUATING_TASKS and not _is_harmless(answer, extra_info):
-        return 0.0
+        return {"score": 0.0, "pred": answer}
     try:
-        return float(score(answer, extra_info))
+        return {"score": float(score(answer, extra_info)), "pred": answer}
     except _UNPARSABLE:
-        return 0.0
+        return {"score": 0.0, "pred": answer}
 
 
 @functools.cache

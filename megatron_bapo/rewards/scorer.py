@@ -42,6 +42,8 @@ class RewardResult:
     reward: float
     timed_out: bool = False
     """The time limit passed, and the reward is `timeout_reward`."""
+    answer: str | None = None
+    """What was scored, where the function says so and found something."""
 
 
 class Scorer:
@@ -75,7 +77,8 @@ class Scorer:
         )
         if result.timed_out:
             return RewardResult(self._config.timeout_reward, timed_out=True)
-        return RewardResult(result.value if self._config.partial_credit else float(result.value >= 1.0))
+        score, answer = result.value["score"], result.value["pred"]
+        return RewardResult(score if self._config.partial_credit else float(score >= 1.0), answer=answer)
 
 
 def reward_target(config: RewardConfig) -> Target:
@@ -88,4 +91,4 @@ def reward_target(config: RewardConfig) -> Target:
         key, spec = "reward.function", config.function
     else:
         key, spec = f"reward.type={config.type}, reward function", BUILT_IN[config.type]
-    return Target(key, spec, ARGUMENTS, "number", optional_arguments=OPTIONAL_ARGUMENTS, settings=settings)
+    return Target(key, spec, ARGUMENTS, "score", optional_arguments=OPTIONAL_ARGUMENTS, settings=settings)

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -129,6 +129,13 @@ class Producer:
         """Nothing more is started; whoever takes is told why."""
         self._failure = self._failure or error
         self._changed.set()
+
+    async def failed(self) -> NoReturn:
+        """Wait for what ends generation, and raise it."""
+        while self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+        raise self._failure
 
     async def refresh(self, policy_version: int, load: Callable[[], Awaitable[None]]) -> None:
         """Have `load` bring new weights to the engines, with nothing in flight on them meanwhile.

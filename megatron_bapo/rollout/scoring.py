@@ -32,5 +32,7 @@ async def score_group(group: Group, scorer: Scorer) -> ScoredGroups:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     results = [answer.result() for answer in answers]
-    trajectories = (replace(t, reward=r.reward) for t, r in zip(group.trajectories, results, strict=True))
+    trajectories = (
+        replace(t, reward=r.reward, answer=r.answer) for t, r in zip(group.trajectories, results, strict=True)
+    )
     return ScoredGroups([Group(prompt, tuple(trajectories))], sum(result.timed_out for result in results))

@@ -3,6 +3,7 @@ import inspect
 import textwrap
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,10 +28,10 @@ def write_module(tmp_path, monkeypatch):
 
 def target(spec: str) -> Target:
     arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return Target("reward.function", spec, arguments, "number", optional_arguments=("prompt", "turns"))
+    return Target("reward.function", spec, arguments, "score", optional_arguments=("prompt", "turns"))
 
 
-def call(spec: str) -> float | str | None:
+def call(spec: str) -> dict[str, Any] | str | None:
     function, is_async = load(target(spec))
     result = function(
         data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5}, prompt=["question"], turns=[]
@@ -52,14 +53,14 @@ def call(spec: str) -> float | str | None:
 @pytest.mark.parametrize("definition", ["def", "async def"])
 def test_numbers_and_dicts_are_rewards(write_module, definition, body, reward):
     name = write_module(f"{definition} f(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
-    assert call(f"{name}:f") == reward
+    assert call(f"{name}:f") == {"score": reward, "pred": None}
 
 
 def test_a_function_that_asks_for_the_conversation_gets_it(write_module):
     name = write_module(
         "def f(data_source, solution_str, ground_truth, extra_info=None, prompt=()):\n    return len(prompt)\n"
     )
-    assert call(f"{name}:f") == 1.0
+    assert call(f"{name}:f") == {"score": 1.0, "pred": None}
 
 
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])

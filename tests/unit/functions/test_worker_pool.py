@@ -62,7 +62,7 @@ def module(tmp_path, monkeypatch) -> str:
 
 def in_pool(use: Callable[[FunctionPool], Awaitable[Any]], spec: str, **settings: Any) -> Any:
     async def main() -> Any:
-        target = Target("reward.function", spec, ("answer",), "number")
+        target = Target("reward.function", spec, ("answer",), "score")
         pool = FunctionPool(target, **{"num_workers": 1, "concurrency": 32, "timeout_s": 60.0} | settings)
         try:
             return await use(pool)
@@ -208,7 +208,7 @@ from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 
 async def main():
-    target = Target("reward.function", f"worker_pool_test_functions:{sys.argv[1]}", ("answer",), "number")
+    target = Target("reward.function", f"worker_pool_test_functions:{sys.argv[1]}", ("answer",), "score")
     pool = FunctionPool(target, num_workers=1, concurrency=2, timeout_s=float(sys.argv[3]))
     print(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().strip(), flush=True)
     try:

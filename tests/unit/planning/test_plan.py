@@ -55,3 +55,31 @@ def test_host_memory_counts_the_store_the_offloaded_optimizer_and_the_processes(
     offloaded = 8 * plan.stages[0].state.offloaded
     assert plan.host_bytes == offloaded + 2 * version + 16 * 6 * 2**30
     assert offloaded == pytest.approx(16 * 7_615_616_512, rel=1e-3)  # fp32 copy, two moments and gradient
+
+
+def test_a_trainer_that_gives_way_leaves_the_gpu_to_the_engine_and_fills_the_host() -> None:
+    stays = recipe(NAME, "optimizer.lr=1.0e-6")
+    gives_way = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9")
+    (stage,) = gives_way.stages
+    state = stage.state
+    assert not recipe(NAME, "rollout.gpu_memory_utilization=0.9").fits
+    assert gives_way.fits
+    assert gives_way.while_training(stage) == stays.while_training(stage)
+    assert gives_way.while_generating(stage) == gives_way.engine.total + 3 * 2**30
+    moved = state.parameters + state.main_parameters + state.moments
+    assert gives_way.host_bytes - stays.host_bytes == 8 * moved
+
+
+def test_while_weights_go_to_an_engine_both_hold_them() -> None:
+    plan = recipe(NAME, "trainer.offload=true", "rollout.kv_cache_gib=1", "parallel.tensor_model_parallel_size=1",
+                  "parallel.sequence_parallel=false")  # fmt: skip
+    (stage,) = plan.stages
+    assert plan.while_generating(stage) == stage.state.parameters + plan.engine.weights + 3 * 2**30
+    assert plan.while_generating(stage) > plan.engine.total + 3 * 2**30
+
+
+def test_what_overlaps_takes_as_long_as_the_longer_of_the_two() -> None:
+    time = recipe("r1-distill-qwen-7b_16gpus_async", placement="separate").time
+    assert time.total == max(time.generation, time.training) + time.weight_sync
+    together = recipe("r1-distill-qwen-7b_16gpus_async", "rollout.mode=sync", placement="separate").time
+    assert together.total == time.generation + time.training + time.weight_sync

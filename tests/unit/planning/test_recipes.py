@@ -5,6 +5,7 @@ import pytest
 
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.planning.plan import placement_of
 from tests.unit.planning.examples import RECIPES, recipe
 
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
@@ -12,10 +13,11 @@ NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_keeps_every_rule_without_a_warning_and_fits(name: str) -> None:
-    plan = recipe(name)
+    placement = placement_of(load_config(RECIPES / f"{name}.yaml"))
+    plan = recipe(name, placement=placement)
     assert check_planned(plan.config, plan.architecture, name) == []
     assert plan.problems == []
-    assert recipe(name, gpu="H200").fits
+    assert recipe(name, gpu="H200", placement=placement).fits
     assert recipe(name, gpu="H200", placement="separate").fits
 
 
@@ -31,14 +33,37 @@ def test_a_recipe_survives_being_written_out(name: str, tmp_path: Path) -> None:
 def test_a_recipes_name_is_its_run_directorys_and_says_its_model_and_gpus(name: str) -> None:
     config = load_config(RECIPES / f"{name}.yaml")
     assert config.run_dir == Path("runs") / name
-    if named := re.fullmatch(r"(.+)_(\d+)gpus", name):
-        assert config.parallel.world_size == int(named[2])
+    if named := re.fullmatch(r"(.+)_(\d+)gpus(_async)?", name):
+        assert recipe(name, placement=placement_of(config)).num_gpus == int(named[2])
         assert str(config.model.path).lower().endswith(named[1])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "staleness" in name])
-def test_a_staleness_recipe_makes_as_many_updates_of_a_rollout_batch_as_its_name_says(name: str) -> None:
-    assert load_config(RECIPES / f"{name}.yaml").trainer.updates_per_step == int(name[-1])
+def test_tokens_of_a_staleness_recipe_are_as_many_updates_old_as_its_name_says(name: str) -> None:
+    """By updates on one rollout batch, as in the paper's study, or by generation that goes on meanwhile."""
+    config = load_config(RECIPES / f"{name}.yaml")
+    updates, versions = config.trainer.updates_per_step, config.rollout.max_staleness
+    assert int(name[-1]) == (versions * updates if "async" in name else updates)
+
+
+def test_every_way_to_roll_out_has_recipes() -> None:
+    rollouts = {name: load_config(RECIPES / f"{name}.yaml").rollout for name in NAMES}
+    assert {(found.colocate, found.mode) for found in rollouts.values()} == {
+        (True, "sync"),
+        (False, "sync"),
+        (False, "async"),
+    }
+    assert all((rollouts[name].mode == "async") == ("async" in name) for name in NAMES if "partial" not in name)
+    budgets = {name: found.partial_rollout.token_budget for name, found in rollouts.items()}
+    assert {name: budget for name, budget in budgets.items() if budget} == {
+        name: 1024 * int(name[-2]) for name in NAMES if "partial" in name
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "partial" in name])
+def test_an_answer_of_a_partial_rollout_recipe_may_have_all_its_pieces(name: str) -> None:
+    rollout = load_config(RECIPES / f"{name}.yaml").rollout
+    assert rollout.max_response_length == rollout.max_staleness * (rollout.partial_rollout.token_budget or 0)
 
 
 def test_the_table_of_recipes_is_what_its_command_prints() -> None:

@@ -20,7 +20,7 @@ from megatron_bapo.rewards.math_answer import compute_score
     ],
 )
 def test_an_equal_answer_scores_one(answer, ground_truth):
-    assert compute_score("math", answer, ground_truth) == 1.0
+    assert compute_score("math", answer, ground_truth)["score"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_an_equal_answer_scores_one(answer, ground_truth):
     ],
 )
 def test_another_answer_scores_zero(answer, ground_truth):
-    assert compute_score("math", answer, ground_truth) == 0.0
+    assert compute_score("math", answer, ground_truth)["score"] == 0.0
 
 
 def test_an_unreadable_ground_truth_raises():

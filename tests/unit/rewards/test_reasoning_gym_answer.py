@@ -12,7 +12,7 @@ def entry_of(task: str) -> dict[str, Any]:
 
 
 def score(task: str, answer: str, entry: dict[str, Any]) -> float:
-    return compute_score(f"reasoning_gym/{task}", answer, str(entry["answer"]), entry)
+    return compute_score(f"reasoning_gym/{task}", answer, str(entry["answer"]), entry)["score"]
 
 
 SUM = {"question": "40 + 2 =", "answer": "42", "metadata": {}}

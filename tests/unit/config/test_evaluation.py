@@ -1,0 +1,112 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bapo.config.checks import differences
+from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
+from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.rollout import EngineConfig
+from megatron_bapo.config.schema import Config, EvaluationConfig
+from megatron_bapo.errors import UserError
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "eval").glob("*.yaml"))
+CONFIG = """
+run_dir: runs/eval/test
+model: {path: models/m}
+data: {validation: {path: aime.jsonl}}
+"""
+
+
+def load(folder: Path, *overrides: str) -> EvalConfig:
+    (folder / "eval.yaml").write_text(CONFIG)
+    return load_as(EvalConfig, folder / "eval.yaml", overrides)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_evaluation_survives_being_written_out_and_is_named_as_its_run_directory(path, tmp_path):
+    config = load_as(EvalConfig, path)
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+
+    assert load_as(EvalConfig, tmp_path / "config.yaml") == config
+    assert config.run_dir == Path("runs/eval") / path.stem
+
+
+def test_the_papers_protocol_is_a_preset():
+    found = {path.stem: load_as(EvalConfig, path) for path in CONFIGS if path.stem.startswith("paper")}
+
+    assert {config.evaluation.n for config in found.values()} == {16}
+    assert {config.evaluation.temperature for config in found.values()} == {0.6}
+    assert {name: config.rollout.max_response_length for name, config in found.items()} == {
+        "paper": 32768,
+        "paper_8k": 8192,
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["evaluation.k=[4,32]"], "k=32 of n=16 answers cannot be drawn; raise n, or lower k"),
+        (["evaluation.nn=4"], "evaluation.nn=4: unknown key; did you mean evaluation.n?"),
+        (["rollout.mode=async"], "rollout.mode=async: unknown key;"),
+        (["trainer.total_steps=1"], "trainer="),
+    ],
+)
+def test_wrong_keys_are_refused_by_name(tmp_path, overrides, expected):
+    with pytest.raises(UserError, match=expected.replace("?", r"\?").replace("[", r"\[")):
+        load(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(16, (1, 2, 4, 8, 16)), (1, (1,)), (6, (1, 2, 4, 6))])
+def test_every_power_of_two_up_to_n_is_reported(tmp_path, n, sizes):
+    assert load(tmp_path, f"evaluation.n={n}").evaluation.sizes == sizes
+
+
+def test_shared_keys_mean_what_they_mean_in_training(tmp_path):
+    """Those that a run has under the same name have the same kind and default there; 16 answers are the exception."""
+
+    def described(section: Any) -> dict[str, tuple[Any, Any]]:
+        return {name: (field.annotation, field.default) for name, field in section.model_fields.items()}
+
+    rollout, evaluation, data = (Config.model_fields[name].annotation for name in ("rollout", "evaluation", "data"))
+    config = load(tmp_path)
+    assert described(EngineConfig).items() <= described(rollout).items()
+    shared = described(type(config.evaluation)).keys() & described(EvaluationConfig).keys() - {"n"}
+    assert len(shared) == 4
+    assert all(described(type(config.evaluation))[key] == described(evaluation)[key] for key in shared)
+    prompts = described(type(config.data)).keys() - {"validation"}
+    assert len(prompts) == 3
+    assert all(described(type(config.data))[key] == described(data)[key] for key in prompts)
+
+
+def test_the_run_that_serves_has_the_evaluations_settings(tmp_path):
+    config = load(
+        tmp_path,
+        *("evaluation.temperature=0.6", "evaluation.top_p=0.9", "seed=5", "data.max_prompt_length=77"),
+        *("rollout.num_engines=3", "rollout.max_response_length=99", "reward.num_workers=2"),
+    )
+
+    serving = config.serving(tmp_path, "bfloat16")
+
+    assert (serving.model_path, serving.model.dtype, serving.seed) == (tmp_path, "bfloat16", 5)
+    assert (serving.evaluation.temperature, serving.evaluation.top_p) == (0.6, 0.9)
+    assert (serving.rollout.num_engines, serving.max_model_len, serving.reward.num_workers) == (3, 176, 2)
+    assert serving.data.train == config.data.validation
+
+
+@pytest.mark.parametrize("key", ["evaluation.n=32", "rollout.num_engines=2", "run_dir=elsewhere"])
+def test_more_answers_and_another_machine_are_no_other_evaluation(tmp_path, key):
+    assert differences(load(tmp_path), load(tmp_path, key), FREE_ON_RESUME) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "conflict"),
+    [
+        ("evaluation.temperature=0.6", "evaluation.temperature: 1.0 in the run directory, 0.6 now"),
+        ("rollout.max_response_length=9", "rollout.max_response_length: 1024 in the run directory, 9 now"),
+        ("seed=3", "seed: 0 in the run directory, 3 now"),
+        ("data.system_prompt=Think.", 'data.system_prompt: null in the run directory, "Think." now'),
+    ],
+)
+def test_what_changes_answers_makes_another_evaluation(tmp_path, key, conflict):
+    assert differences(load(tmp_path), load(tmp_path, key), FREE_ON_RESUME) == [conflict]
