@@ -32,7 +32,7 @@ def scores(config: RewardConfig, *answers: str) -> list[RewardResult]:
 
 @pytest.mark.parametrize("kind", ["math_verify", "reasoning_gym"])
 def test_math_and_reasoning_gym_rewards_are_served(kind):
-    assert scores(RewardConfig(type=kind), "42") == [RewardResult(1.0)]
+    assert scores(RewardConfig(type=kind), "42") == [RewardResult(1.0, answer="42")]
 
 
 def test_without_partial_credit_only_a_full_score_counts():
