@@ -55,7 +55,8 @@ class RewardConfig(Section):
     partial_credit: bool = True
     """`false` counts only a full score: 1 for it, 0 for less. Some reasoning-gym scorers reward near misses."""
     timeout_s: PositiveFloat = 10.0
-    """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted."""
+    """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted. With `type=remote` per
+    try."""
     timeout_reward: float = 0.0
     num_workers: PositiveInt = 1
     """Processes."""
@@ -79,7 +80,7 @@ class EnvironmentConfig(Section):
     """
 
     type: Literal["calculator", "function"] = "calculator"
-    """`calculator` answers the last <calculator>...</calculator> of a turn."""
+    """`calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn."""
     function: str | None = None
     """`path.to.module:function` with the arguments (messages, data_source, ground_truth, extra_info), `def` or `async
     def`: the reply to the last message, or None when the answer is finished."""

@@ -43,18 +43,27 @@ def with_offload_and_reference(config: Config) -> Config:
 
 
 def make_examples(vocab_size: int) -> list[Example]:
-    """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds."""
+    """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
+
+    Every third one holds an environment's reply, from its second token up to its middle.
+    """
     rng = np.random.default_rng(0)
     examples = []
-    for _ in range(NUM_EXAMPLES):
+    for number in range(NUM_EXAMPLES):
         num_prompt, num_response = rng.integers(3, 12), rng.integers(2, 16)
+        mask = np.ones(num_response, bool)
+        if number % 3 == 0:
+            mask[1 : num_response // 2] = False
         trajectory = Trajectory(
             prompt_token_ids=rng.integers(0, vocab_size, num_prompt).astype(np.int32),
             response_token_ids=rng.integers(0, vocab_size, num_response).astype(np.int32),
-            behaviour_log_probs=(-np.log(vocab_size) + 0.5 * rng.standard_normal(num_response)).astype(np.float32),
-            version_spans=(VersionSpan(0, int(num_response)),),
+            behaviour_log_probs=(-np.log(vocab_size) + 0.5 * rng.standard_normal(num_response)).astype(np.float32)[
+                mask
+            ],
+            version_spans=(VersionSpan(0, int(mask.sum())),),
             finish_reason="stop",
             text="",
+            loss_mask=mask,
         )
         examples.append(Example(trajectory, advantage=float(rng.normal(0.2, 1.0)), weight=1.0 / (NUM_EXAMPLES * 8)))
     return examples

@@ -160,14 +160,15 @@ def test_one_process_matches_hugging_face(results: Path, model: str) -> None:
         all_log_probs = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
         if str(index) in log_probs:
             assert (all_log_probs - log_probs[str(index)]).abs().max() < HUGGING_FACE_LOG_PROB
-        size = len(trajectory.response_token_ids)
+        size = trajectory.num_sampled
+        sampled = len(trajectory.prompt_token_ids) + trajectory.sampled_positions - 1
         known = LossTokens(
             torch.from_numpy(trajectory.behaviour_log_probs),
             torch.full((size,), example.advantage),
             torch.full((size,), example.weight),
         )
         loss = policy_loss(
-            all_log_probs[-size:], torch.zeros(size), known, low.float(), high.float(), AlgorithmConfig()
+            all_log_probs[sampled], torch.zeros(size), known, low.float(), high.float(), AlgorithmConfig()
         )
         loss.backward()
     reference.save_pretrained(results / f"{model}-hugging-face-gradients", state_dict=first_moments_of(reference))

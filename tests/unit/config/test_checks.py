@@ -1,7 +1,9 @@
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from megatron_bapo.config.checks import check_config, resume_conflicts
 from tests.unit.config.examples import ARITHMETIC, config, problems
@@ -206,6 +208,38 @@ def test_reasoning_gyms_scorers_are_refused_for_prompts_from_a_file(tmp_path: Pa
     (problem,) = problems(config(data__train={"path": file}))
     assert f"reward.type=reasoning_gym scores reasoning_gym tasks only, and data.train.path={file} is a file" in problem
     assert "use data.train.reasoning_gym, or reward.type=math_verify or function" in problem
+
+
+def test_what_rewards_and_curriculum_need_from_outside_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = {"url": "https://host/score", "authorization_env": "REWARD_TOKEN"}
+    broken = config(reward={"type": "remote", "remote": remote}, data__curriculum={"pass_rates": "no/such/rates.jsonl"})
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    file, variable = problems(broken)
+    assert "data.curriculum.pass_rates=no/such/rates.jsonl must be an existing file" in file
+    assert "reward.remote.authorization_env=REWARD_TOKEN is not set in the environment; set it to the whole" in variable
+    monkeypatch.setenv("REWARD_TOKEN", "Bearer word")
+    assert len(problems(broken)) == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "rule"),
+    [
+        ("reward", {"type": "remote"}, "reward.remote goes with reward.type=remote, and only with it"),
+        ("reward", {"remote": {"url": "http://host"}}, "reward.remote goes with reward.type=remote, and only with it"),
+        (
+            "reward",
+            {"type": "function", "function": "f"},
+            "reward.function is 'f'; write it as path.to.module:function",
+        ),
+        ("environment", {"type": "function"}, "environment.function goes with environment.type=function"),
+        ("environment", {"type": "function", "function": "a.b"}, "environment.function is 'a.b'; write it as"),
+        ("environment", {"max_turns": 1}, "greater than or equal to 2"),
+        ("data__curriculum", {"min_pass_rate": 0.8, "max_pass_rate": 0.2}, "need min_pass_rate <= max_pass_rate"),
+    ],
+)
+def test_sections_of_functions_and_curriculum_are_consistent(section: str, values: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(rule)):
+        config(**{section: values})
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

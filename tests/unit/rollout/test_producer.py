@@ -418,24 +418,37 @@ def test_a_curriculum_prefers_what_is_solved_at_times_and_the_sums_stay_exact(va
     assert contents(trained(30, world_values, **values)) == contents(batches)
 
 
-def test_a_curriculum_measures_alike_whichever_engine_is_faster_and_goes_on_where_it_was():
-    async def main(score_s: float, *, resume: bool) -> list[str]:
-        given = {"reward": by_number, "curriculum": {"min_probability": 0.05}, "score_s": score_s}
-        world = World(settings(filter_groups={"enable": True}), **given)
-        batches = await world.train(6)
-        if resume:
-            saved = world.stream.state_dict(), world.producer.state_dict()
-            await world.producer.close()
-            world = World(settings(filter_groups={"enable": True}), **given)
-            world.stream.load_state_dict(saved[0])
-            world.producer.load_state_dict(saved[1])
-        batches += await world.train(6)
-        await world.producer.close()
-        return names(batches)
+def test_a_curriculum_measures_alike_whichever_reward_is_faster_and_goes_on_where_it_was():
+    given = {"reward": by_number, "curriculum": {"min_probability": 0.05}, "num_prompts": 9}
 
-    whole = run_in_virtual_time(main(0.05, resume=False))
-    assert run_in_virtual_time(main(0.05, resume=True)) == whole
-    assert run_in_virtual_time(main(0.4, resume=False)) == whole
+    def world(delay_s: Callable[[int], float]) -> World:
+        found = World(settings(filter_groups={"enable": True}), **given)
+        at_once = found.score
+
+        async def score(group: Group) -> ScoredGroups:
+            await asyncio.sleep(delay_s(int(group.prompt.prompt_id.split(":")[1])))
+            return await at_once(group)
+
+        found.score = score
+        found.__post_init__()
+        return found
+
+    async def main(delay_s: Callable[[int], float], *, resume: bool = False) -> tuple[list[str], dict[str, Any]]:
+        one = world(delay_s)
+        batches = await one.train(6)
+        if resume:
+            saved = one.stream.state_dict(), one.producer.state_dict()
+            await one.producer.close()
+            one = world(delay_s)
+            one.stream.load_state_dict(saved[0])
+            one.producer.load_state_dict(saved[1])
+        batches += await one.train(6)
+        await one.producer.close()
+        return names(batches), one.stream.state_dict()
+
+    whole = run_in_virtual_time(main(lambda number: 0.5 * number))
+    assert run_in_virtual_time(main(lambda number: 0.5 * number, resume=True)) == whole
+    assert run_in_virtual_time(main(lambda number: 0.5 * (9 - number))) == whole
 
 
 def test_an_environment_that_fails_ends_the_take_and_one_that_replies_is_part_of_the_batch():
