@@ -64,16 +64,14 @@ SYNCHRONOUS = {
         "trainer.total_steps=5",
     ),
 }
-"""What the simulator is calibrated from; the second is for that alone, with as many answers at a time as `async` has."""
+"""What the simulator is calibrated from; the second is for that alone, with as many answers at a time as `async`."""
 OTHERS = {
     "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_refresh=abort_and_resume"),
     "partial": (
         *("rollout.partial_rollout.token_budget=192", "rollout.partial_rollout.over_sampling=1.5"),
         "rollout.max_staleness=4",
     ),
-    "async, partial": (
-        *("rollout.mode=async", "rollout.max_staleness=2", "rollout.partial_rollout.token_budget=192"),
-    ),
+    "async, partial": (*("rollout.mode=async", "rollout.max_staleness=2", "rollout.partial_rollout.token_budget=192"),),
 }
 RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"

@@ -142,7 +142,10 @@ def main() -> None:
     more_ms = median(b - a for a, b in zip(*seconds.values(), strict=True)) * 1e3 / num
     sizes = {"from the engine": answers_bytes(scored) / num, "to the trainer": size_of(scored) / num}
     rows: list[tuple[object, ...]] = [
-        *((f"{name}, ms a trajectory", s * 1e3 / num) for name, s in (("in one process", pure_s), ("through Ray", ray_s))),
+        *(
+            (f"{name}, ms a trajectory", s * 1e3 / num)
+            for name, s in (("in one process", pure_s), ("through Ray", ray_s))
+        ),
         ("Ray and serialisation, ms a trajectory", more_ms),
         ("tokens a trajectory", num_tokens / num),
         *((f"bytes a trajectory {where}", size) for where, size in sizes.items()),

@@ -106,7 +106,8 @@ def recorded_run(folder: Path) -> RecordedRun:
             f"{folder} was not recorded with rollout.mode=sync and whole answers, and generation shared its time with "
             "other work; calibrate from a synchronous run"
         )
-    rows = [row["metrics"] for row in read_rows(folder / "metrics.jsonl") if row["phase"] == "train" and row["step"] > 1]
+    trained = (row for row in read_rows(folder / "metrics.jsonl") if row["phase"] == "train")
+    rows = [row["metrics"] for row in trained if row["step"] > 1]
     if len(rows) < MIN_STEPS:
         raise UserError(f"{folder} has {len(rows)} steps after its first; at least {MIN_STEPS} are needed")
     path = folder / "requests.jsonl"

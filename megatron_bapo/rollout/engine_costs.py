@@ -108,9 +108,7 @@ def fitted(runs: Sequence[Observations]) -> EngineCosts:
     )
 
 
-def _errors(
-    units_RC: np.ndarray, seconds_R: np.ndarray, costs_C: np.ndarray, batch_R: np.ndarray
-) -> dict[str, float]:
+def _errors(units_RC: np.ndarray, seconds_R: np.ndarray, costs_C: np.ndarray, batch_R: np.ndarray) -> dict[str, float]:
     """Standard errors that allow for the residuals of one batch being alike: the sandwich estimator, by cluster."""
     residual_R = seconds_R - units_RC @ costs_C
     mean_C, batches = units_RC.mean(0), np.unique(batch_R)

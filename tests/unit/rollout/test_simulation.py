@@ -9,7 +9,9 @@ from megatron_bapo.rollout.answer_lengths import lognormal_lengths
 from megatron_bapo.rollout.modelled_engine import EngineModel
 from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
 
-ENGINE = EngineModel(DecodeCost(1.0, 0.0, 0.0, 0.0), prefill_s=0.0, sequence_s=0.0, kv_tokens=10**6, max_num_seqs=100, load_s=5.0)
+ENGINE = EngineModel(
+    DecodeCost(1.0, 0.0, 0.0, 0.0), prefill_s=0.0, sequence_s=0.0, kv_tokens=10**6, max_num_seqs=100, load_s=5.0
+)
 EQUAL = Workload(ENGINE, 1, 4, 10, np.array([20], np.int32), train_s=20.0)
 """Answers of 20 tokens in 20 s, updates of 20 s, 5 s for new weights."""
 TAILED = replace(EQUAL, lengths=lognormal_lengths(100.0, 1.0, 800), num_engines=2, train_s=100.0)
