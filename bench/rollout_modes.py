@@ -71,7 +71,6 @@ OTHERS = {
         *("rollout.partial_rollout.token_budget=192", "rollout.partial_rollout.over_sampling=1.5"),
         "rollout.max_staleness=4",
     ),
-    "async, partial": (*("rollout.mode=async", "rollout.max_staleness=2", "rollout.partial_rollout.token_budget=192"),),
 }
 RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"
@@ -125,7 +124,7 @@ def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
     plan = Plan(config, architecture, "H100", "separate", Assumptions())
     workload = planned_workload(plan, mean_response=MEAN_RESPONSE, sigma=SIGMA)
     results = {
-        name: simulate(settings, workload, num_steps=8, num_first_steps=settings.max_staleness + 1)
+        name: simulate(settings, workload, num_steps=5, num_first_steps=settings.max_staleness + 1)
         for name, settings in candidates(config.rollout).items()
     }
     sync_s, chosen = results["sync"].seconds, best(results)
