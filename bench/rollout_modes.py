@@ -25,17 +25,18 @@ import psutil
 
 from bench.report import report
 from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.rollout.calibration import planned_workload, recorded_run, recorded_workload
-from megatron_bapo.rollout.simulation import best, candidates, simulate
+from megatron_bapo.rollout.simulation import Workload, best, candidates, simulate
 
 NUM_STEPS = 10
 NUM_FIRST_STEPS = 3
 """Not counted: they warm up, and fill the pipeline of `async`."""
-NUM_SIMULATED_STEPS = 60
+NUM_SIMULATIONS = 8
 """Enough for the lengths that are drawn to matter little."""
 CONFIG = f"""
 model:
@@ -95,6 +96,16 @@ def step_s(run_dir: Path) -> float:
     return sum(seconds) / len(seconds)
 
 
+def simulated_step_s(settings: RolloutConfig, workload: Workload) -> float:
+    """The same for a simulation of the same steps."""
+    num_steps = NUM_STEPS - NUM_FIRST_STEPS
+    runs = [
+        simulate(settings, workload, num_steps=num_steps, num_first_steps=NUM_FIRST_STEPS, seed=seed)
+        for seed in range(NUM_SIMULATIONS)
+    ]
+    return sum(run.seconds for run in runs) / (num_steps * NUM_SIMULATIONS)
+
+
 def on_two_cores(folder: Path) -> tuple[list[tuple[object, ...]], dict[str, float]]:
     """Predicted and measured seconds of a step in every mode, and their ratios.
 
@@ -105,8 +116,7 @@ def on_two_cores(folder: Path) -> tuple[list[tuple[object, ...]], dict[str, floa
     rows, ratios, sync_s = [], {}, 0.0
     for name, overrides in {"sync": (), **OTHERS}.items():
         settings = load_config(folder / "config.yaml", overrides).rollout
-        predicted = simulate(settings, workload, num_steps=NUM_SIMULATED_STEPS, num_first_steps=NUM_FIRST_STEPS)
-        predicted_s = predicted.seconds / NUM_SIMULATED_STEPS
+        predicted_s = simulated_step_s(settings, workload)
         print(f"{name}: {predicted_s:.2f} s a step predicted", flush=True)
         measured_s = step_s(calibration[0].folder if name == "sync" else trained(folder, name, overrides))
         sync_s = sync_s or measured_s

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
@@ -145,7 +143,7 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
         lengths=run.lengths,
         train_s=train_s,
         score_s=run.score_s,
-        num_cores=psutil.cpu_count() or math.inf,
+        num_cores=run.mean("perf/cpu_cores"),
         trainer_cores=run.mean("perf/cpu_s/update") / train_s,
     ), costs
 
