@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256sum | cut -c1-16)
 # What the benches compare with lives apart from the locked environment.
 BENCH_SITE := build/bench-site
-BENCHES := packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes weight_sync rollout_modes
+BENCHES := packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes weight_sync rollout_overhead rollout_modes
 SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1

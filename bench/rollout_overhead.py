@@ -49,7 +49,7 @@ NUM_RUN_STEPS = 8
 @asynccontextmanager
 async def in_this_process(config: Config, store: Path) -> AsyncIterator[Producer]:
     """The scheduler with an engine that it calls without Ray."""
-    os.environ |= engine_environment()
+    os.environ |= engine_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
     engine, router, tokenizer = Engine(), Router(), load_tokenizer(config.model_path)
     route = engine_route(config, store, 0)
     facts = await engine.start(

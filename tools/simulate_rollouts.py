@@ -48,7 +48,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal of the lengths (default 1)")
     parser.add_argument("--steps", type=int, default=12, help="rollout batches counted (default 12)")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; give 1 or more")
     if not arguments.sigma > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ class RolloutService:
         scored = await self._producer.take()
         cpu_s, self._cpu_s = self._cpu_s, family_cpu_s()
         scored.metrics["perf/cpu_s/rollouts"] = Last(self._cpu_s - cpu_s)
+        scored.metrics["perf/cpu_cores"] = Last(len(os.sched_getaffinity(0)))
         scored.metrics["rollout/engine_restarts"] = Last(self._health.num_restarts)
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
@@ -106,9 +104,8 @@ def recorded_run(folder: Path) -> RecordedRun:
             f"{folder} was not recorded with rollout.mode=sync and whole answers, and generation shared its time with "
             "other work; calibrate from a synchronous run"
         )
-    rows = [
-        row["metrics"] for row in read_rows(folder / "metrics.jsonl") if row["phase"] == "train" and row["step"] > 1
-    ]
+    trained = (row for row in read_rows(folder / "metrics.jsonl") if row["phase"] == "train")
+    rows = [row["metrics"] for row in trained if row["step"] > 1]
     if len(rows) < MIN_STEPS:
         raise UserError(f"{folder} has {len(rows)} steps after its first; at least {MIN_STEPS} are needed")
     path = folder / "requests.jsonl"
@@ -146,7 +143,7 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
         lengths=run.lengths,
         train_s=train_s,
         score_s=run.score_s,
-        num_cores=psutil.cpu_count() or math.inf,
+        num_cores=run.mean("perf/cpu_cores"),
         trainer_cores=run.mean("perf/cpu_s/update") / train_s,
     ), costs
 

@@ -49,18 +49,18 @@ class _Call:
     completions: dict[int, Completion] = field(default_factory=dict)
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Sequence:
     end: int
     """The engine's step after which it is finished; set while it runs."""
     arrival: int
-    call: _Call = field(compare=False)
-    position: int = field(compare=False)
-    left: int = field(compare=False)
+    call: _Call
+    position: int
+    left: int
     """Tokens up to the end of the answer, as the request found it."""
-    num_new: int = field(compare=False)
+    num_new: int
     """Tokens to be generated for this request."""
-    num_done: int = field(compare=False, default=0)
+    num_done: int = 0
 
     @property
     def num_context(self) -> int:
@@ -81,7 +81,8 @@ class ModelledEngine:
         self._step = 0
         self._held = 0
         """Tokens whose keys and values it has."""
-        self._running: list[_Sequence] = []
+        self._running: list[tuple[int, int, _Sequence]] = []
+        """A heap, by end and arrival."""
         self._waiting: deque[_Sequence] = deque()
         self._arrivals = count()
         self._disturbed = asyncio.Event()
@@ -166,15 +167,15 @@ class ModelledEngine:
             num_read += tokens
             num_taken += 1
             sequence.end = self._step + sequence.num_new - sequence.num_done
-            heapq.heappush(self._running, sequence)
+            heapq.heappush(self._running, (sequence.end, sequence.arrival, sequence))
         return num_read * self._model.prefill_s + num_taken * self._model.sequence_s
 
     def _steps_to_next_event(self) -> int:
         """Until a sequence is finished, or there is no room for another step."""
-        to_end = self._running[0].end - self._step
+        to_end = self._running[0][0] - self._step
         to_full = (self._model.kv_tokens - self._held) // len(self._running)
         if to_full < 1 and len(self._running) > 1:
-            self._preempt(max(self._running, key=lambda sequence: sequence.arrival))
+            self._preempt(max((sequence for *_, sequence in self._running), key=lambda sequence: sequence.arrival))
             return self._steps_to_next_event()
         return to_end if len(self._running) == 1 else min(to_end, to_full)
 
@@ -189,17 +190,20 @@ class ModelledEngine:
 
     def _let_go(self) -> None:
         """Answer with what is finished, and with everything when that was asked for."""
-        while self._running and (self._aborting or self._running[0].end <= self._step):
-            sequence = self._running[0]
-            self._stop(sequence)
+        while self._running and (self._aborting or self._running[0][0] <= self._step):
+            *_, sequence = heapq.heappop(self._running)
+            self._leave(sequence)
             self._complete(sequence)
         while self._aborting and self._waiting:
             self._complete(self._waiting.popleft())
         self._aborting = False
 
     def _stop(self, sequence: _Sequence) -> None:
-        self._running.remove(sequence)
+        self._running.remove((sequence.end, sequence.arrival, sequence))
         heapq.heapify(self._running)
+        self._leave(sequence)
+
+    def _leave(self, sequence: _Sequence) -> None:
         sequence.num_done = sequence.num_new - (sequence.end - self._step)
         self._held -= sequence.num_context + sequence.num_done
 
@@ -214,7 +218,7 @@ class ModelledEngine:
 
     def _forget(self, call: _Call) -> None:
         """Nobody waits for this one any more."""
-        for sequence in [sequence for sequence in self._running if sequence.call is call]:
+        for sequence in [sequence for *_, sequence in self._running if sequence.call is call]:
             self._stop(sequence)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.call is not call)
         self._disturbed.set()

@@ -43,7 +43,7 @@ checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true}}
 """
 RUN_LIMIT_S = 240
-OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/cpu_s/")
+OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/cpu_")
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen:

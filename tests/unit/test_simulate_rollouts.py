@@ -1,24 +1,60 @@
-"""The command of `tools/`, on a recipe."""
+"""The command line of tools/simulate_rollouts.py, on recipes, and the page that shows it."""
 
 import json
-import subprocess
-import sys
+import os
+import re
+import shlex
+import signal
+import threading
 from pathlib import Path
 
+import pytest
+
+from megatron_bapo.config.loading import load_config
+from tests.unit.test_tools import run
+
 ROOT = Path(__file__).parents[2]
+RECIPE = "configs/recipes/paper_32b_64k.yaml"
 SMALL = ("trainer.train_batch_size=64", "trainer.ppo_mini_batch_size=64", "rollout.num_engines=1")
+PAGE = (ROOT / "docs" / "rollouts.md").read_text()
+RUNS = re.findall(r"^\$ python tools/simulate_rollouts.py (.+)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
+SETTINGS = re.findall(r"^\| [^|`]+ \| (`.+`) \|", PAGE, re.MULTILINE)
 
 
-def simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/simulate_rollouts.py", "configs/recipes/paper_32b_64k.yaml", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+@pytest.fixture(autouse=True)
+def _root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
 
 
-def test_a_recipe_is_simulated_and_the_best_settings_are_named():
-    done = simulated(*SMALL, "--steps", "2", "--json")
+def test_a_recipe_is_simulated_and_the_best_settings_are_named(monkeypatch, capsys):
+    assert run(monkeypatch, "simulate_rollouts", RECIPE, *SMALL, "--steps", 2, "--json") == 0
 
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(capsys.readouterr().out)
     assert {"sync", "async 1", "async 8", "async 4, budget 8192"} <= set(found["settings"])
     fastest = max(result["steps_per_hour"] for result in found["settings"].values())
     assert found["settings"][found["best"]]["steps_per_hour"] >= 0.98 * fastest
+    assert found["doubts"] == []
+
+
+def test_ctrl_c_ends_it_with_one_line(monkeypatch, capsys):
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    assert run(monkeypatch, "simulate_rollouts", RECIPE) == 130
+    assert capsys.readouterr().out == "stopped; nothing was written\n"
+
+
+@pytest.mark.parametrize(("command", "shown"), RUNS)
+def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, command, shown):
+    assert run(monkeypatch, "simulate_rollouts", *shlex.split(command)) == 0
+
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_settings_on_the_page_are_accepted(settings: str):
+    load_config(ROOT / RECIPE, settings.strip("`").split())
+
+
+def test_the_page_has_runs_and_settings():
+    assert (len(RUNS), len(SETTINGS)) == (1, 6)

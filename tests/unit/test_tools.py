@@ -13,6 +13,7 @@ from megatron_bapo.model.hf_create import byte_tokenizer
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NEW_TOOLS = ("convert_hf_to_megatron", "convert_megatron_to_hf", "prepare_data")
+TOOLS_WITH_CODES = (*NEW_TOOLS, "simulate_rollouts")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> int:
@@ -42,7 +43,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", NEW_TOOLS)
+@pytest.mark.parametrize("name", TOOLS_WITH_CODES)
 def test_help_names_the_exit_codes(monkeypatch, capsys, name):
     assert run(monkeypatch, name, "--help") == 0
     assert "Exit codes: 0" in capsys.readouterr().out

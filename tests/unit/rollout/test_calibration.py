@@ -56,6 +56,7 @@ def recorded(folder: Path, *, num: int = 32, num_steps: int = 20, alike: bool = 
         ]  # fmt: skip
         generate = max(ends) + SCORE_S + late
         metrics = {
+            "perf/cpu_cores": 2,
             "perf/cpu_s/rollouts": 1.5 * generate,
             "perf/cpu_s/update": 1.25 * TRAIN_S,
             "timing_s/generate": generate,
@@ -79,7 +80,8 @@ def test_what_a_run_was_recorded_with_is_found_again(tmp_path: Path):
     assert workload.engine.decode.per_sequence == pytest.approx(ANSWER_STEP_S)
     assert (workload.engine.sequence_s, workload.score_s) == pytest.approx((ANSWER_S, SCORE_S))
     assert (workload.train_s, workload.engine.load_s) == pytest.approx((TRAIN_S, SYNC_S))
-    assert (workload.engine.num_cores, workload.trainer_cores) == pytest.approx((1.5, 1.25))
+    cores = (workload.num_cores, workload.engine.num_cores, workload.trainer_cores)
+    assert cores == pytest.approx((2, 1.5, 1.25))
     assert (workload.prompt_tokens, workload.groups_per_batch, len(workload.lengths)) == (12, 8, 19 * 32)
     assert costs.unsure == []
 
