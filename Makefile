@@ -11,11 +11,12 @@ STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256s
 # What the benches compare with lives apart from the locked environment.
 BENCH_SITE := build/bench-site
 BENCHES := packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes weight_sync rollout_overhead rollout_modes
+GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
 SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test check format bench gpu-check doctor clean
+.PHONY: setup quickstart smollm2 test check format bench gpu-check gpu-bench doctor clean
 
 setup: $(STAMP)
 
@@ -70,6 +71,9 @@ bench: $(BENCH_SITE)/.complete
 # Fails where no GPU is found, unless NO_GPU_IS_FINE=1. Leaves results/gpu/.
 gpu-check: setup
 	$(BIN)/python -m pytest tests/gpu
+
+gpu-bench: setup
+	@for name in $(GPU_BENCHES); do $(BIN)/python -m bench.$$name || exit 1; done
 
 doctor: setup
 	$(BIN)/python -m megatron_bapo doctor

@@ -37,16 +37,18 @@ from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 
 NUM_LOSS_TOKENS = 1_000_000
-NUM_TOKENS, HIDDEN_SIZE, VOCAB_SIZE, CHUNK_SIZE = 4096, 256, 16_384, 1024
+SIZES = 4096, 256, 16_384, 1024
+"""Tokens, hidden size, vocabulary, tokens of a chunk."""
 BAPO = AlgorithmConfig(objective="bapo")
-LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
+CPU = torch.device("cpu")
+LOW, HIGH = 0.8, 1.2
 
 
 def make_tokens(current_T: Tensor) -> LossTokens:
     """Behaviour log-probs near the current ones: a few percent of the tokens lie beyond the bounds."""
     generator, num = torch.Generator().manual_seed(0), len(current_T)
-    behaviour_T = current_T.detach() + 0.1 * torch.randn(num, generator=generator)
-    return LossTokens(behaviour_T, torch.randn(num, generator=generator), torch.full((num,), 1 / num))
+    noise_T, advantages_T = (torch.randn(num, generator=generator).to(current_T.device) for _ in range(2))
+    return LossTokens(current_T.detach() + 0.1 * noise_T, advantages_T, torch.full_like(advantages_T, 1 / num))
 
 
 def plain_loss(log_probs_T: Tensor, tokens: LossTokens) -> Tensor:
@@ -60,10 +62,12 @@ def bounds(log_probs_T: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     return found.low.float(), found.high.float()
 
 
-def loss_alone() -> dict[str, Callable[[], object]]:
-    """On precomputed log-probs; the search's are detached."""
-    current_T = (torch.randn(NUM_LOSS_TOKENS, generator=torch.Generator().manual_seed(1)) - 5).requires_grad_()
-    tokens, entropy_T = make_tokens(current_T), torch.zeros(NUM_LOSS_TOKENS)
+def loss_alone(
+    num: int = NUM_LOSS_TOKENS, device: torch.device = CPU, *, fused: bool = False
+) -> dict[str, Callable[[], object]]:
+    """On precomputed log-probs; the search's are detached. `fused` has Triton's kernel in BAPO's loss."""
+    current_T = (torch.randn(num, generator=torch.Generator().manual_seed(1)) - 5).to(device).requires_grad_()
+    tokens, entropy_T = make_tokens(current_T), torch.zeros(num, device=device)
 
     def plain() -> None:
         current_T.grad = None
@@ -72,19 +76,27 @@ def loss_alone() -> dict[str, Callable[[], object]]:
     def bapo() -> None:
         current_T.grad = None
         low, high = bounds(current_T.detach(), tokens)
-        policy_loss(current_T, entropy_T, tokens, low, high, BAPO).backward()
+        policy_loss(current_T, entropy_T, tokens, low, high, BAPO, fused=fused).backward()
         policy_statistics(current_T.detach(), tokens, low, high, BAPO)
 
     return {"plain": plain, "bapo": bapo}
 
 
-def whole_loss(axis: Axis) -> dict[str, Callable[[], object]]:
-    """From hidden states; the search has the log-probs of an earlier pass."""
+def whole_loss(
+    axis: Axis,
+    sizes: tuple[int, int, int, int] = SIZES,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    *,
+    fused: bool = False,
+) -> dict[str, Callable[[], object]]:
+    """From hidden states; the search has the log-probs of an earlier pass. `fused` has Triton's kernels in both."""
+    num_tokens, hidden_size, vocab_size, chunk_size = sizes
     torch.manual_seed(0)
-    hidden_TH = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
-    weight_VH = torch.randn(VOCAB_SIZE, HIDDEN_SIZE).mul_(HIDDEN_SIZE**-0.5).requires_grad_()
-    labels_T = torch.randint(VOCAB_SIZE, (NUM_TOKENS,))
-    layer = OutputLayer(weight_VH, VOCAB_SIZE, axis, CHUNK_SIZE)
+    hidden_TH = torch.randn(num_tokens, hidden_size).to(device, dtype).requires_grad_()
+    weight_VH = torch.randn(vocab_size, hidden_size).mul_(hidden_size**-0.5).to(device, dtype).requires_grad_()
+    labels_T = torch.randint(vocab_size, (num_tokens,)).to(device)
+    layer = OutputLayer(weight_VH, vocab_size, axis, chunk_size, fused)
     with torch.no_grad():
         _, current_T, _ = token_loss(hidden_TH, layer, labels_T, lambda x, _, __: x.sum(), temperature=1.0)
     tokens = make_tokens(current_T)
@@ -100,7 +112,7 @@ def whole_loss(axis: Axis) -> dict[str, Callable[[], object]]:
 
     def bapo() -> None:
         low, high = bounds(current_T, tokens)
-        log_probs_T = run(lambda *args: policy_loss(*args[:2], tokens[args[2]], low, high, BAPO))
+        log_probs_T = run(lambda *args: policy_loss(*args[:2], tokens[args[2]], low, high, BAPO, fused=fused))
         policy_statistics(log_probs_T, tokens, low, high, BAPO)
 
     return {"plain": plain, "bapo": bapo}

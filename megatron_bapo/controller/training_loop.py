@@ -278,8 +278,7 @@ def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
     """Of this rank's memory, in the step that asks for it."""
     if step != run.config.logging.memory_snapshot_step:
         return nullcontext()
-    axis = run.worker.groups.tensor
-    return memory_snapshot(run.directory.memory / f"rank-{axis.global_ranks[axis.rank]}.pickle")
+    return memory_snapshot(run.directory.memory / f"rank-{run.worker.groups.global_rank}.pickle")
 
 
 def evaluate(run: Run) -> None:

@@ -27,12 +27,16 @@ class FusedShard:
         self._max_C, self._temperature = weight_VH.new_empty(0), 1.0
 
     def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
-        num_tokens, num_rows = len(hidden_CH), len(self._weight_VH)
-        logits_CV = self._logits_CV[:num_tokens]
-        torch.mm(hidden_CH, self._weight_VH.T, out=logits_CV)
-        own_4C = torch.empty(4, num_tokens, device=logits_CV.device)
+        torch.mm(hidden_CH, self._weight_VH.T, out=self._logits_CV[: len(hidden_CH)])
+        return self.sums_of_logits(label_C, temperature)
+
+    def sums_of_logits(self, label_C: Tensor, temperature: float) -> Tensor:
+        """Of those that are in memory."""
+        num_tokens, num_rows = len(label_C), len(self._weight_VH)
+        own_4C = torch.empty(4, num_tokens, device=label_C.device)
         _sums[(num_tokens,)](
-            *(logits_CV, label_C, own_4C, num_tokens, num_rows, self._num_valid_rows, temperature, PADDING_LOGIT),
+            *(self._logits_CV, label_C, own_4C, num_tokens, num_rows),
+            *(self._num_valid_rows, temperature, PADDING_LOGIT),
             BLOCK=min(BLOCK, triton.next_power_of_2(num_rows)),
             num_warps=NUM_WARPS,
         )

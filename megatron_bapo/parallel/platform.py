@@ -26,9 +26,14 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def runs_triton() -> bool:
-    """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
-    return has_gpu() and find_spec("triton") is not None
+def compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU; None without one."""
+    return torch.cuda.get_device_capability(0) if has_gpu() else None
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed; not whether it can be imported."""
+    return find_spec("transformer_engine") is not None
 
 
 def compute_capability() -> tuple[int, int] | None:
@@ -44,6 +49,11 @@ def has_transformer_engine() -> bool:
 def local_device() -> torch.device:
     """This rank's device; torchrun's LOCAL_RANK names the GPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
+
+
+def runs_triton() -> bool:
+    """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
+    return has_gpu() and find_spec("triton") is not None
 
 
 def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:

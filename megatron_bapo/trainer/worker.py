@@ -64,12 +64,16 @@ class Worker:
         return [to_micro_batch([examples[i] for i in indices], rule, context, local_device()) for indices in plan]
 
 
-def create_worker(config: Config, model_path: Path, groups: ParallelGroups) -> Worker:
-    """Build this rank's part of the policy and load the Hugging Face weights of `model_path`."""
+def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, load: bool = True) -> Worker:
+    """Build this rank's part of the policy and load the Hugging Face weights of `model_path`.
+
+    Without `load` the weights are fresh ones, and `model_path` needs only a config.json.
+    """
     model = build_policy(config, model_path, groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
-    # Through the optimizer, whose fp32 values then are the file's and not what the model rounds them to.
-    load_hugging_face(model, model_path, groups, write=optimizer.write_weights)
+    if load:
+        # Through the optimizer, whose fp32 values then are the file's and not what the model rounds them to.
+        load_hugging_face(model, model_path, groups, write=optimizer.write_weights)
     return Worker(config, groups, model, optimizer, config.trainer.fused_kernels and kernels_work(groups))
 
 

@@ -1,0 +1,61 @@
+"""What the GPU benches share: the GPU itself, what it can do at best, and one rank's process group."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench.report import medians_s
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.parallel.groups import ParallelGroups, create_groups
+from megatron_bapo.parallel.platform import has_gpu, local_device, now_s, start_distributed
+
+MATRIX_SIZE = 8192
+COPIED_BYTES = 4 << 30
+
+
+def require_gpu() -> None:
+    if not has_gpu():
+        raise SystemExit("this bench measures a GPU, and there is none here; `make bench` has those for CPUs")
+
+
+def seconds_of(tasks: dict[str, Callable[[], object]], *, num_repeats: int = 5) -> dict[str, float]:
+    """Medians, the device's queued work included."""
+    return medians_s(tasks, num_repeats=num_repeats, num_warmups=2, clock=now_s)
+
+
+def matrix_flops(size: int = MATRIX_SIZE) -> float:
+    """FLOP/s of bfloat16 matrix products: the ceiling of a train step on this card, as it is cooled now."""
+    left, right = torch.randn(2, size, size, device=local_device()).bfloat16()
+    out = torch.empty_like(left)
+
+    def multiply() -> None:
+        for _ in range(10):
+            torch.mm(left, right, out=out)
+
+    return 20 * size**3 / seconds_of({"products": multiply})["products"]
+
+
+def copy_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
+    """Bytes read and written a second by a copy on the device."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=local_device())
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds_of({"copy": lambda: target.copy_(source)})["copy"]
+
+
+@contextmanager
+def one_rank() -> Iterator[tuple[ParallelGroups, Path]]:
+    """The mesh of one rank, and a folder."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        start_distributed(timeout_s=60.0, store_file=root / "rendezvous")
+        try:
+            yield create_groups(ParallelConfig(), seed=0, timeout_s=60.0), root
+        finally:
+            torch.distributed.destroy_process_group()

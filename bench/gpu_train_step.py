@@ -1,0 +1,148 @@
+"""Model FLOPs utilisation of one policy update against the card's own matrix products, measured in the same run.
+
+Shapes are Qwen2.5-1.5B's and 3B's with fresh weights, micro-batches of 8k and 32k tokens packed from four sequences of
+somewhat different lengths, layers without Transformer Engine and with it, in bfloat16 and in FP8. FLOPs are those of
+the planner: what is computed again in the backward pass does not count. The objective is PPO's, whose update is one
+training pass; `bench.gpu_bapo_step` has what BAPO adds. Goals: 0.50 of the ceiling in bfloat16 at 8k, and in FP8 1.25
+times bfloat16's tokens a second.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.gpu import matrix_flops, one_rank, require_gpu, seconds_of
+from bench.report import report
+from bench.train_step import make_examples
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.platform import (
+    compute_capability,
+    has_transformer_engine,
+    release_cached_memory,
+    take_peak_memory,
+)
+from megatron_bapo.planning.known_models import FOLDER
+from megatron_bapo.planning.timing import forward_flops
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.policy_update import update_policy
+from megatron_bapo.trainer.worker import create_worker
+
+MODELS = ("Qwen2.5-1.5B", "Qwen2.5-3B")
+TOKENS = {"8k": 8192, "32k": 32768}
+"""Of a micro-batch; a step has four of the former and one of the latter."""
+STEP_TOKENS = 32768
+TRANSFORMER_ENGINE = {"model": {"transformer_impl": "transformer_engine"}}
+
+
+@dataclass(frozen=True)
+class Measured:
+    tokens_per_s: float
+    flops: float
+    """Model FLOPs a second."""
+    peak_bytes: int
+
+
+def layers() -> dict[str, dict[str, Any]]:
+    """The layers that can run here, by name."""
+    variants: dict[str, dict[str, Any]] = {"local bf16": {}}
+    if has_transformer_engine():
+        variants["TE bf16"] = TRANSFORMER_ENGINE
+        if (compute_capability() or (0, 0)) >= (9, 0):
+            variants["TE FP8"] = TRANSFORMER_ENGINE | {"fp8": {"recipe": "tensorwise"}}
+    return variants
+
+
+def make_config(
+    folder: Path, max_tokens: int, num_sequences: int, settings: dict[str, Any], *, dtype: str = "bfloat16"
+) -> Config:
+    """One update of so many sequences; long micro-batches compute their activations again."""
+    return Config.model_validate(
+        {
+            **settings,
+            "run_dir": folder / "run",
+            "model": {"path": folder, "dtype": dtype, **settings.get("model", {})},
+            "parallel": {"recompute_granularity": "full" if max_tokens > TOKENS["8k"] else None},
+            "data": {"train": {"path": "unused.jsonl"}},
+            "algorithm": {"objective": "ppo", **settings.get("algorithm", {})},
+            "rollout": {"n": num_sequences, "max_response_length": max_tokens},
+            "trainer": {
+                "total_steps": 1,
+                "train_batch_size": num_sequences,
+                "ppo_mini_batch_size": num_sequences,
+                "max_tokens_per_gpu": max_tokens,
+            },
+        }
+    )
+
+
+def make_batch(max_tokens: int, num_micro_batches: int, vocab_size: int) -> list[Example]:
+    """Four sequences for each micro-batch, which they fill; every other advantage is negative."""
+    inputs = (max_tokens // 4 * np.array([1.125, 1.0625, 0.9375, 0.875])).astype(int)
+    examples = make_examples(np.tile(inputs + 1, num_micro_batches), vocab_size)
+    return [replace(example, advantage=float(2 * (index % 2) - 1)) for index, example in enumerate(examples)]
+
+
+def measure(
+    folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, max_tokens: int, step_tokens: int, dtype: str
+) -> Measured:
+    """Of the model whose config.json is in the folder. Its memory is free again afterwards."""
+    architecture = read_architecture(folder)
+    examples = make_batch(max_tokens, step_tokens // max_tokens, architecture.vocab_size)
+    config = make_config(folder, max_tokens, len(examples), settings, dtype=dtype)
+    seconds, peak_bytes = _timed_update(config, folder, groups, examples)
+    gc.collect()
+    release_cached_memory()
+    lengths = [example.num_input_tokens for example in examples]
+    flops = 3 * sum(sum(forward_flops(architecture, length, length**2)) for length in lengths)
+    return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
+
+
+def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples: list[Example]) -> tuple[float, int]:
+    worker = create_worker(config, folder, groups, load=False)
+    take_peak_memory()
+    tasks = {"update": lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)}
+    seconds = seconds_of(tasks, num_repeats=3)["update"]
+    return seconds, (take_peak_memory() or (0, 0))[0]
+
+
+def main() -> None:
+    require_gpu()
+    rows, ratios, figures = [], {}, {}
+    with one_rank() as (groups, _):
+        ceiling = matrix_flops()
+        figures["matrix_tflops"] = ceiling / 1e12
+        for model in MODELS:
+            for length, max_tokens in TOKENS.items():
+                found: dict[str, Measured] = {}
+                for name, settings in layers().items():
+                    found[name] = measured = measure(
+                        FOLDER / model,
+                        groups,
+                        settings,
+                        max_tokens=max_tokens,
+                        step_tokens=STEP_TOKENS,
+                        dtype="bfloat16",
+                    )
+                    key = f"{model}_{length}_{name}".replace(" ", "_")
+                    ratios[f"{key}_of_ceiling"] = round(measured.flops / ceiling, 3)
+                    figures |= {
+                        f"{key}_tokens_per_s": round(measured.tokens_per_s),
+                        f"{key}_peak_gib": round(measured.peak_bytes / 2**30, 1),
+                    }
+                    rows.append([model, length, name, measured.tokens_per_s, measured.flops / ceiling])
+                if "TE FP8" in found:
+                    ratio = found["TE FP8"].tokens_per_s / found["TE bf16"].tokens_per_s
+                    ratios[f"{model}_{length}_fp8_over_bf16"] = round(ratio, 3)
+    columns = ["shape", "micro-batch", "layers", "tokens/s", f"of {ceiling / 1e12:.0f} TFLOP/s"]
+    report("gpu_train_step", columns, rows, ratios=ratios, figures=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Every GPU bench at a toy size on whatever device is here, and what it says where there is no GPU."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config
+
+from bench import gpu, gpu_bapo_step, gpu_kernels, gpu_train_step, gpu_weight_handover
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.platform import has_gpu
+from megatron_bapo.planning.known_models import FOLDER
+from megatron_bapo.planning.parameters import num_parameters
+from megatron_bapo.planning.timing import forward_flops
+
+# Megatron-Core warns of its own defaults and of its own calls.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BENCHES = ("gpu_train_step", "gpu_kernels", "gpu_weight_handover", "gpu_bapo_step")
+STEP = {"max_tokens": 64, "step_tokens": 128, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config.json and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
+        with gpu.one_rank() as (groups, _):
+            yield groups
+            parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU, on which the benches would start")
+@pytest.mark.parametrize("name", BENCHES)
+def test_without_a_gpu_a_bench_ends_with_the_reason(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[f"bench.{name}"]
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert "measures a GPU, and there is none here" in str(ended.value)
+
+
+def test_every_gpu_bench_is_run_by_make_gpu_bench() -> None:
+    root = Path(__file__).parents[3]
+    printed = subprocess.run(
+        ["make", "--dry-run", "--old-file=setup", "gpu-bench"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
+    assert {f.stem for f in (root / "bench").glob("gpu_*.py")} == set(BENCHES)
+    assert all(name in printed for name in BENCHES)
+
+
+def test_ceilings_are_measured() -> None:
+    assert gpu.matrix_flops(size=64) > 1e6
+    assert gpu.copy_bytes_per_s(num_bytes=1 << 20) > 1e6
+
+
+def test_the_train_steps_flops_are_those_of_the_planner(model: Path, groups: ParallelGroups) -> None:
+    found = gpu_train_step.measure(model, groups, gpu_train_step.layers()["local bf16"], **STEP)
+    lengths, architecture = [18, 17, 15, 14] * 2, read_architecture(model)
+    per_step = 3 * sum(sum(forward_flops(architecture, n, n**2)) for n in lengths)
+    assert found.flops / found.tokens_per_s == pytest.approx(per_step / 128, rel=1e-9)
+
+
+def test_long_micro_batches_compute_their_activations_again() -> None:
+    for length, recomputed in (("8k", None), ("32k", "full")):
+        config = gpu_train_step.make_config(FOLDER / "Qwen2.5-3B", gpu_train_step.TOKENS[length], 4, {})
+        assert config.parallel.recompute_granularity == recomputed
+        assert config.trainer.max_tokens_per_gpu == gpu_train_step.TOKENS[length]
+
+
+def test_the_parts_of_a_bapo_update_add_up_to_the_whole(model: Path, groups: ParallelGroups) -> None:
+    seconds = gpu_bapo_step.measure(model, groups, {}, **STEP)
+    whole = seconds.pop("whole update")
+    assert sum(seconds.values()) == pytest.approx(whole)
+    assert set(seconds) == {"scoring", "bound search", "training pass", "optimizer", "rest"}
+    assert min(value for name, value in seconds.items() if name not in ("rest", "training pass")) > 0
+
+
+def test_kernels_and_losses_are_timed_by_both_paths() -> None:
+    size = replace(gpu_kernels.FULL, num_tokens=8, chunk_size=4, vocab_size=32, hidden_size=16, num_loss_tokens=64)
+    assert set(gpu_kernels.kernel_bytes_per_s(size)) == {"sums", "gradient"}
+    seconds, peaks = gpu_kernels.token_losses(size)
+    assert set(seconds) == set(peaks) == {"Triton", "torch"}
+    assert set(gpu_kernels.losses(size)) == {"loss alone", "whole loss"}
+
+
+def test_an_engines_process_takes_every_parameter(model: Path) -> None:
+    num_bytes, seconds = gpu_weight_handover.measure(model)
+    parameters = gpu_weight_handover.make_parameters(gpu_weight_handover.make_plan(model))
+    assert num_bytes == sum(tensor.nbytes for tensor in parameters.values())
+    assert num_bytes == 2 * num_parameters(read_architecture(model))
+    assert seconds > 0
