@@ -328,7 +328,7 @@ def _probe_warnings(config: Config) -> Iterator[str]:
         causes, noise, way_out = ["model.dtype=bfloat16"], BFLOAT16_LOG_PROB_NOISE, "model.dtype=float32"
     if causes and tolerance < noise:
         yield (
-            f"weight_sync.probe_tolerance={tolerance} with {' and '.join(causes)}: engine and trainer round differently, "
-            f"by up to {noise} nats per token, so the probe may end the run. Set probe_tolerance to {noise} or more, or "
-            f"{way_out}"
+            f"weight_sync.probe_tolerance={tolerance} with {' and '.join(causes)}: engine and trainer round "
+            f"differently, by up to {noise} nats per token, so the probe may end the run. Set probe_tolerance to "
+            f"{noise} or more, or {way_out}"
         )

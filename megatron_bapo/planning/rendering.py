@@ -115,8 +115,8 @@ def _model_rows(plan: Plan, where: str) -> Rows:
         ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
         (
             "each GPU",
-            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s ({gpu.fp8_tflops} FP8), {gpu.memory_tb_s} TB/s, "
-            f"NVLink {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
+            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s ({gpu.fp8_tflops} FP8), {gpu.memory_tb_s} "
+            f"TB/s, NVLink {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
         ),
     ]
 
