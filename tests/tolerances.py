@@ -27,3 +27,14 @@ BF16_ENGINE_LOG_PROB = 0.1
 """bfloat16 log-probs of vLLM against another implementation, absolute: up to 0.09 was seen on a CPU."""
 FP8_ENGINE_LOG_PROB = 0.5
 """The same with vLLM's weights in FP8: 3 bits of mantissa round them to 6e-2 of their size, in each of three layers."""
+BF16_MEAN_LOG_PROB = 1e-2
+"""bfloat16 on a GPU against fp32, or fused kernels against plain ones: mean absolute difference of log-probs."""
+GPU_GRADIENT_COSINE = 0.99
+"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones."""
+FP8_MEAN_LOG_PROB = 0.1
+"""FP8 training against bfloat16: mean absolute difference of log-probs through four layers, whose products round both
+factors to 3 bits of mantissa."""
+FP8_K3 = 1e-2
+"""The same as a KL divergence: half the mean square of a difference of 0.1."""
+FP8_LOSS = 0.05
+"""Relative, of each of 20 losses on the same examples."""
