@@ -12,11 +12,13 @@ STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256s
 BENCH_SITE := build/bench-site
 BENCHES := packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes weight_sync rollout_overhead rollout_modes
 GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
+# Megatron-Core as in the GPU lock, laid over the locked environment; its pure Python runs under 3.11 as well.
+GPU_MEGATRON_SITE := build/megatron-gpu-site
 SMOLLM2 := models/smollm2-135m-instruct
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test check format bench gpu-check gpu-bench doctor clean
+.PHONY: setup quickstart smollm2 test test-gpu-megatron check format bench gpu-check gpu-bench doctor clean
 
 setup: $(STAMP)
 
@@ -56,8 +58,20 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check
+test: check $(GPU_MEGATRON_SITE)/.complete
 	$(BIN)/python -m pytest
+
+$(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
+	@rm -rf $(GPU_MEGATRON_SITE)
+	@$(PIP) --no-deps --target $(GPU_MEGATRON_SITE) $$(grep '^triton==' requirements.txt)
+	@$(PIP) --no-deps --target $(GPU_MEGATRON_SITE) --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 $$(grep '^megatron-core==' requirements.txt)
+	@touch $@
+
+# The trainer's tests with the GPU lock's Megatron-Core in the place of the CPU lock's; `make test` has a few of them.
+test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete
+	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
+		tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
 	@rm -rf $(BENCH_SITE)

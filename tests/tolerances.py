@@ -33,3 +33,14 @@ their gradient and the product of each chunk are each rounded to 8 bits (4e-3)."
 FUSED_LOSS = 2e-6
 """The objective's kernel in fp32 against float64, relative and absolute: a ratio of size 10 carries its log-ratio's
 rounding (2e-7), and the sum is one of 1e2 terms."""
+BF16_MEAN_LOG_PROB = 1e-2
+"""bfloat16 on a GPU against fp32, or fused kernels against plain ones: mean absolute difference of log-probs."""
+GPU_GRADIENT_COSINE = 0.99
+"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones."""
+FP8_MEAN_LOG_PROB = 0.1
+"""FP8 training against bfloat16: mean absolute difference of log-probs through four layers, whose products round both
+factors to 3 bits of mantissa."""
+FP8_K3 = 1e-2
+"""The same as a KL divergence: half the mean square of a difference of 0.1."""
+FP8_LOSS = 0.05
+"""Relative, of each of 20 losses on the same examples."""

@@ -25,6 +25,8 @@ PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 
 BFLOAT16_LOG_PROB_NOISE = 0.1
 """Nats by which two implementations of one bfloat16 model differ on a sampled token; up to 0.09 was measured."""
+FP8_LOG_PROB_NOISE = 0.5
+"""The same where one of them multiplies in FP8: 3 bits of mantissa round a weight by up to 1/16 of its size."""
 
 FREE_ON_RESUME = (
     *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.logprob_chunk_size"),
@@ -334,10 +336,24 @@ def _other_warnings(config: Config) -> Iterator[str]:
             f"optimizer.lr_warmup_steps={warmup} + lr_wsd_decay_steps={num_wsd} exceed the {num_decay} updates of the "
             "schedule; the learning rate drops as soon as the warm-up ends. Lower one of the two"
         )
+    yield from _probe_warnings(config)
+
+
+def _probe_warnings(config: Config) -> Iterator[str]:
+    """Rounding that the probe would take for wrong weights."""
     tolerance = config.weight_sync.probe_tolerance
-    if config.model.dtype == "bfloat16" and tolerance < BFLOAT16_LOG_PROB_NOISE:
+    in_fp8 = {
+        f"fp8.recipe={config.fp8.recipe if config.fp8 else None}": config.fp8 is not None,
+        f"rollout.quantization={config.rollout.quantization}": config.rollout.quantization is not None,
+        f"rollout.kv_cache_dtype={config.rollout.kv_cache_dtype}": config.rollout.kv_cache_dtype != "auto",
+    }
+    causes = [cause for cause, holds in in_fp8.items() if holds]
+    noise, way_out = FP8_LOG_PROB_NOISE, "leave FP8 out"
+    if not causes and config.model.dtype == "bfloat16":
+        causes, noise, way_out = ["model.dtype=bfloat16"], BFLOAT16_LOG_PROB_NOISE, "model.dtype=float32"
+    if causes and tolerance < noise:
         yield (
-            f"weight_sync.probe_tolerance={tolerance} with model.dtype=bfloat16: engine and trainer round differently, "
-            f"by up to {BFLOAT16_LOG_PROB_NOISE} nats per token, so the probe may end the run. Set probe_tolerance to "
-            f"{BFLOAT16_LOG_PROB_NOISE} or more, or model.dtype=float32"
+            f"weight_sync.probe_tolerance={tolerance} with {' and '.join(causes)}: engine and trainer round "
+            f"differently, by up to {noise} nats per token, so the probe may end the run. Set probe_tolerance to "
+            f"{noise} or more, or {way_out}"
         )

@@ -36,7 +36,8 @@ def fp8_settings(fp8: Fp8Config | None) -> dict[str, Any]:
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
     """What the model multiplies by: the parameter itself or, kept in FP8, its values in the model's dtype."""
-    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter.detach()
+    parameter = parameter.detach()
+    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter
 
 
 def set_values(parameter: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -33,6 +33,14 @@ class MicroBatch:
     """Norms keep their input alone, as torch's kernel for GPUs does; else an fp32 copy of it and of the result."""
     expert_imbalance: float = 1.0
     """Tokens of the busiest rank's experts over the mean."""
+    fused_attention: bool = False
+    """Transformer Engine's, which reads keys and values where they are, and rotary angles from one table."""
+    product_input_bytes: int | None = None
+    """Of what products with weights keep of their input; by default `dtype_bytes`, in FP8 1."""
+
+    @property
+    def input_bytes(self) -> int:
+        return self.dtype_bytes if self.product_input_bytes is None else self.product_input_bytes
 
     def tokens(self, parallel: ParallelConfig) -> int:
         """T"""
@@ -79,7 +87,8 @@ def layer_activations(
     elif has_experts:
         terms += _experts(architecture, parallel, batch)
     else:
-        terms["mlp"] += hidden + 5 * _mlp_elements(architecture, parallel, batch) * batch.dtype_bytes
+        elements, b = _mlp_elements(architecture, parallel, batch), batch.dtype_bytes
+        terms["mlp"] += hidden // b * batch.input_bytes + elements * (4 * b + batch.input_bytes)
     return terms
 
 
@@ -123,8 +132,8 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     query, key = tokens * heads * d * b, tokens * groups * d * b
     terms: Terms = Counter()
     terms["norms"] += _norm(split, arch.hidden_size, batch)
-    terms["attention projections"] += split * arch.hidden_size * b
-    terms["rotary angles"] += 4 * tokens * d * b
+    terms["attention projections"] += split * arch.hidden_size * batch.input_bytes
+    terms["rotary angles"] += 0 if batch.fused_attention else 4 * tokens * d * b
     keeps_projection = recompute  # as a whole, wherever something keeps a part of it that is no copy
     if arch.family.qk_norm:
         factors = tokens * (heads + groups) * FP32
@@ -137,7 +146,12 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
                 terms["norms"] -= tokens * groups * d * FP32
                 keeps_projection = True
     context = tokens * heads * d * b
-    if recompute:
+    if batch.fused_attention:
+        # What the output projection keeps is the kernel's output, unless it rounds it to FP8.
+        rounded = tokens * heads * d * batch.input_bytes if batch.input_bytes != b else 0
+        factors = 0 if recompute else tokens * heads * FP32
+        terms["attention kernel"] += query + 2 * key + context + rounded + factors
+    elif recompute:
         terms["attention kernel"] += query + key + context
     else:
         cp = parallel.context_parallel_size
@@ -173,6 +187,8 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
             "router": split * arch.hidden_size * b
             + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32)),
             # Gate and up, then four steps from them to the second projection's input, and each token's weight.
-            "experts": received * arch.hidden_size * b + 6 * mlp * b + received * FP32,
+            "experts": received * arch.hidden_size * batch.input_bytes
+            + mlp * (5 * b + batch.input_bytes)
+            + received * FP32,
         }
     )

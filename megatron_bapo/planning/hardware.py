@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_bapo.config.fp8 import ComputeCapability
+
 GIB = 2**30
 
 
@@ -14,6 +16,9 @@ class Gpu:
     """What the driver reports as usable, less than the advertised decimal gigabytes."""
     bf16_tflops: float
     """Dense, without sparsity."""
+    fp8_tflops: float
+    """Dense; 0 where there is no FP8."""
+    capability: ComputeCapability
     memory_tb_s: float
     nvlink_gb_s: float
     """Each direction."""
@@ -24,10 +29,10 @@ class Gpu:
 
 GpuName = Literal["A100", "H100", "H200", "B200"]
 GPUS: dict[GpuName, Gpu] = {
-    "A100": Gpu(79.2, 312, 2.04, 300, 25, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
-    "H100": Gpu(79.2, 989, 3.35, 450, 50, "NVIDIA H100 SXM and DGX H100 data sheets"),
-    "H200": Gpu(139.8, 989, 4.8, 450, 50, "NVIDIA H200 SXM and DGX H200 data sheets"),
-    "B200": Gpu(178.4, 2250, 7.7, 900, 50, "NVIDIA HGX B200 and DGX B200 data sheets"),
+    "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
+    "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, "NVIDIA H100 SXM and DGX H100 data sheets"),
+    "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, "NVIDIA H200 SXM and DGX H200 data sheets"),
+    "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, "NVIDIA HGX B200 and DGX B200 data sheets"),
 }
 
 
@@ -38,6 +43,8 @@ class Assumptions:
     compute_efficiency: float = 0.55
     """Of the dense peak, in matrix products and attention, the small kernels between them included; plain matrix
     products of the trainer's sizes reach 0.8 on an H200. Model FLOPs utilisation comes out lower."""
+    fp8_efficiency: float = 0.4
+    """Of the dense FP8 peak, in matrix products with weights, quantising of activations and gradients included."""
     memory_efficiency: float = 0.65
     """Of the memory bandwidth, while an engine decodes."""
     link_efficiency: float = 0.7

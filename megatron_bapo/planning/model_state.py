@@ -18,10 +18,10 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
+from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES, quantised_elements
 
 FP32 = 4
 NUM_MOMENTS = 2
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements; with the distributed optimizer only."""
 DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
@@ -40,7 +40,9 @@ class ModelState:
     offloaded: int
     """In host memory: fp32 parameters, moments and a copy of the gradients, pinned."""
     reference: int
-    """The frozen policy's parameters, where a KL coefficient asks for one."""
+    """The frozen policy's parameters, where a KL coefficient asks for one, with their FP8 copies."""
+    quantised: int = 0
+    """FP8 weights beside `parameters`: a copy and its transpose, or with fp8.param the transpose alone."""
 
     @property
     def optimizer(self) -> int:
@@ -48,7 +50,7 @@ class ModelState:
 
     @property
     def on_device(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.reference
+        return self.parameters + self.gradients + self.optimizer + self.reference + self.quantised
 
 
 def model_state(
@@ -62,13 +64,19 @@ def model_state(
     optimizer = num_own * FP32
     main = optimizer if config.model.dtype != "float32" else 0
     offload = config.optimizer.cpu_offload
+    in_fp8 = quantised_elements(config, architecture, stage)
+    kept_in_fp8 = in_fp8 if config.fp8 is not None and config.fp8.param else 0
+    # Products on Hopper read a weight in both directions, and caches live from one micro-batch to the next.
+    copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
+    saved = kept_in_fp8 * (dtype - FP8_BYTES)
     return ModelState(
-        parameters=num_allocated * dtype,
+        parameters=num_allocated * dtype - saved,
         gradients=num_allocated * FP32,
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * optimizer,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_elements * dtype if config.algorithm.needs_reference else 0,
+        reference=num_elements * dtype - saved + copies if config.algorithm.needs_reference else 0,
+        quantised=copies,
     )
 
 

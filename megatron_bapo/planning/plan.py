@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
@@ -17,7 +18,8 @@ from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
 Placement = Literal["colocated", "separate"]
 """`colocated`: engines sleep on the trainer's GPUs while it trains; its parameters, gradients and optimizer stay while
 they generate, or with trainer.offload wait in host memory. `separate`: engines have GPUs of their own."""
-
+ENGINE_FP8_CAPABILITY = (8, 9)
+"""From which vLLM multiplies in FP8."""
 STORED_VERSIONS = 2
 """Policy versions that the weight store holds while a new one is published."""
 
@@ -109,7 +111,22 @@ class Plan:
     @cached_property
     def problems(self) -> list[str]:
         """Why it does not fit, one line each; empty when it does."""
-        return [*self._trainer_problems(), *self._engine_problems(), *self._host_problems()]
+        return [
+            *self._hardware_problems(),
+            *self._trainer_problems(),
+            *self._engine_problems(),
+            *self._host_problems(),
+        ]
+
+    def _hardware_problems(self) -> Iterator[str]:
+        fp8 = self.config.fp8
+        if fp8 is not None and (problem := capability_problem(fp8.recipe, self.gpu.capability)):
+            yield f"{self.gpu_name}: {problem}"
+        if self.config.rollout.quantization is not None and self.gpu.capability < ENGINE_FP8_CAPABILITY:
+            yield (
+                f"rollout.quantization={self.config.rollout.quantization}: an {self.gpu_name} has no FP8 products; "
+                "leave it out"
+            )
 
     def _trainer_problems(self) -> Iterator[str]:
         worst = self.worst_stage

@@ -115,8 +115,8 @@ def _model_rows(plan: Plan, where: str) -> Rows:
         ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
         (
             "each GPU",
-            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s, {gpu.memory_tb_s} TB/s, NVLink "
-            f"{gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
+            f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s ({gpu.fp8_tflops} FP8), {gpu.memory_tb_s} "
+            f"TB/s, NVLink {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
         ),
     ]
 
@@ -130,6 +130,7 @@ def _stage_table(plan: Plan) -> Table:
         "parameters": [stage.state.parameters for stage in plan.stages],
         "gradients": [stage.state.gradients for stage in plan.stages],
         "optimizer": [stage.state.optimizer for stage in plan.stages],
+        "FP8 copies": [stage.state.quantised for stage in plan.stages],
         "reference policy": [stage.state.reference for stage in plan.stages],
         "activations": [sum(stage.activations.values()) for stage in plan.stages],
         "a layer's backward pass": [stage.backward for stage in plan.stages],
@@ -219,6 +220,7 @@ def layout_name(config: Config) -> str:
         "DP": parallel.data_parallel_size,
     }
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    parts += [f"FP8 {config.fp8.recipe}"] if config.fp8 is not None else []
     parts += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
     parts += ["offload"] if config.optimizer.cpu_offload else []
     parts += ["trainer offload"] if config.trainer.offload else []

@@ -8,8 +8,8 @@ from functools import lru_cache
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
-from megatron_bapo.planning.model_state import DTYPE_BYTES
 from megatron_bapo.planning.parameters import Split, chunk_parameters, whole_model
+from megatron_bapo.planning.precision import engine_weight_bytes, key_value_bytes
 from megatron_bapo.planning.trainer_memory import mean_length
 
 
@@ -41,8 +41,9 @@ class EngineMemory:
 
 def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
     """As vLLM divides its share of a GPU: weights, workspace, and keys and values in the rest."""
-    rollout, dtype = config.rollout, DTYPE_BYTES[config.model.dtype]
-    weights = engine_parameters(architecture, rollout.tensor_parallel_size) * dtype
+    rollout = config.rollout
+    own_parameters = engine_parameters(architecture, rollout.tensor_parallel_size)
+    weights = engine_weight_bytes(config, architecture, own_parameters)
     workspace = int(assumptions.engine_workspace_gib * GIB)
     share = rollout.gpu_memory_utilization * gpu.memory_gib
     kv_cache = int((rollout.kv_cache_gib or share) * GIB) - (0 if rollout.kv_cache_gib else weights + workspace)
@@ -51,7 +52,7 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
         weights=weights,
         workspace=workspace,
         kv_cache=kv_cache,
-        kv_per_token=2 * architecture.num_hidden_layers * groups * architecture.head_dim * dtype,
+        kv_per_token=2 * architecture.num_hidden_layers * groups * architecture.head_dim * key_value_bytes(config),
         max_model_len=config.max_model_len,
         mean_length=mean_length(config, assumptions),
         max_num_seqs=rollout.max_num_seqs,

@@ -13,8 +13,14 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
-from megatron_bapo.planning.model_state import DTYPE_BYTES, FP32, data_context_size, expert_data_size, model_state
+from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size, model_state
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
+from megatron_bapo.planning.precision import (
+    DTYPE_BYTES,
+    engine_matrix_bytes,
+    engine_speedup,
+    product_seconds_share,
+)
 from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.trainer_memory import mean_length, mean_response, num_micro_batches
 
@@ -103,10 +109,12 @@ def step_time(
     products, attention = forward_flops(architecture, length, assumptions.square_over_mean * length**2)
     scored = _scoring_passes(config)
     model_flops = trajectories * (3 + scored) * (products + attention)
-    again = trajectories * _recomputed(config, architecture, products, attention)
-    if parallel.context_parallel_size > 1:  # the mask hides the future, and no kernel leaves it out
-        again += trajectories * (3 + scored) * attention
-    compute = (model_flops + again) / (parallel.world_size * peak * assumptions.compute_efficiency)
+    # In FLOPs of bfloat16 that take as long.
+    equal = products * product_seconds_share(config, architecture, gpu, assumptions)
+    work = (3 + scored) * (equal + attention) + _recomputed(config, architecture, equal, attention)
+    if parallel.context_parallel_size > 1 and config.model.transformer_impl == "local":
+        work += (3 + scored) * attention  # the mask hides the future, and no kernel leaves it out
+    compute = trajectories * work / (parallel.world_size * peak * assumptions.compute_efficiency)
     busy = num_micro_batches(config, assumptions) * parallel.virtual_pipeline_model_parallel_size
     passes = 3 + scored + (parallel.recompute_granularity == "full")
     tokens = trajectories * length / data_context_size(parallel)
@@ -172,9 +180,11 @@ def decode_cost(
     size, arch = config.rollout.tensor_parallel_size, architecture
     experts = len(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.moe_intermediate_size
     read_share = 1.0 - (1.0 - arch.num_experts_per_tok / arch.num_experts) ** batch if arch.num_experts else 1.0
-    weights = engine.weights - experts // size * DTYPE_BYTES[config.model.dtype] * (1.0 - read_share)
+    weights = engine.weights - experts // size * engine_matrix_bytes(config) * (1.0 - read_share)
     bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency
-    flops_per_s = size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s = (
+        size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency * engine_speedup(config, gpu, assumptions)
+    )
     collectives = 2 * arch.num_hidden_layers * LATENCY_S * (size > 1)
     return DecodeCost(
         overhead=collectives + assumptions.decode_overhead_ms / 1e3,
@@ -189,6 +199,7 @@ def prefill_seconds(
 ) -> float:
     """In which one engine reads so many prompt tokens; attention left out."""
     flops_per_s = config.rollout.tensor_parallel_size * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s *= engine_speedup(config, gpu, assumptions)
     return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
 
 

@@ -17,8 +17,9 @@ from megatron_bapo.planning.activations import (
     without_recompute,
 )
 from megatron_bapo.planning.hardware import GIB, Assumptions
-from megatron_bapo.planning.model_state import DTYPE_BYTES, ModelState, model_state
+from megatron_bapo.planning.model_state import ModelState, model_state
 from megatron_bapo.planning.parameters import stage_chunks
+from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,15 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
     rest = usable - sum(lengths)
     imbalance = assumptions.expert_imbalance if config.parallel.expert_model_parallel_size > 1 else 1.0
     lengths += [rest] if rest else []
-    return MicroBatch(tuple(lengths), DTYPE_BYTES[config.model.dtype], fused_norms=True, expert_imbalance=imbalance)
+    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    return MicroBatch(
+        tuple(lengths),
+        dtype_bytes,
+        fused_norms=True,
+        expert_imbalance=imbalance,
+        fused_attention=config.model.transformer_impl == "transformer_engine",
+        product_input_bytes=FP8_BYTES if config.fp8 is not None else dtype_bytes,
+    )
 
 
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:

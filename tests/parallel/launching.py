@@ -17,15 +17,20 @@ TIMEOUT_S = 300
 """Of a collective; also how long ranks may wait for a case while smaller ones run."""
 
 
-def launch(script: str, cases: list[dict], root: Path, world_size: int) -> None:
-    """Run the cases by a script of this folder on `world_size` ranks; a failure shows the ranks' own output."""
+def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site: Path | None = None) -> None:
+    """Run the cases by a script of this folder on `world_size` ranks; a failure shows the ranks' own output.
+
+    Packages in the folder `site` come before those that are installed.
+    """
     case_file = root / f"cases-{world_size}.json"
     case_file.write_text(json.dumps(cases))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--standalone"),
         *(str(HERE / script), str(case_file), str(root)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    folders = [*([str(site)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

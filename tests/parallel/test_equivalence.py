@@ -1,6 +1,7 @@
 """Every layout gives what one process gives, and one process gives what Hugging Face gives."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from tests.tolerances import (
     PARAMETER,
 )
 
+ROOT = Path(__file__).parents[2]
+GPU_MEGATRON_SITE = ROOT / "build" / "megatron-gpu-site"
+"""The GPU lock's Megatron-Core, laid over the environment by the Makefile."""
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]
 FAULTY_CASES = {
     "labels-rolled-after-the-context-split": "cp2",
@@ -45,6 +49,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases.sort(key=lambda case: case[2].world_size)
     for sizes in ((1, 2, 4), (8,)):
         launch("ranks.py", [case_of(root, *case) for case in cases if case[2].world_size in sizes], root, max(sizes))
+    return root
+
+
+@pytest.fixture(scope="module")
+def gpu_megatron(results: Path) -> Path:
+    """A folder with `MODEL-tp2-sp/`, run by the Megatron-Core that GPUs have."""
+    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} is not there; `make test` makes it"
+    root = results / "gpu-megatron"
+    root.mkdir()
+    layout = LAYOUTS["tp2-sp"]
+    cases = [case_of(results, f"{model}-tp2-sp", model, layout, None) for model in ("qwen3", "qwen3_moe")]
+    launch("ranks.py", cases, root, 2, site=GPU_MEGATRON_SITE)
     return root
 
 
@@ -109,6 +125,22 @@ def test_layout_matches_one_process(
     folder = results / f"{model}-{layout}"
     moved = largest_difference(load_folder(folder / "final"), load_folder(folder / "initial"))
     assert moved > 100 * PARAMETER
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_the_gpu_locks_megatron_matches_one_process_of_the_cpu_locks(
+    results: Path, gpu_megatron: Path, model: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The same code under both versions."""
+    found = differences(gpu_megatron / f"{model}-tp2-sp", results / f"{model}-one-process")
+    record_property("matrix", (f"{model} tp2-sp, the GPU lock's Megatron-Core", found))
+    assert broken_limits(found, "float32") == []
+
+
+def test_the_other_megatron_is_the_gpu_locks() -> None:
+    (pinned,) = re.findall(r"^megatron-core==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    (found,) = GPU_MEGATRON_SITE.glob("megatron_core-*.dist-info")
+    assert found.name == f"megatron_core-{pinned}.dist-info"
 
 
 @pytest.mark.parametrize(("model", "layout"), FP32_CASES)

@@ -1,0 +1,84 @@
+"""What FP8 changes of bytes and of speed, in the trainer and in the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.fp8 import Fp8Config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.parameters import (
+    Parameter,
+    Split,
+    chunk_parameters,
+    num_active_parameters,
+    stage_chunks,
+    whole_model,
+)
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+FP8_BYTES = 1
+
+
+def layer_matrices(parameters: Iterable[Parameter]) -> int:
+    """Elements of the layers' linear weights, all that is multiplied in FP8; not the experts' router."""
+    return sum(p.numel for p in parameters if ".linear_" in p.name and p.name.endswith(".weight"))
+
+
+def quantised_elements(config: Config, architecture: Architecture, stage: int) -> int:
+    """Elements of weights that one rank of a pipeline stage multiplies in FP8."""
+    if config.fp8 is None:
+        return 0
+    in_fp8, total = _layers_in_fp8(config.fp8, architecture), 0
+    for chunk in stage_chunks(architecture, config.parallel, stage):
+        share = len(in_fp8.intersection(chunk.layers)) / len(chunk.layers)
+        total += int(share * layer_matrices(chunk_parameters(architecture, Split.of(config.parallel), chunk)))
+    return total
+
+
+def _layers_in_fp8(fp8: Fp8Config, architecture: Architecture) -> frozenset[int]:
+    at_start, at_end = fp8.num_bf16_layers
+    return frozenset(range(at_start, architecture.num_hidden_layers - at_end))
+
+
+def product_seconds_share(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
+    """Seconds of the trainer's products with weights over those that they would take in bfloat16."""
+    if config.fp8 is None:
+        return 1.0
+    arch = architecture
+    active = num_active_parameters(arch)
+    outside = arch.vocab_size * arch.hidden_size
+    share = (active - outside) / active * len(_layers_in_fp8(config.fp8, arch)) / arch.num_hidden_layers
+    return 1.0 - share + share / fp8_speedup(gpu, assumptions)
+
+
+def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:
+    """Of products in FP8 over those in bfloat16, quantising included."""
+    fp8 = gpu.fp8_tflops * assumptions.fp8_efficiency
+    return max(1.0, fp8 / (gpu.bf16_tflops * assumptions.compute_efficiency))
+
+
+def engine_weight_bytes(config: Config, architecture: Architecture, num_parameters: int) -> int:
+    """Of one engine rank with so many parameters; embeddings and norms stay in the model's dtype."""
+    dtype = DTYPE_BYTES[config.model.dtype]
+    if config.rollout.quantization is None:
+        return num_parameters * dtype
+    parameters = chunk_parameters(architecture, Split(), whole_model(architecture))
+    share = layer_matrices(parameters) / sum(parameter.numel for parameter in parameters)
+    return int(num_parameters * (share * FP8_BYTES + (1.0 - share) * dtype))
+
+
+def engine_matrix_bytes(config: Config) -> int:
+    """Of one element of a layer's weights in an engine."""
+    return DTYPE_BYTES[config.model.dtype] if config.rollout.quantization is None else FP8_BYTES
+
+
+def key_value_bytes(config: Config) -> int:
+    """Of one element of an engine's keys and values."""
+    return DTYPE_BYTES[config.model.dtype] if config.rollout.kv_cache_dtype == "auto" else FP8_BYTES
+
+
+def engine_speedup(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
+    """Of an engine's products with weights over those in bfloat16."""
+    return 1.0 if config.rollout.quantization is None else fp8_speedup(gpu, assumptions)

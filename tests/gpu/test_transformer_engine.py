@@ -1,0 +1,144 @@
+"""The trainer on a GPU: Megatron's own layers in bfloat16, and Transformer Engine's with the same weights."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_bapo.config.architecture import FAMILIES
+from megatron_bapo.config.schema import ModelConfig, ParallelConfig
+from megatron_bapo.model.architecture import transformer_config
+from megatron_bapo.model.hf_export import save_hugging_face
+from megatron_bapo.model.layer_specs import block_spec
+from megatron_bapo.parallel.megatron import GPTModel
+from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tests.gpu.policies import (
+    MODELS,
+    cosine,
+    exported,
+    fused,
+    gradients,
+    log_probs,
+    mean_difference,
+    models,
+    one_rank,
+    policy,
+    reference_log_probs,
+    train,
+)
+from tests.parallel.tensors import largest_difference, same_bits
+from tests.tolerances import BF16_LOG_PROB, BF16_MEAN_LOG_PROB, GPU_GRADIENT_COSINE
+from tests.unit.model.shards import architecture
+
+# Upstream's, of kernels and names that it is about to replace.
+pytestmark = pytest.mark.filterwarnings("default")
+RECORD = Path(__file__).parents[1] / "unit" / "model" / "transformer_engine_parameters.json"
+Figures = Callable[..., None]
+__all__ = ["models"]
+
+
+def test_transformer_engine_is_one_that_this_torch_can_load(figures: Figures) -> None:
+    import transformer_engine.pytorch
+
+    major, minor = map(int, version("transformer-engine").split(".")[:2])
+    assert (major, minor) >= (2, 19), "older ones miss symbols that torch 2.11 and later no longer have"
+    capability = torch.cuda.get_device_capability()
+    assert transformer_engine.pytorch.is_fp8_available() == (capability >= (8, 9))
+    figures(capability=capability[0] + capability[1] / 10, transformer_engine=major + minor / 100)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_local_layers_in_bfloat16_are_close_to_fp32(
+    models: dict[str, Path], figures: Figures, name: str, packing: bool
+) -> None:
+    found = log_probs(policy(models[name], trainer__packing=packing))
+    reference = reference_log_probs(models[name])
+    figures(mean=mean_difference(found, reference), largest=abs(found - reference).max())
+    assert mean_difference(found, reference) < BF16_MEAN_LOG_PROB
+    assert abs(found - reference).max() < BF16_LOG_PROB
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_the_local_layers_in_bfloat16_are_those_of_fp32(
+    models: dict[str, Path], figures: Figures, name: str
+) -> None:
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        worker = policy(models[name], model__dtype=dtype)
+        (loss,) = train(worker, 1)
+        found.append((gradients(worker), loss))
+    (ours, our_loss), (exact, exact_loss) = found
+    figures(cosine=cosine(ours, exact), loss=our_loss - exact_loss)
+    assert cosine(ours, exact) > GPU_GRADIENT_COSINE
+    assert our_loss == pytest.approx(exact_loss, rel=5e-3)
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_a_checkpoint_continues_bit_for_bit(models: dict[str, Path], tmp_path: Path, impl: str) -> None:
+    worker = policy(models["dense"], model__transformer_impl=impl)
+    before = exported(worker)
+    train(worker, 2)
+    trained = exported(worker)
+    assert largest_difference(trained, before) > 1e-4
+    saved = save_checkpoint(worker, tmp_path, 2, {}, keep=1)
+    other = policy(models["dense"], model__transformer_impl=impl)
+    load_checkpoint(other, saved)
+    assert same_bits(exported(other), trained)
+    assert train(other, 1) == train(worker, 1)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformer_engines_layers_give_what_the_local_ones_give(
+    models: dict[str, Path], figures: Figures, name: str, packing: bool
+) -> None:
+    local, engine = (make(models[name], trainer__packing=packing) for make in (policy, fused))
+    assert same_bits(exported(engine), exported(local))
+    ours, theirs = log_probs(engine), log_probs(local)
+    losses = train(engine, 1), train(local, 1)
+    alike = cosine(gradients(engine), gradients(local))
+    figures(mean=mean_difference(ours, theirs), largest=abs(ours - theirs).max(), gradient_cosine=alike)
+    assert mean_difference(ours, theirs) < BF16_MEAN_LOG_PROB
+    assert abs(ours - theirs).max() < BF16_LOG_PROB
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert alike > GPU_GRADIENT_COSINE
+
+
+@pytest.mark.parametrize(("granularity", "modules"), [("full", ["core_attn"]), ("selective", ["core_attn", "mlp"])])
+def test_recompute_changes_no_loss(models: dict[str, Path], granularity: str, modules: list[str]) -> None:
+    recomputed = fused(
+        models["dense"], parallel__recompute_granularity=granularity, parallel__recompute_modules=modules
+    )
+    assert train(recomputed, 3) == pytest.approx(train(fused(models["dense"]), 3), rel=1e-3)
+
+
+def test_a_checkpoint_of_the_local_layers_is_one_of_transformer_engines(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    local = policy(models["experts"])
+    train(local, 1)
+    saved = save_checkpoint(local, tmp_path, 1, {}, keep=1)
+    engine = fused(models["experts"])
+    load_checkpoint(engine, saved)
+    assert same_bits(exported(engine), exported(local))
+    save_hugging_face(engine.model, one_rank(), models["experts"], tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recorded_parameters_are_those_of_the_installed_version(family: str) -> None:
+    arch = architecture(family, tie_word_embeddings=False)
+    model = ModelConfig(path=Path("model"), dtype="bfloat16", transformer_impl="transformer_engine")
+    one_rank()
+    config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=False)
+    build = partial(GPTModel, position_embedding_type="rope", share_embeddings_and_output_weights=False)
+    gpt = build(config, block_spec(config, arch.moe_layers, None), arch.vocab_size, arch.max_position_embeddings)
+    found = {name: list(parameter.shape) for name, parameter in gpt.named_parameters()}
+    assert found == json.loads(RECORD.read_text())[family]

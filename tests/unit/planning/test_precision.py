@@ -1,0 +1,99 @@
+from dataclasses import replace
+
+import pytest
+
+from megatron_bapo.config.checks import check_config
+from megatron_bapo.planning.activations import MicroBatch, layer_activations, without_recompute
+from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.precision import engine_weight_bytes, fp8_speedup, product_seconds_share, quantised_elements
+from tests.unit.config.examples import config
+from tests.unit.planning.examples import Plan, recipe
+
+BF16, FP8, ROLLOUTS = "qwen2.5-7b_8gpus", "qwen2.5-7b_8gpus_fp8", "qwen2.5-7b_8gpus_fp8_rollouts"
+# Of Qwen2.5-7B: 28 layers, hidden size 3584, 28 + 2 x 4 heads of 128, MLP 18944.
+LAYER = 3584 * (36 * 128 + 28 * 128 + 3 * 18944)
+
+
+def test_all_matrices_of_the_layers_are_multiplied_in_fp8() -> None:
+    plan = recipe(FP8)
+    assert quantised_elements(plan.config, plan.architecture, 0) == 28 * LAYER // 2  # TP2
+    assert quantised_elements(recipe(BF16).config, plan.architecture, 0) == 0
+
+
+def test_layers_in_bfloat16_are_not() -> None:
+    plan = recipe("qwen2.5-32b_64gpus_fp8")
+    first, second, *_, last = (quantised_elements(plan.config, plan.architecture, stage) for stage in range(4))
+    assert first == last == pytest.approx(second * 15 / 16)
+
+
+def test_weights_kept_in_fp8_take_the_bytes_of_bfloat16_and_others_twice_as_many() -> None:
+    kept, cached, bf16 = recipe(FP8), recipe(FP8, "fp8.param=false"), recipe(BF16)
+    in_fp8 = 28 * LAYER // 2
+    of = [plan.stages[0].state for plan in (kept, cached, bf16)]
+    assert of[2].quantised == 0
+    assert of[2].parameters == of[1].parameters == of[0].parameters + in_fp8
+    assert (of[0].quantised, of[1].quantised) == (in_fp8, 2 * in_fp8)
+    assert of[0].on_device == of[2].on_device
+
+
+def test_fp8_speeds_up_products_of_layers_alone() -> None:
+    plan, gpu, assumptions = recipe(FP8), GPUS["H100"], Assumptions()
+    assert fp8_speedup(gpu, assumptions) == pytest.approx(1979 * 0.4 / (989 * 0.55))
+    outside = 152064 * 3584 / (28 * LAYER + 152064 * 3584)
+    expected = outside + (1 - outside) / fp8_speedup(gpu, assumptions)
+    assert product_seconds_share(plan.config, plan.architecture, gpu, assumptions) == pytest.approx(expected, rel=1e-3)
+    assert plan.time.compute < 0.8 * recipe(BF16).time.compute
+    assert plan.time.model_flops == recipe(BF16).time.model_flops
+
+
+def test_fp8_keeps_smaller_inputs_of_products() -> None:
+    plan = recipe(FP8)
+    parallel = without_recompute(plan.config.parallel)
+
+    def bytes_of(batch: MicroBatch) -> dict[str, int]:
+        return layer_activations(plan.architecture, parallel, batch, has_experts=False)
+
+    fused = MicroBatch((8192,), 2, fused_norms=True, fused_attention=True)
+    rounded = replace(fused, product_input_bytes=1)
+    # Inputs of fc1 (hidden, split by TP2's sequence parallelism) and of fc2, a byte less for each element.
+    assert bytes_of(fused)["mlp"] - bytes_of(rounded)["mlp"] == 4096 * 3584 + 8192 * 18944 // 2
+    local = replace(fused, fused_attention=False)
+    assert bytes_of(fused)["attention kernel"] < bytes_of(local)["attention kernel"]
+
+
+def test_an_engine_in_fp8_has_half_the_layers_bytes_and_a_smaller_cache_of_keys_and_values() -> None:
+    bf16, fp8 = recipe(BF16), recipe(ROLLOUTS)
+    saved = bf16.engine.weights - fp8.engine.weights
+    assert saved == pytest.approx(28 * LAYER, rel=1e-6)
+    assert fp8.engine.kv_cache == bf16.engine.kv_cache + saved
+    assert fp8.time.generation < bf16.time.generation
+    quantised = recipe(ROLLOUTS, "rollout.kv_cache_dtype=fp8_e4m3").engine
+    assert quantised.kv_per_token * 2 == fp8.engine.kv_per_token
+    assert engine_weight_bytes(bf16.config, bf16.architecture, 10) == 20
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (recipe(FP8, gpu="A100"), "A100: fp8.recipe=blockwise needs GPUs of compute capability 9.0"),
+        (recipe(FP8, "fp8.recipe=mxfp8", "fp8.param=false"), "H100: fp8.recipe=mxfp8 needs GPUs of compute capability"),
+        (recipe(ROLLOUTS, gpu="A100"), "rollout.quantization=fp8_per_block: an A100 has no FP8 products"),
+    ],
+    ids=["a100", "mxfp8 on hopper", "engines on a100"],
+)
+def test_a_plan_refuses_fp8_where_the_gpu_has_none(plan: Plan, expected: str) -> None:
+    assert any(expected in problem for problem in plan.problems)
+
+
+@pytest.mark.parametrize(
+    ("values", "tolerance", "warned"),
+    [
+        ({"rollout__quantization": "fp8_per_block"}, 0.1, True),
+        ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0.1, True),
+        ({"rollout__quantization": "fp8_per_block"}, 0.5, False),
+    ],
+    ids=str,
+)
+def test_a_probe_that_fp8_rounding_would_fail_is_warned_of(values: dict, tolerance: float, warned: bool) -> None:
+    warnings = check_config(config(**values, model__dtype="bfloat16", weight_sync__probe_tolerance=tolerance))
+    assert any("so the probe may end the run. Set probe_tolerance to 0.5" in line for line in warnings) == warned
