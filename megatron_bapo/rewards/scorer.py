@@ -17,7 +17,6 @@ from typing import Any, Self
 
 from megatron_bapo.config.schema import RewardConfig
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.rewards.score import Score
 
 START_LIMIT_S = 300.0
 KILL_LIMIT_S = 10.0
@@ -138,7 +137,7 @@ class Scorer:
         match kind:
             case "reward":
                 worker.position = worker.deadline = None
-                return RewardResult(float(payload), answer=payload.answer if isinstance(payload, Score) else None)
+                return RewardResult(float(payload), answer=payload.answer)
             case "late":
                 self.num_timeouts += 1
                 self._replace(worker)

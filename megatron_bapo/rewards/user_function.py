@@ -19,7 +19,7 @@ from megatron_bapo.rewards.score import Score
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def load(spec: str) -> Callable[..., float]:
+def load(spec: str) -> Callable[..., Score]:
     """Import the function and make it return a finite float, whatever it is allowed to return.
 
     It is called with verl's keywords (ARGUMENTS), may be a coroutine function, and returns a number or a dict with
@@ -44,7 +44,7 @@ def load(spec: str) -> Callable[..., float]:
             f"write it as def {function_name}(data_source, solution_str, ground_truth, extra_info=None)"
         ) from error
 
-    def compute_score(**arguments: Any) -> float:
+    def compute_score(**arguments: Any) -> Score:
         result = function(**arguments)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)

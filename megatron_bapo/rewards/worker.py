@@ -24,17 +24,17 @@ ORPHAN_GRACE_S = 2.0
 TRACE_LINES = 6
 
 
-def build_score_function(config: RewardConfig) -> Callable[..., float]:
+def build_score_function(config: RewardConfig) -> Callable[..., Score]:
     """The function that `config` asks for, with verl's four keyword arguments; imports only what it needs."""
     compute_score = _load(config)
     return compute_score if config.partial_credit else lambda **arguments: _all_or_nothing(compute_score(**arguments))
 
 
-def _all_or_nothing(score: float) -> Score:
-    return Score(score >= 1.0, score.answer if isinstance(score, Score) else None)
+def _all_or_nothing(score: Score) -> Score:
+    return Score(score >= 1.0, score.answer)
 
 
-def _load(config: RewardConfig) -> Callable[..., float]:
+def _load(config: RewardConfig) -> Callable[..., Score]:
     match config.type:
         case "math_verify":
             from megatron_bapo.rewards.math_answer import compute_score

@@ -92,7 +92,7 @@ def test_math_and_reasoning_gym_rewards_are_served():
     )
     for kind in ("math_verify", "reasoning_gym"):
         with Scorer(RewardConfig(type=kind)) as scorer:
-            assert scorer.score([request]) == [RewardResult(1.0)]
+            assert scorer.score([request]) == [RewardResult(1.0, answer="42")]
 
 
 def test_without_partial_credit_only_a_full_score_counts():

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.rewards import user_function
+from megatron_bapo.rewards.score import Score
 
 MODULE_NUMBERS = count()
 
@@ -23,7 +24,7 @@ def write_module(tmp_path, monkeypatch):
     return write
 
 
-def call(spec: str) -> float:
+def call(spec: str) -> Score:
     return user_function.load(spec)(data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5})
 
 
@@ -41,6 +42,14 @@ def call(spec: str) -> float:
 def test_numbers_and_dicts_are_rewards(write_module, definition, body, reward):
     name = write_module(f"{definition} f(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
     assert call(f"{name}:f") == reward
+
+
+@pytest.mark.parametrize(
+    ("result", "answer"), [("{'score': 1, 'pred': 7}", "7"), ("{'score': 1}", None), ("1.0", None)]
+)
+def test_a_dict_may_say_which_answer_was_read(write_module, result, answer):
+    name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {result}\n")
+    assert call(f"{name}:f").answer == answer
 
 
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])
