@@ -39,7 +39,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    folder, stores_before = tmp_path_factory.mktemp("eval"), weight_stores()
+    folder = tmp_path_factory.mktemp("eval")
     model = CreateModelConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=1,
                               num_key_value_heads=1, initializer_range=1.0)  # fmt: skip
     create_checkpoint(folder / "model", model, ["abc", "xyz"], seed=0)
@@ -62,7 +62,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "folder": folder / "eval",
         "kept": kept,
         "continued": (continued.returncode, output, errors),
-        "left": leftovers(family, stores_before),
+        "left": leftovers(family, weight_stores()),
     }
 
 
