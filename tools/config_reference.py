@@ -26,7 +26,11 @@ command line with dots: `optimizer.lr=2e-6`; `null` brings a default back. *requ
 are refused, and rules that span keys are checked before anything starts (`train CONFIG --dry-run`). First those of a
 run, then those of `eval`.
 """
-EVALUATION = "# Every key of an evaluation\n"
+EVALUATION = """# Every other key of an evaluation
+
+`eval` has these beside keys of a run, which mean the same there: those above of `data.validation`, `reward` and
+`rollout` that say how prompts are read, answers are scored and engines run.
+"""
 HEADER = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -34,22 +38,26 @@ NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text
 
 
 def reference() -> str:
-    run, evaluation = _tables("", Config, "The run"), _tables("", EvalConfig, "The evaluation")
-    return "\n".join([INTRODUCTION, *run, EVALUATION, *evaluation])
+    run = "\n".join(_tables("", Config, "The run"))
+    evaluation = _tables("", EvalConfig, "The evaluation", known=run.splitlines())
+    return "\n".join([INTRODUCTION, run, EVALUATION, *evaluation])
 
 
-def _tables(prefix: str, section: type[Section], title: str = "", *, optional: bool = False) -> Iterator[str]:
-    """A section's own keys, then the sections in it."""
+def _tables(
+    prefix: str, section: type[Section], title: str = "", *, optional: bool = False, known: Sequence[str] = ()
+) -> Iterator[str]:
+    """A section's own keys, then the sections in it; without the rows that are `known`."""
     docstrings = _docstrings(section)
     nested = {name: found for name, field in section.model_fields.items() if (found := _section_of(field)) is not None}
     own = [(name, section.model_fields[name]) for name in docstrings if name not in nested]
-    rows = [_row(f"{prefix}{name}", field, docstrings[name]) for name, field in own]
+    rows = [row for name, field in own if (row := _row(f"{prefix}{name}", field, docstrings[name])) not in known]
     if rows:
         title = f"## {title}" if title else f"## `{prefix.rstrip('.')}`"
         about = [" ".join((section.__doc__ or "").split()), "Left out by default." * optional]
         yield "\n".join([title, "", *([" ".join(about).strip(), ""] if any(about) else []), HEADER, *rows, ""])
     for name, found in nested.items():
-        yield from _tables(f"{prefix}{name}.", found, optional=section.model_fields[name].default is None)
+        is_optional = section.model_fields[name].default is None
+        yield from _tables(f"{prefix}{name}.", found, optional=is_optional, known=known)
 
 
 def _docstrings(section: type[Section]) -> dict[str, str]:

@@ -61,6 +61,15 @@ class Subject:
     problems: str
     """A digest of prompts and ground truths."""
 
+    @classmethod
+    def of(cls, model: EvaluatedModel, prompts: Sequence[Prompt]) -> Subject:
+        files = [(path.name, path.stat()) for path in sorted(model.weights.glob("*.safetensors"))]
+        return cls(
+            str(model.weights.resolve()),
+            _digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]),
+            _digest([[prompt.messages, prompt.ground_truth] for prompt in prompts]),
+        )
+
 
 class BenchmarkDirectory(RunDirectory):
     """Names of what an evaluation writes beside config.yaml, logs/ and, of a checkpoint, hf/."""
@@ -92,7 +101,7 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
     directory, n = BenchmarkDirectory(config.run_dir), config.evaluation.n
     model = find_model(config.model, directory.export)
     prompts = _checked_problems(config, model, console)
-    subject = Subject(str(model.weights.resolve()), _digest_of_files(model.weights), _digest_of(prompts))
+    subject = Subject.of(model, prompts)
     _check_continued(config, directory, subject)
     num, num_there = len(prompts) * n, len(directory.rows(n))
     console.print(
@@ -142,11 +151,8 @@ def _checked_problems(config: EvalConfig, model: EvaluatedModel, console: Consol
 
 
 def _check_ground_truths(config: EvalConfig, prompts: Sequence[Prompt]) -> None:
-    """Whether the reward can read them; a function or server of the user's own is not asked for nothing.
-
-    Raises UserError.
-    """
-    if config.reward.type in ("function", "remote"):
+    """Whether math-verify can read them: it is the one reward known to refuse some. Raises UserError."""
+    if config.reward.type != "math_verify":
         return
     requests = [
         RewardRequest(prompt.prompt_id, prompt.data_source, "", prompt.ground_truth, prompt.extra_info)
@@ -274,15 +280,6 @@ def _report(
     else:
         print_results(console, found)
     console.print(f"written to {directory.results}; the answers are in {directory.answers}", soft_wrap=True)
-
-
-def _digest_of_files(folder: Path) -> str:
-    files = [(path.name, path.stat()) for path in sorted(folder.glob("*.safetensors"))]
-    return _digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files])
-
-
-def _digest_of(prompts: Sequence[Prompt]) -> str:
-    return _digest([[prompt.messages, prompt.ground_truth] for prompt in prompts])
 
 
 def _digest(value: Any) -> str:

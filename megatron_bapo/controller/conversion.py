@@ -56,7 +56,7 @@ def find_checkpoint(path: Path, origin: Path | None, dtype: str | None) -> Check
             f"there is no {origin / 'config.json'}; give the Hugging Face folder that the run started from as "
             "--origin-hf-dir (a relative model.path is taken from the folder where the run was started)"
         )
-    return CheckpointSource(checkpoint, origin, dtype or (config.model.dtype if config else written_dtype(origin)))
+    return CheckpointSource(checkpoint, origin, dtype or (config.model.dtype if config else _written_dtype(origin)))
 
 
 def _checkpoint(path: Path) -> Path:
@@ -83,7 +83,7 @@ def _what_it_is(path: Path) -> str:
     return "holds no checkpoint of this trainer (weights/ and state.json)"
 
 
-def written_dtype(origin: Path) -> str:
+def _written_dtype(origin: Path) -> str:
     """Of the origin's own weights, under the names of transformers 5 and 4."""
     fields = json.loads((origin / "config.json").read_text(encoding="utf-8"))
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"

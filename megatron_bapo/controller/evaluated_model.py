@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-import torch
 from rich.console import Console
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.evaluation import EvalConfig, EvaluatedModelConfig
 from megatron_bapo.config.model_checks import model_problems, shape_problems
-from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.conversion import byte_progress, find_checkpoint, total_bytes, written_dtype
+from megatron_bapo.config.schema import Config, ModelConfig
 from megatron_bapo.errors import UserError
-from megatron_bapo.trainer.checkpoint import WEIGHTS
-from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
 
 _MAX_FILE_BYTES = 4 << 30
+
+SERVED_DTYPES = get_args(ModelConfig.model_fields["dtype"].annotation)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class EvaluatedModel:
         """Write a checkpoint as a Hugging Face folder, unless that is there: what has its name is whole."""
         if self.folder.exists():
             return
+        import torch
+
+        from megatron_bapo.controller.conversion import byte_progress, total_bytes
+        from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
+
         dtype: torch.dtype = getattr(torch, self.dtype)
         checkpoint, num_bytes = self.weights.parent, total_bytes(self.origin, dtype.itemsize)
         with byte_progress(console, f"converting {checkpoint.name}", num_bytes) as advance:
@@ -70,6 +75,18 @@ def find_model(settings: EvaluatedModelConfig, converted: Path) -> EvaluatedMode
             f"paths start at {Path.cwd()})"
         )
     if (path / "config.json").is_file():
-        return EvaluatedModel(path, path, path, settings.dtype or written_dtype(path))
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        written = fields.get("dtype") or fields.get("torch_dtype") or "float32"  # transformers 5's name and 4's
+        return EvaluatedModel(path, path, path, _served(settings.dtype or written))
+    # Megatron takes seconds to import; a Hugging Face folder does without.
+    from megatron_bapo.controller.conversion import find_checkpoint
+    from megatron_bapo.trainer.checkpoint import WEIGHTS
+
     found = find_checkpoint(path, settings.origin, settings.dtype)
-    return EvaluatedModel(converted, found.checkpoint / WEIGHTS, found.origin, found.dtype)
+    return EvaluatedModel(converted, found.checkpoint / WEIGHTS, found.origin, _served(found.dtype))
+
+
+def _served(dtype: str) -> str:
+    if dtype not in SERVED_DTYPES:
+        raise UserError(f"the model is in {dtype}; give model.dtype, one of {', '.join(SERVED_DTYPES)}")
+    return dtype

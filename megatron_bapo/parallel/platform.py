@@ -36,16 +36,6 @@ def has_transformer_engine() -> bool:
     return find_spec("transformer_engine") is not None
 
 
-def compute_capability() -> tuple[int, int] | None:
-    """Of the first GPU; None without one."""
-    return torch.cuda.get_device_capability(0) if has_gpu() else None
-
-
-def has_transformer_engine() -> bool:
-    """Whether it is installed; not whether it can be imported."""
-    return find_spec("transformer_engine") is not None
-
-
 def local_device() -> torch.device:
     """This rank's device; torchrun's LOCAL_RANK names the GPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")

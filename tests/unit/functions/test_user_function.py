@@ -63,6 +63,14 @@ def test_a_function_that_asks_for_the_conversation_gets_it(write_module):
     assert call(f"{name}:f") == {"score": 1.0, "pred": None}
 
 
+@pytest.mark.parametrize(
+    ("result", "answer"), [("{'score': 1, 'pred': 7}", "7"), ("{'score': 1}", None), ("1.0", None)]
+)
+def test_a_dict_may_say_which_answer_was_read(write_module, result, answer):
+    name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {result}\n")
+    assert call(f"{name}:f") == {"score": 1.0, "pred": answer}
+
+
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])
 def test_anything_else_raises(write_module, value):
     name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {value}\n")

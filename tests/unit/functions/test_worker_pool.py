@@ -80,7 +80,9 @@ async def call_all(pool: FunctionPool, answers: tuple[str, ...]) -> list[Result]
 
 def results(spec: str, *answers: str, **settings: Any) -> list[float | None]:
     """The scores, None for those that were late."""
-    return [r.value["score"] if r.value else None for r in in_pool(lambda pool: call_all(pool, answers), spec, **settings)]
+    return [
+        r.value["score"] if r.value else None for r in in_pool(lambda pool: call_all(pool, answers), spec, **settings)
+    ]
 
 
 def is_alive(process_id: int) -> bool:

@@ -42,3 +42,19 @@ def test_another_answer_scores_zero(answer, ground_truth):
 def test_an_unreadable_ground_truth_raises():
     with pytest.raises(ValueError, match="no number or formula in the ground truth ''"):
         compute_score("math", "42", "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("It is \\boxed{\\frac{2}{4}}.", "1/2"),
+        ("$0.5$", "1/2"),
+        ("so 1/2", "1/2"),
+        ("\\boxed{042}", "42"),
+        ("\\boxed{42.0}", "42"),
+        ("I do not know.", None),
+        (f"\\boxed{{{'9' * 5000}}}", "9" * 5000),
+    ],
+)
+def test_the_score_says_which_answer_was_read_and_writes_equal_ones_alike(answer, read):
+    assert compute_score("math", answer, "7")["pred"] == read

@@ -1,0 +1,98 @@
+"""`eval` on a real engine: killed in the middle, continued with more answers."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.model.hf_create import create_checkpoint
+from tests.e2e.test_training import family_of, leftovers, weight_stores
+
+CONFIG = """
+run_dir: {folder}/eval
+model: {{path: {folder}/model}}
+data:
+  chat_template: false
+  max_prompt_length: 400
+  validation:
+    reasoning_gym:
+      chain_sum: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}
+      coin_flip: {{}}
+    size: 40
+reward: {{type: reasoning_gym}}
+rollout: {{max_response_length: 4, max_num_seqs: 4}}
+"""
+NUM_PROBLEMS = 40
+RUN_LIMIT_S = 180
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megatron_bapo", "eval", str(folder / "eval.yaml"), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("eval")
+    model = CreateModelConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=1,
+                              num_key_value_heads=1, initializer_range=1.0)  # fmt: skip
+    create_checkpoint(folder / "model", model, ["abc", "xyz"], seed=0)
+    (folder / "eval.yaml").write_text(CONFIG.format(folder=folder))
+    answers = folder / "eval" / "answers.jsonl"
+    killed, deadline = start(folder, "evaluation.n=3"), time.monotonic() + RUN_LIMIT_S
+    while not (answers.exists() and answers.stat().st_size):
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline, "no answer came"
+        time.sleep(0.05)
+    family = family_of(killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=RUN_LIMIT_S)
+    kept = answers.read_text()
+    with answers.open("a") as file:
+        file.write('{"problem": 0, "sam')  # what a crash of the machine may leave
+    continued = start(folder, "evaluation.n=4", "--json")
+    output, errors = continued.communicate(timeout=RUN_LIMIT_S)
+    return {
+        "folder": folder / "eval",
+        "kept": kept,
+        "continued": (continued.returncode, output, errors),
+        "left": leftovers(family, weight_stores()),
+    }
+
+
+def test_killed_it_continues_where_it_was_and_leaves_nothing(evaluated: dict) -> None:
+    code, output, errors = evaluated["continued"]
+    assert code == 0, output + errors
+    num_kept = evaluated["kept"].count("\n")
+    assert 0 < num_kept < 3 * NUM_PROBLEMS
+    assert (evaluated["folder"] / "answers.jsonl").read_text().startswith(evaluated["kept"])
+    assert f"{NUM_PROBLEMS} problems x 4 = {4 * NUM_PROBLEMS} answers" in errors
+    assert f"{num_kept} are there" in errors
+    # Ray's agents notice only after a while that the one who started them is gone.
+    assert [process for process in evaluated["left"] if "Agent" not in process] == []
+
+
+def test_every_answer_is_there_once_and_the_sums_are_right(evaluated: dict) -> None:
+    rows = read_rows(evaluated["folder"] / "answers.jsonl")
+    results = json.loads((evaluated["folder"] / "results.json").read_text())
+
+    assert sorted((row["problem"], row["sample"]) for row in rows) == [
+        (p, s) for p in range(NUM_PROBLEMS) for s in range(4)
+    ]
+    assert json.loads(evaluated["continued"][1]) == results
+    assert list(results["sources"]) == ["all", "reasoning_gym/chain_sum", "reasoning_gym/coin_flip"]
+    for source, found in results["sources"].items():
+        members = [row for row in rows if source in ("all", row["data_source"])]
+        assert found["num_answers"] == len(members)
+        assert found["mean_score"] == pytest.approx(sum(row["reward"] for row in members) / len(members))
+        assert found["mean_tokens"] == pytest.approx(sum(row["num_tokens"] for row in members) / len(members))
+        right = sum(row["reward"] >= 1.0 for row in members)
+        assert found["metrics"]["mean@4"]["value"] == pytest.approx(right / len(members))
+    # Different answers to one problem come from different seeds.
+    assert len({row["text"] for row in rows if row["problem"] == 0}) > 1
