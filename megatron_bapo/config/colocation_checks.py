@@ -39,16 +39,19 @@ def colocation_problems(config: Config) -> Iterator[str]:
         )
 
 
-def check_devices(config: Config, num_gpus: int) -> None:
-    """Whether this machine can run it. Raises UserError with every broken rule."""
-    problems = list(_device_problems(config, num_gpus))
+def check_devices(config: Config, num_gpus: int, *, engines: bool = True) -> None:
+    """Whether this machine can run it, with engines or without. Raises UserError with every broken rule."""
+    problems = list(_device_problems(config, num_gpus, engines))
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
 
 
-def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
+def _device_problems(config: Config, num_gpus: int, engines: bool) -> Iterator[str]:
     rollout, sync = config.rollout, config.weight_sync
+    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks if engines else 0
     if num_gpus == 0:
+        if not engines:
+            return
         if rollout.sleep_level:
             yield (
                 f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees nothing "
@@ -64,7 +67,6 @@ def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
                 "on GPUs only; leave it out"
             )
         return
-    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks
     needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines
     if needed > num_gpus:
         yield (

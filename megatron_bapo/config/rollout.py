@@ -84,6 +84,12 @@ class RolloutConfig(SamplingConfig):
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     max_request_failures: PositiveInt = 3
     """A request that engines failed at this often is set aside with its prompt, and written to set_aside.jsonl."""
+    max_reward_failures: NonNegativeInt = 3
+    """Prompts of a batch whose reward may fail: raise, give no finite number, or end its process twice. They are set
+    aside and written to set_aside.jsonl; one more ends the run."""
+    object_store_mib: Annotated[int, Field(ge=75)] = 256
+    """Shared memory of Ray's object store, through which rollout batches travel; what it has no room for goes through
+    Ray's temporary folder on disk."""
     health_check_interval_s: PositiveFloat = 10.0
     health_check_timeout_s: PositiveFloat = 60.0
     """An engine that does not answer a probe within this time is replaced."""

@@ -60,7 +60,7 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked():
-        prepare(config, directory, prompts)
+        prepare(config, directory, prompts, engines=rollouts_from is None)
         if rollouts_from is not None:
             _check_rollouts(config, directory, rollouts_from)
             console.print("Without engines held-out prompts are not evaluated.")
@@ -78,9 +78,16 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     return 0
 
 
-def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
+def prepare(
+    config: Config,
+    directory: RunDirectory,
+    prompts: TaskPrompts,
+    *,
+    rollout_only: bool = False,
+    engines: bool = True,
+) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
-    check_devices(config, len(visible_devices()))
+    check_devices(config, len(visible_devices()), engines=engines)
     check_resumable(config, directory, rollout_only=rollout_only)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
@@ -138,7 +145,7 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
         if config.weight_sync.engine_store == "own":
             engine_store = stack.enter_context(closing(WeightStore.create()))
             num_actors += 2
-        address = stack.enter_context(local_cluster(num_actors))
+        address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib))
         # Held: an actor lives as long as its handle.
         _actors, starting = _place_actors(config, directory, engine_store.folder)
         if engine_store is not store:
@@ -160,10 +167,11 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
 
 def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engines: Path) -> list[Any]:
     """What fills the engines' store from the trainer's."""
-    server = place(StoreServer, trainers, name=STORE_SERVER)
+    server = place(StoreServer, trainers, name=STORE_SERVER, stateless=True)
     full_every, timeout_s = config.weight_sync.full_every, config.rollout.start_timeout_s
     log_file = directory.logs / "weight-store.log"
-    return [server, place(HostStore, engines, server, full_every, timeout_s, log_file, name=HOST_STORE)]
+    arguments = (engines, server, full_every, timeout_s, log_file)
+    return [server, place(HostStore, *arguments, name=HOST_STORE, stateless=True)]
 
 
 @contextmanager

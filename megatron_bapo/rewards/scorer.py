@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from megatron_bapo.config.schema import RewardConfig
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import FunctionFailed, RunError, UserError
 
 START_LIMIT_S = 300.0
 KILL_LIMIT_S = 10.0
@@ -41,7 +41,7 @@ class RewardResult:
 
 
 class Scorer:
-    """A pool of scoring processes. Used from one thread; after an error it is closed.
+    """A pool of scoring processes. Used from one thread; after an error other than FunctionFailed it is closed.
 
     Raises UserError when the reward function cannot be loaded.
     """
@@ -75,7 +75,8 @@ class Scorer:
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Rewards in the order of `requests`.
 
-        Raises RunError when the function raises, returns no finite number, or ends its process twice on one answer.
+        Raises FunctionFailed when the function raises, returns no finite number, or ends its process twice on an
+        answer.
         """
         assert self._workers, "the scorer is closed"
         results: dict[int, RewardResult] = {}
@@ -97,8 +98,12 @@ class Scorer:
                         self._replace(worker)
                     else:
                         results[position] = self._on_answer(worker, kind, payload, requests[position])
+        except FunctionFailed:
+            # A worker in the middle of an answer would give it to the next question.
+            for worker in [worker for worker in self._workers if worker.deadline is not None]:
+                self._replace(worker)
+            raise
         except BaseException:
-            # Also on Ctrl-C: a worker in the middle of an answer would give it to the next question.
             self.close()
             raise
         return [results[position] for position in range(len(requests))]
@@ -141,13 +146,13 @@ class Scorer:
                 self._replace(worker)
                 return RewardResult(self._config.timeout_reward, timed_out=True)
             case "failed":
-                error = UserError if self._config.type == "function" else RunError
-                raise error(
+                worker.position = worker.deadline = None
+                raise FunctionFailed(
                     f"reward function {self._name} failed on an answer to prompt {request.prompt_id}; mend it and "
                     f"continue with the same command:\n{payload}"
                 )
             case "crashed":
-                raise RunError(
+                raise FunctionFailed(
                     f"reward function {self._name} ended its process twice ({worker.kill()}) on the same answer to "
                     f"prompt {request.prompt_id}, which starts {request.solution_str[:120]!r}"
                 )

@@ -99,6 +99,7 @@ class Engine:
         self._newest_version = INITIAL_VERSION
         self._asleep: tuple[str, ...] = ()
         self._weights_discarded = False
+        self._is_loading = False
         self._num_in_flight = 0
 
     async def start(
@@ -149,7 +150,12 @@ class Engine:
         await server.abort()
 
     async def alive(self) -> None:
-        """Return when vLLM's processes answer, asleep or not; raises RunError when they, or a load, have failed."""
+        """Return when vLLM's processes answer, asleep or not; raises RunError when they, or a load, have failed.
+
+        While weights load vLLM is not asked.
+        """
+        if self._is_loading:
+            return
         server = self._server if self._asleep else self._running()[0]
         assert server is not None, "it has slept, so it was started"
         await server.check_health()
@@ -165,7 +171,7 @@ class Engine:
             raise RunError(f"the engine has policy version {self._newest_version}; it does not go back to {version}")
         self._refuse_in_flight(f"load policy version {version}")
         self._check_complete(version)
-        self._policy_version, self._weights_discarded = None, False
+        self._policy_version, self._weights_discarded, self._is_loading = None, False, True
         try:
             async with asyncio.timeout(self._timeout_s):
                 num_bytes = await self._verify(server, version, current)
@@ -176,6 +182,8 @@ class Engine:
             raise
         except Exception as error:  # a failure inside vLLM's processes arrives as a bare Exception
             raise RunError(f"policy version {version} was not loaded, the engine stops serving: {error}") from error
+        finally:
+            self._is_loading = False
         self._policy_version = self._newest_version = version
         return num_bytes
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Trajectory, VersionSpan
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
@@ -56,14 +56,29 @@ class ScoredGroups:
 
 
 class SetAside(RunError):
-    """The prompt's request failed on engines as often as is allowed."""
+    """Engines failed at the prompt's request as often as is allowed, or a function at its answers."""
 
     def __init__(self, prompt_id: str, failures: Sequence[str]) -> None:
-        super().__init__(
-            f"prompt {prompt_id} failed {len(failures)} times on engines, the last time with: {failures[-1]}"
-        )
+        super().__init__(f"prompt {prompt_id} failed {len(failures)} times, the last time with: {failures[-1]}")
         self.prompt_id = prompt_id
         self.failures = tuple(failures)
+
+
+class FailureAllowance:
+    """So many functions' failures cost a prompt each; one more ends the run."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self.num_used = 0
+
+    def use(self, prompt_id: str, failure: FunctionFailed) -> SetAside:
+        """What becomes of the prompt. Raises FunctionFailed when the allowance is used up."""
+        if self.num_used == self._num:
+            raise FunctionFailed(
+                f"{failure}\n{self._num} prompts of this batch failed before (rollout.max_reward_failures)"
+            )
+        self.num_used += 1
+        return SetAside(prompt_id, [str(failure)])
 
 
 @dataclass

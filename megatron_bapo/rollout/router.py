@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -85,11 +89,7 @@ class Router:
         tokens = self._expected_tokens(request)
         slot = await self._acquire(request.request_id, tokens, order, prefer)
         try:
-            generated = await _or_lost(slot, request)
-        except EngineLost as error:
-            if self._slots.get(slot.name) is slot:
-                self.remove(slot.name, str(error))
-            raise
+            generated = await self._unless_lost(slot, lambda engine: engine.generate(request))
         finally:
             self._release(slot, request.request_id, tokens)
         for completion in generated.completions:
@@ -97,6 +97,21 @@ class Router:
                 self._num_answers += 1
                 self._num_answer_tokens += len(completion.token_ids)
         return slot.name, generated
+
+    async def on_every(self, action: Callable[[GenerationEngine], Awaitable[T]]) -> dict[str, T]:
+        """What each serving engine answers; one that is lost on the way is taken out, and left out.
+
+        Raises what an engine raises otherwise, when all have answered.
+        """
+        slots = [*self._slots.values()]
+        outcomes = await asyncio.gather(*(self._unless_lost(slot, action) for slot in slots), return_exceptions=True)
+        answers: dict[str, T] = {}
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                answers[slot.name] = outcome
+            elif not isinstance(outcome, EngineLost):
+                raise outcome
+        return answers
 
     def pause(self) -> None:
         """Hold what is not in flight yet."""
@@ -110,11 +125,12 @@ class Router:
         """Have every engine let go of what it has in flight; one that does not within the limit is lost."""
 
         async def abort_one(slot: _Slot) -> None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await slot.engine.abort()
-            except (TimeoutError, EngineLost) as error:
-                self.remove(slot.name, str(error) or f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
+            with suppress(EngineLost):
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._unless_lost(slot, lambda engine: engine.abort())
+                except TimeoutError:
+                    self.remove(slot.name, f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
 
         await asyncio.gather(*(abort_one(slot) for slot in [*self._slots.values()] if slot.requests))
 
@@ -178,16 +194,19 @@ class Router:
             self._idle.set()
         self._dispatch()
 
-
-async def _or_lost(slot: _Slot, request: GenerationRequest) -> Generated:
-    """The engine's answer, unless the engine is taken out first."""
-    call = asyncio.ensure_future(slot.engine.generate(request))
-    try:
-        await asyncio.wait({call, slot.lost}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not call.done():
-            call.cancel()
-    if slot.lost.done():
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
-        raise EngineLost(slot.lost.result())
-    return call.result()
+    async def _unless_lost(self, slot: _Slot, action: Callable[[GenerationEngine], Awaitable[T]]) -> T:
+        """The engine's answer, unless the engine is taken out first; it is when the answer is that it is lost."""
+        call = asyncio.ensure_future(action(slot.engine))
+        try:
+            await asyncio.wait({call, slot.lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.cancel()
+        if slot.lost.done():
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
+            raise EngineLost(slot.lost.result())
+        try:
+            return call.result()
+        except EngineLost as error:
+            self.remove(slot.name, str(error))
+            raise

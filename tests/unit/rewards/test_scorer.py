@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bapo.config.schema import RewardConfig
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.rewards.scorer import RewardRequest, RewardResult, Scorer
 
 # What the answer says is what the function does.
@@ -139,14 +139,16 @@ def test_a_worker_killed_between_two_batches_is_replaced(module):
 def test_an_answer_that_ends_its_process_twice_is_named(module, answer, end):
     with (
         Scorer(config(f"{module}:obey")) as scorer,
-        pytest.raises(RunError, match=rf"{module}:obey ended its process twice \({end}\) .*prompt train:1.*'{answer}'"),
+        pytest.raises(FunctionFailed, match=rf"{module}:obey ended its process twice \({end}\) .*train:1.*'{answer}'"),
     ):
         scorer.score(requests("right", answer))
 
 
-def test_a_function_that_raises_is_named_with_prompt_and_trace(module):
-    with Scorer(config(f"{module}:obey", num_workers=2)) as scorer, pytest.raises(UserError) as caught:
-        scorer.score(requests("right", "raise oops", "sleep 20"))
+def test_a_function_that_raises_is_named_with_prompt_and_trace_and_scores_other_answers(module):
+    with Scorer(config(f"{module}:obey", num_workers=2)) as scorer:
+        with pytest.raises(FunctionFailed) as caught:
+            scorer.score(requests("right", "raise oops", "sleep 20"))
+        assert scorer.score(requests("right", "wrong")) == [RewardResult(1.0), RewardResult(0.0)]
     message = str(caught.value)
     assert f"{module}:obey failed on an answer to prompt train:1" in message
     assert "KeyError: 'oops'" in message

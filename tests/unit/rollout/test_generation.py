@@ -128,7 +128,7 @@ def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_th
 def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
     async def main() -> None:
         engines = [ModelledEngine("engine 0", fails_on={1}), ModelledEngine("engine 1", fails_on={1})]
-        with pytest.raises(SetAside, match="prompt train:0 failed 4 times on engines, the last time with: engine") as e:
+        with pytest.raises(SetAside, match="prompt train:0 failed 4 times, the last time with: engine") as e:
             await finished(growing(1), engines, max_failures=4)
         assert len(e.value.failures) == sum(len(engine.log) for engine in engines) == 4
 
