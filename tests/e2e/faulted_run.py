@@ -28,9 +28,11 @@ from tests.tolerances import ENGINE_LOG_PROB
 
 Kind = Literal["kill", "stop", "raise", "hang", "slow", "exit"]
 """An engine gets kill -9 or SIGSTOP; a reward raises, never returns, takes long, or ends its process."""
-Moment = Literal["generation", "sync", "start", "return"]
-"""When it happens to an engine; the last two: while its replacement starts, and as soon as that serves."""
+Moment = Literal["generation", "sync", "start", "return", "relay", "source"]
+"""When it happens to an engine; `start` and `return`: while its replacement starts, and when that serves. The last two
+are what fills the engines' own weight store during a sync, and what it reads from."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+RELAY = {"relay": "ray::HostStore", "source": "ray::StoreServer"}
 MAX_STALENESS = 1
 PACE_S = 0.5
 """Of each answer's reward while the run is ahead of its faults."""
@@ -56,6 +58,8 @@ class Fault:
             "sync": "of an engine during a weight sync",
             "start": "of the replacement while it starts",
             "return": "of the replacement as soon as it serves",
+            "relay": "of what fills the engines' store",
+            "source": "of what the engines' store is filled from",
         }[self.moment]
         return f"{what} {where}"
 
@@ -86,6 +90,7 @@ class Injected:
     fault: Fault
     victim: str
     """The engine, or the name of the planted file."""
+    pid: int
     at_s: float
     detected_s: float | None = None
     """After the fault."""
@@ -133,7 +138,9 @@ class FaultedRun:
             if lot is not None:
                 time.sleep(lot.uniform(0.0, 3.0))
             before = self.injected[-1] if self.injected else None
-            if fault.kind in SIGNALS:
+            if fault.moment in RELAY:
+                self._hit_relay(fault)
+            elif fault.kind in SIGNALS:
                 self._hit_engine(fault, before, lot or random.Random(num))
             else:
                 self._plant(fault, num)
@@ -162,7 +169,8 @@ class FaultedRun:
         assert rows[-1]["rollout/accounting/set_aside"] == num_raised
         assert (len(read_rows(set_aside)) if num_raised else 0) == num_raised
         self.counts = {name.rsplit("/")[-1]: int(v) for name, v in rows[-1].items() if "accounting" in name}
-        self._check_rollouts()
+        if rollout_files(self.run_dir / "rollouts"):
+            self._check_rollouts()
         assert leftovers(self.family, self.stores) == []
 
     def table(self) -> str:
@@ -188,8 +196,7 @@ class FaultedRun:
                 victim = lot.choice(self._serving())
             case "sync":
                 self.wait_until(lambda: len(self._serving()) > 0, "an engine that serves")
-                self.wait_until(lambda: not self._is_syncing(), "the sync to end", 0.001)
-                self.wait_until(self._is_syncing, "a sync", 0.001)
+                self._wait_for_sync()
                 victim = lot.choice(self._serving())
             case "start":
                 if before is None or before.fault.kind not in SIGNALS:
@@ -206,8 +213,22 @@ class FaultedRun:
         at_s = time.time()
         name = _engine_name(victim)
         victim.send_signal(SIGNALS[fault.kind])
-        self.injected.append(Injected(fault, name, at_s))
+        self.injected.append(Injected(fault, name, victim.pid, at_s))
         return None
+
+    def _hit_relay(self, fault: Fault) -> None:
+        """Over when the sync is."""
+        self._wait_for_sync()
+        victim = next(process for process in family_of(self.process) if RELAY[fault.moment] in _name(process))
+        one = Injected(fault, "", victim.pid, time.time())
+        victim.kill()
+        self.injected.append(one)
+        self.wait_until(lambda: not self._is_syncing(), "the sync to end", 0.01)
+        one.recovered_s = time.time() - one.at_s
+
+    def _wait_for_sync(self) -> None:
+        self.wait_until(lambda: not self._is_syncing(), "a sync to end", 0.001)
+        self.wait_until(self._is_syncing, "a sync", 0.001)
 
     def _serving(self) -> list[psutil.Process]:
         """Engines that were not lost."""
@@ -219,7 +240,7 @@ class FaultedRun:
 
     def _starting(self, before: Injected) -> psutil.Process | None:
         """The process that was started in the place of the one that was hit before."""
-        found = [e for e in self.engines() if _engine_name(e) == before.victim and e.create_time() > before.at_s]
+        found = [e for e in self.engines() if _engine_name(e) == before.victim and e.pid != before.pid]
         return found[-1] if found else None
 
     def _is_syncing(self) -> bool:
@@ -230,11 +251,10 @@ class FaultedRun:
         (self._folder / planted_reward.PLANTED.name / name).touch()
         taken = self._folder / planted_reward.TAKEN.name / name
         self.wait_until(taken.exists, "a reward to take the fault", 0.02)
-        one = Injected(fault, name, time.time())
+        one = Injected(fault, name, int(taken.read_text()), time.time())
         self.injected.append(one)
         if fault.kind in ("hang", "exit"):
-            pid = int(taken.read_text())
-            self.wait_until(lambda: not psutil.pid_exists(pid), "the reward's process to end", 0.02)
+            self.wait_until(lambda: not psutil.pid_exists(one.pid), "the reward's process to end", 0.02)
             one.detected_s = one.recovered_s = time.time() - one.at_s
         if fault.kind == "raise":
             num_raised = sum(other.fault.kind == "raise" for other in self.injected)
@@ -247,7 +267,7 @@ class FaultedRun:
     def _resolve(self) -> None:
         """Find out when engines' faults were noticed and over."""
         for one in self.injected:
-            if one.fault.kind in SIGNALS:
+            if one.fault.kind in SIGNALS and one.fault.moment not in RELAY:
                 later = [e for e in self._events() if e["engine"] == one.victim and e["time_s"] >= one.at_s]
                 noticed = [e["time_s"] for e in later if e["event"] != "serves"]
                 served = [e["time_s"] for e in later if e["event"] == "serves" and noticed and e["time_s"] > noticed[0]]

@@ -11,12 +11,12 @@ SLOW_S = 2.0
 def score(data_source, solution_str, ground_truth, extra_info=None):
     for path in sorted(PLANTED.iterdir()):
         taken = TAKEN / path.name
-        (mine := taken.with_suffix(f".{os.getpid()}")).write_text(str(os.getpid()))
+        mine = taken.with_suffix(f".{os.getpid()}")
         try:
-            path.rename(taken)
-        except FileNotFoundError:
-            mine.unlink()
+            path.rename(mine)
+        except FileNotFoundError:  # another process was faster
             continue
+        mine.write_text(str(os.getpid()))
         mine.rename(taken)
         fail(path.name.partition("-")[0])
     time.sleep(float(PACE.read_text()))
