@@ -71,7 +71,7 @@ class EngineActor:
         )
         try:
             while not (await asyncio.wait({loading}, timeout=settings.health_check_interval_s))[0]:
-                await self.alive()
+                await self.progress()
             await loading
         finally:
             loading.cancel()
@@ -82,8 +82,8 @@ class EngineActor:
     async def wake(self, tags: tuple[str, ...]) -> None:
         await self._answer(self.handle.wake.remote(tags), self._settings.start_timeout_s)
 
-    async def alive(self) -> None:
-        await self._answer(self.handle.alive.remote(), self._settings.health_check_timeout_s)
+    async def progress(self) -> dict[str, Generated]:
+        return await self._answer(self.handle.progress.remote(), self._settings.health_check_timeout_s)
 
     async def started(self, start: Any) -> EngineFacts:
         return await self._answer(start, self._settings.start_timeout_s)

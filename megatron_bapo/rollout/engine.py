@@ -149,16 +149,20 @@ class Engine:
         server, _ = self._running()
         await server.abort()
 
-    async def alive(self) -> None:
-        """Return when vLLM's processes answer, asleep or not; raises RunError when they, or a load, have failed.
+    async def progress(self) -> dict[str, Generated]:
+        """What requests in flight have got since the last call, when vLLM's processes answer, asleep or not.
 
-        While weights load vLLM is not asked.
+        Raises RunError when they, or a load, have failed. While weights load vLLM is not asked.
         """
         if self._is_loading:
-            return
+            return {}
         server = self._server if self._asleep else self._running()[0]
         assert server is not None, "it has slept, so it was started"
         await server.check_health()
+        version = self._policy_version
+        return (
+            {name: Generated(version, news) for name, news in server.progress().items()} if version is not None else {}
+        )
 
     async def load_weights(self, version: int) -> int:
         """Take over a version as the route says; the bytes that vLLM's workers read.

@@ -19,7 +19,7 @@ from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Trajectory, VersionSpan
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
-from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
 Decode = Callable[[np.ndarray], str]
@@ -140,7 +140,7 @@ class GrowingGroup:
             version_spans=tuple(answer.spans),
             finish_reason=answer.finish_reason,
             # Segments do not end where characters do.
-            text=answer.segments[0].text if len(answer.segments) == 1 else decode(token_ids),
+            text=(answer.segments[0].text if len(answer.segments) == 1 else "") or decode(token_ids),
         )
 
 
@@ -158,8 +158,8 @@ async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bo
     `sticky` keeps answers that were aborted on their engine. Raises SetAside after `max_failures` failed requests.
     """
 
-    async def attempt(request: GenerationRequest) -> Generated:
-        failures: list[str] = []
+    async def attempt(request: GenerationRequest, failures: list[str]) -> Generated:
+        """The answer, or what is known of it from an engine that was lost; then `failures` are not over."""
         while True:
             attempt_id = f"{request.request_id}#{len(failures)}"
             try:
@@ -173,25 +173,29 @@ async def grow(group: GrowingGroup, send: Send, *, max_failures: int, sticky: bo
                 group.engine = None
                 if len(failures) >= max_failures:
                     raise SetAside(group.prompt.prompt.prompt_id, failures) from error
+                if isinstance(error, EngineLost) and error.known is not None:
+                    return error.known
             else:
+                failures.clear()
                 aborted = any(completion.finish_reason == "abort" for completion in generated.completions)
                 group.engine = engine if sticky or not aborted else None
                 return generated
 
-    async def finish(position: int) -> None:
+    async def finish(position: int, failures: list[str]) -> None:
         answer = group.answers[position]
         while answer.finish_reason is None:
-            generated = await attempt(_continuation(group, position))
+            generated = await attempt(_continuation(group, position), failures)
             answer.extend(generated.completions[0], generated.policy_version, group.sampling.max_response_length)
 
-    generated = await attempt(_first_request(group))
+    failures: list[str] = []
+    generated = await attempt(_first_request(group), failures)
     group.answers = [Answer() for _ in generated.completions]
     for answer, completion in zip(group.answers, generated.completions, strict=True):
         answer.extend(completion, generated.policy_version, group.sampling.max_response_length)
     try:
         async with asyncio.TaskGroup() as tasks:
             for position in range(len(group.answers)):
-                tasks.create_task(finish(position))
+                tasks.create_task(finish(position, [*failures]))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

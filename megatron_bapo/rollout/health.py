@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import EngineLost, GenerationEngine
+from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine
 from megatron_bapo.rollout.router import Router
 
 
@@ -69,12 +69,12 @@ class EngineHealth:
         while True:
             await asyncio.sleep(self._interval_s)
             async with self.weights:
-                await self._router.on_every(self._probe)
+                self._router.keep(await self._router.on_every(self._probe))
 
-    async def _probe(self, engine: GenerationEngine) -> None:
+    async def _probe(self, engine: GenerationEngine) -> dict[str, Generated]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await engine.alive()
+                return await engine.progress()
         except TimeoutError:
             raise EngineLost(f"it did not answer a probe within {self._timeout_s:.0f} s") from None
         except RunError as error:

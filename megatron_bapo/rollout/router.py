@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
+import numpy as np
+
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationEngine, GenerationRequest
 
 T = TypeVar("T")
 
@@ -24,7 +26,8 @@ class _Slot:
     lost: asyncio.Future[str]
     """Set, with the reason, when the engine is taken out."""
     outstanding_tokens: int = 0
-    requests: set[str] = field(default_factory=set)
+    requests: dict[str, list[Generated]] = field(default_factory=dict)
+    """What is known of each answer, piece by piece."""
 
     def fits(self, tokens: int) -> bool:
         # What exceeds the cache on its own is for the engine to refuse or to preempt.
@@ -84,12 +87,15 @@ class Router:
         """The answer, and the name of the engine that gave it.
 
         Among waiting requests the lowest `order` goes first. `prefer` is the engine that knows the prompt's prefix; it
-        is taken unless it is full. Raises EngineLost when the engine is lost on the way, and what the engine raises.
+        is taken unless it is full. Raises EngineLost, with what is known of the answer, when the engine is lost on the
+        way, and what the engine raises.
         """
         tokens = self._expected_tokens(request)
         slot = await self._acquire(request.request_id, tokens, order, prefer)
         try:
             generated = await self._unless_lost(slot, lambda engine: engine.generate(request))
+        except EngineLost as error:
+            raise EngineLost(str(error), _joined(slot.requests[request.request_id])) from error
         finally:
             self._release(slot, request.request_id, tokens)
         for completion in generated.completions:
@@ -112,6 +118,14 @@ class Router:
             elif not isinstance(outcome, EngineLost):
                 raise outcome
         return answers
+
+    def keep(self, progress: dict[str, dict[str, Generated]]) -> None:
+        """What engines have told of their requests in flight, for the case that they are lost."""
+        for name, news in progress.items():
+            slot = self._slots.get(name)
+            if slot is not None:
+                for request_id in news.keys() & slot.requests.keys():
+                    slot.requests[request_id].append(news[request_id])
 
     def pause(self) -> None:
         """Hold what is not in flight yet."""
@@ -178,7 +192,7 @@ class Router:
                 return
             heapq.heappop(self._waiting)
             slot.outstanding_tokens += first.tokens
-            slot.requests.add(first.request_id)
+            slot.requests[first.request_id] = []
             self._idle.clear()
             first.slot.set_result(slot)
 
@@ -189,7 +203,7 @@ class Router:
 
     def _release(self, slot: _Slot, request_id: str, tokens: int) -> None:
         slot.outstanding_tokens -= tokens
-        slot.requests.discard(request_id)
+        slot.requests.pop(request_id, None)
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
         self._dispatch()
@@ -210,3 +224,15 @@ class Router:
         except EngineLost as error:
             self.remove(slot.name, str(error))
             raise
+
+
+def _joined(pieces: list[Generated]) -> Generated | None:
+    """One answer of its pieces."""
+    if not pieces:
+        return None
+    completions = []
+    for parts in zip(*(piece.completions for piece in pieces), strict=True):
+        token_ids = np.concatenate([part.token_ids for part in parts])
+        log_probs = np.concatenate([part.log_probs for part in parts])
+        completions.append(Completion(token_ids, log_probs, parts[-1].finish_reason, ""))
+    return Generated(pieces[0].policy_version, tuple(completions))

@@ -120,6 +120,10 @@ class FaultedRun:
             *(f"data.train.size={12 * self.total_steps}", "data.train.reasoning_gym.chain_sum.max_digits=3"),
             *(f"trainer.total_steps={self.total_steps}", *overrides),
         )
+        self.family: list[psutil.Process] = []
+        self.stores: set[Path] = set()
+
+    def wait_for_first_step(self) -> None:
         self.wait_until(lambda: train_steps(self.run_dir)[:1] == [1], "the first step")
         self.family = family_of(self.process)
         self.stores = weight_stores(self.family)
@@ -134,6 +138,7 @@ class FaultedRun:
 
     def inject(self, faults: list[Fault], lot: random.Random | None = None) -> None:
         """One after the other; drawn by lot they also overlap."""
+        self.wait_for_first_step()
         for num, fault in enumerate(faults):
             if lot is not None:
                 time.sleep(lot.uniform(0.0, 3.0))
