@@ -7,6 +7,7 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.e2e.test_training import RUN_LIMIT_S, family_of, finish, leftovers, s
 
 ANSWERS = 4
 ROLES = {
+    "torch.distributed.run": "torchrun",
     "ray::Engine": "engine",
     "ray::RolloutService": "rollout service",
     "controller.training_loop": "trainer",
@@ -57,11 +59,14 @@ class WatchedRun:
     """By role and process id."""
     num_shared: list[int]
     """Files in its weight store, after each step."""
+    num_processes: list[int]
 
     def growths(self) -> list[Growth]:
         found = []
         for (role, _), usages in sorted(self.usages.items()):
             late = [usage for usage in usages if usage.step > self.num_steps // 2]
+            if len(late) < 3:  # it lived shortly
+                continue
             steps, mib = ([getattr(u, name) for u in late] for name in ("step", "resident_mib"))
             slope = float(np.polyfit(steps, mib, 1)[0])
             files, threads = (getattr(late[-1], name) - getattr(late[0], name) for name in ("num_files", "num_threads"))
@@ -81,7 +86,7 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
         *(f"trainer.total_steps={num_steps}", f"trainer.train_batch_size={ANSWERS * num_prompts}"),
         *(f"trainer.ppo_mini_batch_size={ANSWERS * num_prompts // 2}", "trainer.max_tokens_per_gpu=2048"),
     )
-    usages, num_shared, seen = defaultdict(list), [], 0
+    run, seen = WatchedRun(num_steps, defaultdict(list), [], []), 0
     family: list[psutil.Process] = []
     stores: set[Path] = set()
     deadline = time.monotonic() + 2 * RUN_LIMIT_S
@@ -96,8 +101,9 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
             stores = weight_stores(family_of(process))
         family = family_of(process)
         for key, usage in _usages(family, seen):
-            usages[key].append(usage)
-        num_shared.append(sum(len(list(store.rglob("*"))) for store in stores))
+            run.usages[key].append(usage)
+        run.num_shared.append(sum(len(list(store.rglob("*"))) for store in stores))
+        run.num_processes.append(len(family))
     code, output, errors = finish(process)
     assert code == 0, output + errors
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
@@ -105,17 +111,15 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
     for row in rows:  # of the batch that is being trained on, and of the next one
         assert row["rollout/accounting/in_flight"] + row["rollout/accounting/buffered"] <= 2 * num_prompts
     assert leftovers(family, stores) == []
-    return WatchedRun(num_steps, usages, num_shared)
+    return run
 
 
 def _usages(family: list[psutil.Process], step: int) -> list[tuple[tuple[str, int], Usage]]:
     found = []
     for process in family:
-        command = " ".join([process.name(), *process.cmdline()])
-        role = next((role for part, role in ROLES.items() if part in command), "other")
-        if "torch.distributed.run" in command:
-            role = "torchrun"
-        with process.oneshot():
+        with suppress(psutil.NoSuchProcess), process.oneshot():
+            command = " ".join([process.name(), *process.cmdline()])
+            role = next((role for part, role in ROLES.items() if part in command), "other")
             mib = process.memory_info().rss / 2**20
             found.append(((role, process.pid), Usage(step, mib, process.num_fds(), process.num_threads())))
     return found
@@ -132,7 +136,7 @@ def main() -> None:
     for growth in run.growths():
         files, threads = growth.files, growth.threads
         print(f"| {growth.role} | {growth.mib:.0f} | {growth.mib_per_step:+.2f} | {files:+d} | {threads:+d} |")
-    print(f"files in shared memory after each step: {run.num_shared}")
+    print(f"processes after each step: {run.num_processes}; files in the weight store: {run.num_shared}")
 
 
 if __name__ == "__main__":
