@@ -227,12 +227,11 @@ class Router:
 
 
 def _joined(pieces: list[Generated]) -> Generated | None:
-    """One answer of its pieces."""
-    if not pieces:
-        return None
+    """One answer of its pieces; None where there is not a token."""
     completions = []
     for parts in zip(*(piece.completions for piece in pieces), strict=True):
         token_ids = np.concatenate([part.token_ids for part in parts])
         log_probs = np.concatenate([part.log_probs for part in parts])
         completions.append(Completion(token_ids, log_probs, parts[-1].finish_reason, ""))
-    return Generated(pieces[0].policy_version, tuple(completions))
+    is_known = any(len(completion.token_ids) for completion in completions)
+    return Generated(pieces[0].policy_version, tuple(completions)) if is_known else None
