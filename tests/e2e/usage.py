@@ -89,14 +89,16 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
     run, seen = WatchedRun(num_steps, defaultdict(list), [], []), 0
     family: list[psutil.Process] = []
     stores: set[Path] = set()
-    deadline = time.monotonic() + 2 * RUN_LIMIT_S
+    deadline = time.monotonic() + RUN_LIMIT_S
     while process.poll() is None:
-        assert time.monotonic() < deadline, f"step {seen + 1} of {num_steps} did not come"
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise AssertionError(f"step {seen + 1} of {num_steps} did not come: {finish(process)}")
         time.sleep(0.1)
         steps = train_steps(run_dir)
         if not steps or steps[-1] == seen or steps[-1] == num_steps:
             continue
-        seen = steps[-1]
+        seen, deadline = steps[-1], time.monotonic() + RUN_LIMIT_S
         if not stores:
             stores = weight_stores(family_of(process))
         family = family_of(process)
