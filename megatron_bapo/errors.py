@@ -1,4 +1,4 @@
-"""The two ways a run ends badly. Both carry one complete message: value, rule, way out."""
+"""The ways a run ends badly. All carry one complete message: value, rule, way out."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A part of the run failed (an engine died, a check did not hold); printed without a trace, exit code 1."""
+
+
+class FunctionFailed(UserError):
+    """A function raised, answered nonsense or ended its process on one prompt's answer; others may still go well."""

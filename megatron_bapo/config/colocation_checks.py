@@ -44,18 +44,28 @@ def check_devices(
     config: Config,
     num_gpus: int,
     *,
+    engines: bool = True,
     capability: ComputeCapability | None = None,
     has_transformer_engine: bool = False,
 ) -> None:
-    """Whether this machine can run it; `capability` is its GPUs'. Raises UserError with every broken rule."""
-    problems = [*_device_problems(config, num_gpus), *_layer_problems(config, capability, has_transformer_engine)]
+    """Whether this machine can run it, with engines or without; `capability` is its GPUs'.
+
+    Raises UserError with every broken rule.
+    """
+    problems = [
+        *_device_problems(config, num_gpus, engines),
+        *_layer_problems(config, capability, has_transformer_engine),
+    ]
     if problems:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {p}" for p in problems)]))
 
 
-def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
+def _device_problems(config: Config, num_gpus: int, engines: bool) -> Iterator[str]:
     rollout, sync = config.rollout, config.weight_sync
+    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks if engines else 0
     if num_gpus == 0:
+        if not engines:
+            return
         if rollout.sleep_level:
             yield (
                 f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees nothing "
@@ -83,7 +93,6 @@ def _device_problems(config: Config, num_gpus: int) -> Iterator[str]:
                 "values in FP8 on GPUs only; set kv_cache_dtype=auto"
             )
         return
-    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks
     needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines
     if needed > num_gpus:
         yield (

@@ -100,3 +100,9 @@ class RolloutConfig(SamplingConfig, EngineConfig):
     engine; or on the same one, which computes its keys and values anew."""
     partial_rollout: PartialRolloutConfig = PartialRolloutConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    max_reward_failures: NonNegativeInt = 3
+    """Prompts of a batch whose reward or environment may fail: raise, return nonsense, or end its process twice. They
+    are set aside and written to set_aside.jsonl; one more ends the run."""
+    object_store_mib: Annotated[int, Field(ge=75)] = 256
+    """Shared memory of Ray's object store, through which rollout batches travel; what it has no room for goes through
+    Ray's temporary folder on disk."""

@@ -21,7 +21,8 @@ from megatron_bapo.errors import RunError, UserError
 
 Name = TypeVar("Name", bound=Hashable)
 NAMESPACE = "megatron-bapo"
-OBJECT_STORE_BYTES = 256 << 20
+MAX_RETRIES = 3
+"""Of a call whose actor died under it, where the actor may be started again."""
 MAX_CALLS = 100_000
 """Calls of one actor that may be under way at a time, where they are coroutines."""
 
@@ -31,7 +32,7 @@ class ActorDied(RunError):
 
 
 @contextmanager
-def local_cluster(num_actors: int) -> Iterator[str]:
+def local_cluster(num_actors: int, object_store_mib: int) -> Iterator[str]:
     """A Ray cluster of this process on the loopback interface, with token authentication; yields its address.
 
     The token is made here and travels to the trainer in its environment, never in arguments or logs.
@@ -41,7 +42,7 @@ def local_cluster(num_actors: int) -> Iterator[str]:
     ray.init(
         address="local",  # a cluster of its own also where somebody else's runs on this machine
         num_cpus=num_actors,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=object_store_mib << 20,
         include_dashboard=False,
         namespace=NAMESPACE,
         log_to_driver=False,
@@ -59,9 +60,16 @@ def connect(address: str) -> None:
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def place(actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None) -> Any:
-    """Start an actor of a plain class, without waiting for it."""
+def place(
+    actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None, stateless: bool = False
+) -> Any:
+    """Start an actor of a plain class, without waiting for it.
+
+    A stateless one that dies is started again, and what it was asked is asked again.
+    """
     options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    if stateless:
+        options |= {"max_restarts": -1, "max_task_retries": MAX_RETRIES}
     if any(map(inspect.iscoroutinefunction, vars(actor_class).values())):
         # Calls that only wait for others cost nothing, and Ray's own limit would hold probes back behind a thousand
         # requests. An actor without coroutines would get so many threads.

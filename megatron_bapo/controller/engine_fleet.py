@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable
 from contextlib import suppress
 from itertools import count
@@ -22,8 +21,8 @@ from megatron_bapo.model.weight_layouts import engine_route
 from megatron_bapo.parallel.platform import visible_devices
 from megatron_bapo.rollout.engine import INITIAL_VERSION, Engine, EngineFacts, engine_devices, engine_environment
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest, SequenceScore
+from megatron_bapo.rollout.weight_probe import WeightProbe
 
-logger = logging.getLogger(__name__)
 _GRACE_S = 60.0
 """An engine has the limit of a request itself; this much later nothing will come any more."""
 
@@ -65,7 +64,17 @@ class EngineActor:
         await self._answer(self.handle.abort.remote(), self._settings.health_check_timeout_s)
 
     async def load_weights(self, version: int) -> None:
-        await self._answer(self.handle.load_weights.remote(version), self._settings.start_timeout_s)
+        """Nobody else probes the engine meanwhile."""
+        settings = self._settings
+        loading = asyncio.ensure_future(
+            self._answer(self.handle.load_weights.remote(version), settings.start_timeout_s)
+        )
+        try:
+            while not (await asyncio.wait({loading}, timeout=settings.health_check_interval_s))[0]:
+                await self.progress()
+            await loading
+        finally:
+            loading.cancel()
 
     async def sleep(self, level: int) -> None:
         await self._answer(self.handle.sleep.remote(level), self._settings.start_timeout_s)
@@ -73,8 +82,8 @@ class EngineActor:
     async def wake(self, tags: tuple[str, ...]) -> None:
         await self._answer(self.handle.wake.remote(tags), self._settings.start_timeout_s)
 
-    async def alive(self) -> None:
-        await self._answer(self.handle.alive.remote(), self._settings.health_check_timeout_s)
+    async def progress(self) -> dict[str, Generated]:
+        return await self._answer(self.handle.progress.remote(), self._settings.health_check_timeout_s)
 
     async def started(self, start: Any) -> EngineFacts:
         return await self._answer(start, self._settings.start_timeout_s)
@@ -100,6 +109,8 @@ class EngineFleet:
         self._facts: dict[str, EngineFacts] = {}
         self._restarts = count(1)
         self.policy_version = INITIAL_VERSION
+        self.probe: WeightProbe | None = None
+        """The latest; a new engine passes it before it serves, if it is of this version."""
 
     async def started(self, name: str, start: Any) -> tuple[EngineActor, int]:
         """The engine, when it serves the initial model, and the tokens that its cache holds."""
@@ -116,7 +127,6 @@ class EngineFleet:
             raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
         if rollout.sleep_level:
             raise RunError(f"with rollout.sleep_level={rollout.sleep_level} the GPUs may be the trainer's now")
-        logger.warning("replacing %s", name)
         self._kill(name)
         new_name = f"{name} restart {next(self._restarts)}"
         handle, start = place_engine(self._config, self._indexes[name], self._store, new_name)
@@ -124,8 +134,11 @@ class EngineFleet:
         return await self.started(name, start)
 
     async def load_current_weights(self, engine: GenerationEngine) -> None:
+        assert isinstance(engine, EngineActor), "it comes from restart"
         if self.policy_version != INITIAL_VERSION:
             await engine.load_weights(self.policy_version)
+        if self.probe is not None and self.probe.policy_version == self.policy_version:
+            self.probe.difference(engine.name, await engine.score(self.probe.token_ids))
 
     def _kill(self, name: str) -> None:
         kill(self._actors[name].handle)
@@ -136,23 +149,3 @@ class EngineFleet:
                 process = psutil.Process(pid)
                 if process.create_time() == create_time:
                     process.kill()
-
-
-async def load_everywhere(engines: dict[str, GenerationEngine], version: int) -> dict[str, EngineLost]:
-    """Have all engines load a version at the same time; those that were lost over it, and why.
-
-    Raises RunError when an engine refuses the weights: another one would, too.
-    """
-
-    async def load(engine: GenerationEngine) -> EngineLost | None:
-        try:
-            await engine.load_weights(version)
-        except EngineLost as error:
-            return error
-        return None
-
-    outcomes = await asyncio.gather(*map(load, engines.values()), return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLost):
-            raise outcome
-    return {name: outcome for name, outcome in zip(engines, outcomes, strict=True) if isinstance(outcome, EngineLost)}

@@ -16,7 +16,7 @@ STORE_SERVER, HOST_STORE = "weight store server", "engines' weight store"
 
 
 class HostStore:
-    """Owns no folder: whoever made it closes it, also when this actor is killed."""
+    """Owns no folder: whoever made it closes it, also when this actor is killed, and another one goes on."""
 
     def __init__(self, folder: Path, server: Any, full_every: int, timeout_s: float, log_file: Path) -> None:
         redirect_output(log_file)
@@ -26,6 +26,8 @@ class HostStore:
 
     def pull(self, version: int) -> Pulled:
         """Bring a version, which the engines then load from the folder."""
+        if version in self._store.versions():
+            return Pulled(0, 0, 0)  # this actor was killed when it had brought it, and is asked again
         self._store.discard_before(version)  # the newest stays: changes are changes of it
         return pull(self._store, version, ENGINE_HOST, {TRAINER_HOST: self._source}, self._full_every)
 

@@ -61,7 +61,7 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked():
-        prepare(config, directory, prompts)
+        prepare(config, directory, prompts, engines=rollouts_from is None)
         if rollouts_from is not None:
             _check_rollouts(config, directory, rollouts_from)
             console.print("Without engines held-out prompts are not evaluated.")
@@ -79,11 +79,19 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     return 0
 
 
-def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
+def prepare(
+    config: Config,
+    directory: RunDirectory,
+    prompts: TaskPrompts,
+    *,
+    rollout_only: bool = False,
+    engines: bool = True,
+) -> None:
     """Everything that can go wrong cheaply, before anything is started."""
     check_devices(
         config,
         len(visible_devices()),
+        engines=engines,
         capability=compute_capability(),
         has_transformer_engine=has_transformer_engine(),
     )
@@ -144,7 +152,7 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
         if config.weight_sync.engine_store == "own":
             engine_store = stack.enter_context(closing(WeightStore.create()))
             num_actors += 2
-        address = stack.enter_context(local_cluster(num_actors))
+        address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib))
         # Held: an actor lives as long as its handle.
         _actors, starting = _place_actors(config, directory, engine_store.folder)
         if engine_store is not store:
@@ -166,10 +174,11 @@ def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple
 
 def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engines: Path) -> list[Any]:
     """What fills the engines' store from the trainer's."""
-    server = place(StoreServer, trainers, name=STORE_SERVER)
+    server = place(StoreServer, trainers, name=STORE_SERVER, stateless=True)
     full_every, timeout_s = config.weight_sync.full_every, config.rollout.start_timeout_s
     log_file = directory.logs / "weight-store.log"
-    return [server, place(HostStore, engines, server, full_every, timeout_s, log_file, name=HOST_STORE)]
+    arguments = (engines, server, full_every, timeout_s, log_file)
+    return [server, place(HostStore, *arguments, name=HOST_STORE, stateless=True)]
 
 
 @contextmanager

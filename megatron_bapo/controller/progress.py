@@ -115,7 +115,9 @@ class ProgressDisplay:
         table.add_column(overflow="fold")
         arrow = "->" if self._console.options.ascii_only else "→"
         accuracy = Text.assemble(_percent(accuracy_before), f" {arrow} ", (_percent(accuracy_after), "bold green"))
-        table.add_row("held-out accuracy", accuracy)
+        is_measured = accuracy_before is not None or accuracy_after is not None
+        if is_measured:
+            table.add_row("held-out accuracy", accuracy)
         table.add_row("time", _duration(seconds))
         for name, path in paths.items():
             table.add_row(name, Text(str(path)))
@@ -123,7 +125,8 @@ class ProgressDisplay:
             style = box.ASCII if self._console.options.ascii_only else box.ROUNDED
             self._console.print(Panel.fit(table, title="finished", title_align="left", border_style="dim", box=style))
         else:
-            self._print_line(f"held-out accuracy {accuracy.plain}")
+            if is_measured:
+                self._print_line(f"held-out accuracy {accuracy.plain}")
             self._print_line(f"time {_duration(seconds)}")
             for name, path in paths.items():
                 self._print_line(f"{name} {path}")

@@ -13,7 +13,7 @@ from megatron_bapo.controller.host_store import HOST_STORE
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.rollout.messages import SequenceScore
+from megatron_bapo.rollout.weight_probe import WeightProbe
 
 SERVICE = "rollout service"
 _QUICK_S = 120.0
@@ -87,7 +87,7 @@ class RolloutClient:
     def wake(self, tags: tuple[str, ...]) -> None:
         ask(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
 
-    def score_probe(self) -> dict[str, SequenceScore]:
-        """Each engine's log-probs on the probe sequence."""
-        limit_s = self._config.rollout.start_timeout_s + _QUICK_S
-        return ask(self._service.score_probe.remote(self.probe_token_ids), SERVICE, limit_s)
+    def probe(self, probe: WeightProbe) -> list[float]:
+        """By how much each serving engine differs from the trainer; those that come back later have to pass, too."""
+        limit_s = self._config.rollout.health_check_timeout_s + _QUICK_S
+        return ask(self._service.probe.remote(probe), SERVICE, limit_s)

@@ -5,34 +5,44 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, load_everywhere
+from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.controller.run_state import RunDirectory
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.cpu_time import family_cpu_s
-from megatron_bapo.metrics.values import Last
+from megatron_bapo.metrics.values import Last, Metric, Sum
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
-from megatron_bapo.rollout.generation import Sampling, ScoredGroups, SetAside, grow, growing_group
+from megatron_bapo.rollout.generation import (
+    FailureAllowance,
+    Sampling,
+    ScoredGroups,
+    SetAside,
+    grow,
+    growing_group,
+)
 from megatron_bapo.rollout.health import EngineHealth
-from megatron_bapo.rollout.messages import AnsweredRequest, SequenceScore
+from megatron_bapo.rollout.messages import AnsweredRequest
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, worked_example
+from megatron_bapo.rollout.weight_probe import WeightProbe
 
 _VALIDATION_ORDER = -1
 """Before all training prompts: the trainer waits for nothing else meanwhile."""
-_POLL_S = 0.2
+T = TypeVar("T")
 
 
 class RolloutService:
@@ -75,6 +85,7 @@ class RolloutService:
         self._health = EngineHealth(
             self._router,
             self._fleet,
+            self._record_engine,
             self._producer.fail,
             interval_s=config.rollout.health_check_interval_s,
             timeout_s=config.rollout.health_check_timeout_s,
@@ -122,12 +133,29 @@ class RolloutService:
 
     async def validate(self, seed: int) -> ScoredGroups:
         """Scored answers to every held-out prompt."""
-        n = self._config.evaluation.n
-        async with asyncio.timeout(self._config.rollout.request_timeout_s):
-            scored = await asyncio.gather(*(self._answers(p, n, seed, i) for i, p in enumerate(self._validation)))
-        return ScoredGroups(
-            [group for one in scored for group in one.groups], sum(one.num_reward_timeouts for one in scored)
-        )
+        n, limits = self._config.evaluation.n, self._config.rollout
+        allowance = FailureAllowance(limits.max_reward_failures)
+
+        async def answered(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
+            try:
+                return await self._answers(prompt, n, seed, index)
+            except (SetAside, FunctionFailed) as error:
+                self._set_aside(error if isinstance(error, SetAside) else allowance.use(prompt.prompt.prompt_id, error))
+                return ScoredGroups([], 0)
+
+        try:
+            async with asyncio.timeout(limits.request_timeout_s):
+                scored = await asyncio.gather(*(answered(prompt, i) for i, prompt in enumerate(self._validation)))
+        except TimeoutError:
+            raise RunError(
+                f"held-out prompts have no answer within rollout.request_timeout_s={limits.request_timeout_s:.0f} s "
+                f"from {self._router.unanswered()}"
+            ) from None
+        groups = [group for one in scored for group in one.groups]
+        if not groups:
+            raise RunError(f"every held-out prompt was set aside; {self._directory.set_aside} says why")
+        metrics: dict[str, Metric] = {"validation/set_aside": Sum(len(self._validation) - len(groups))}
+        return ScoredGroups(groups, sum(one.num_reward_timeouts for one in scored), metrics)
 
     async def answer(self, prompt: int, sample: int) -> ScoredGroups | None:
         """One scored answer to a training prompt, drawn as for held-out ones; None where engines failed too often."""
@@ -146,35 +174,26 @@ class RolloutService:
 
         async def load() -> None:
             async with self._health.weights:
-                lost = await load_everywhere(self._router.engines, version)
+                await self._router.on_every(lambda engine: engine.load_weights(version))
                 self._fleet.policy_version = version
-            for name, reason in lost.items():
-                self._router.remove(name, str(reason))
 
         await self._producer.refresh(version, load)
 
     async def sleep(self, level: int) -> None:
         """Every engine frees its memory; returns when all have."""
-        await asyncio.gather(*(engine.sleep(level) for engine in self._engines()))
+        await self._on_every(lambda engine: engine.sleep(level))
 
     async def wake(self, tags: tuple[str, ...]) -> None:
-        await asyncio.gather(*(engine.wake(tags) for engine in self._engines()))
+        await self._on_every(lambda engine: engine.wake(tags))
 
-    async def score_probe(self, token_ids: np.ndarray) -> dict[str, SequenceScore]:
-        """Each serving engine's log-probs of a sequence; waits while all of them are being replaced."""
-        scores: dict[str, SequenceScore] = {}
-        try:
-            async with asyncio.timeout(self._config.rollout.start_timeout_s):
-                while not scores:
-                    for engine in self._engines():
-                        scores[engine.name] = await engine.score(token_ids)
-                    await asyncio.sleep(0.0 if scores else _POLL_S)
-        except TimeoutError:
-            raise RunError(
-                f"no engine came back within rollout.start_timeout_s={self._config.rollout.start_timeout_s:.0f}; see "
-                "the engines' logs"
-            ) from None
-        return scores
+    async def probe(self, probe: WeightProbe) -> list[float]:
+        """By how much each serving engine differs, in nats; those that are being replaced are probed before they serve.
+
+        Raises RunError for an engine that does not pass.
+        """
+        self._fleet.probe = probe
+        scores = await self._on_every(lambda engine: engine.score(probe.token_ids))
+        return [probe.difference(name, score) for name, score in scores.items()]
 
     async def _answers(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
         """As `evaluation` says."""
@@ -192,9 +211,8 @@ class RolloutService:
         await grow(group, self._router.generate, self._decode, self._environment, max_failures=limit)
         return await self._score(group.group(self._decode))
 
-    def _engines(self) -> list[EngineActor]:
-        """Those that serve."""
-        return [engine for engine in self._router.engines.values() if isinstance(engine, EngineActor)]
+    async def _on_every(self, action: Callable[[EngineActor], Awaitable[T]]) -> dict[str, T]:
+        return await self._router.on_every(lambda engine: action(cast(EngineActor, engine)))
 
     def data_state(self) -> dict[str, Any]:
         return {"stream": self._stream.state_dict(), "rollouts": self._producer.state_dict()}
@@ -216,6 +234,13 @@ class RolloutService:
             file.write(json.dumps({"step": self._producer.num_batches + 1} | asdict(answered)) + "\n")
 
     def _set_aside(self, reason: SetAside) -> None:
-        row = {"prompt_id": reason.prompt_id, "failures": reason.failures}
-        with self._directory.set_aside.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        _append(self._directory.set_aside, {"prompt_id": reason.prompt_id, "failures": reason.failures})
+
+    def _record_engine(self, name: str, event: str, reason: str) -> None:
+        row = {"time_s": time.time(), "engine": name, "event": event, "reason": reason}
+        _append(self._directory.engine_events, row)
+
+
+def _append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")

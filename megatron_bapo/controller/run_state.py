@@ -78,13 +78,18 @@ class RunDirectory:
 
     @property
     def set_aside(self) -> Path:
-        """Prompts that engines failed at too often."""
+        """Prompts that engines failed at too often, or whose reward failed."""
         return self.root / "set_aside.jsonl"
 
     @property
     def requests(self) -> Path:
         """When engines served which request."""
         return self.root / "requests.jsonl"
+
+    @property
+    def engine_events(self) -> Path:
+        """When engines were lost, and when others served in their place."""
+        return self.root / "engine_events.jsonl"
 
     @property
     def tensorboard(self) -> Path:

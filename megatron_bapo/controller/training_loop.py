@@ -58,6 +58,8 @@ from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.weight_publisher import WeightTransport, weight_transport
 from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
 
+WEIGHT_SYNC = "bringing the weights to the engines"
+
 
 @dataclass
 class Timer:
@@ -219,6 +221,7 @@ def refresh(run: Run) -> dict[str, Metric]:
     run.state.policy_version += 1
     if run.transport is None:
         return {}
+    run.announce(WEIGHT_SYNC)
     return refresh_weights(run.worker, run.engines, run.transport, run.turns, run.state.policy_version)
 
 
@@ -290,7 +293,7 @@ def evaluate(run: Run) -> None:
         return
     run.recorder.phase("evaluating on held-out prompts")
     scored = run.engines.validate(seed=run.config.seed)
-    run.recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n))
+    run.recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
     run.recorder.recorded.add(("validation", step))
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from megatron_bapo.controller.device_turns import DeviceTurns
 from megatron_bapo.controller.rollout_client import RolloutClient
-from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Last, Max, Metric
 from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, score_sequence
 
@@ -36,32 +34,13 @@ def refresh_weights(
 def probe(worker: Worker, rollouts: RolloutClient | None, turns: DeviceTurns, policy_version: int) -> dict[str, Metric]:
     """Compare engine and trainer log-probs on the probe sequence, then it is the engines' turn.
 
-    `rollouts` is None on all ranks but the main one. Raises RunError with both numbers when an engine serves another
-    version or differs by more than `weight_sync.probe_tolerance` nats.
+    `rollouts` is None on all ranks but the main one. Raises RunError for an engine that does not pass.
     """
     token_ids = broadcast_object(rollouts.probe_token_ids if rollouts else None, worker.groups)
     ours = score_sequence(worker, token_ids)
     turns.to_engines()
     if rollouts is None:
         return {}
-    largest = 0.0
-    for name, answer in rollouts.score_probe().items():
-        if answer.policy_version != policy_version:
-            raise RunError(
-                f"{name} serves policy version {answer.policy_version}; the trainer published {policy_version}"
-            )
-        largest = max(largest, _check(name, answer.log_probs, ours, worker.config.weight_sync.probe_tolerance))
-    return {"weight_sync/probe_diff_max": Max(largest)}
-
-
-def _check(name: str, theirs: np.ndarray, ours: np.ndarray, tolerance: float) -> float:
-    difference = np.abs(theirs.astype(np.float64) - ours)
-    worst = int(difference.argmax())
-    if not difference[worst] <= tolerance:
-        raise RunError(
-            f"after the weight sync {name} gives token {worst + 1} of the probe a log-prob of {theirs[worst]:.6f}, the "
-            f"trainer {ours[worst]:.6f}; weight_sync.probe_tolerance is {tolerance}. The engine does not serve the "
-            "trainer's weights, or computes in another precision: set model.dtype=float32, or raise the tolerance if "
-            "the difference is rounding"
-        )
-    return float(difference[worst])
+    config = worker.config.weight_sync
+    differences = rollouts.probe(WeightProbe(policy_version, token_ids, ours, config.probe_tolerance))
+    return {"weight_sync/probe_diff_max": Max(max(differences))} if differences else {}

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker import LINE_LIMIT, START_LIMIT_S
 
@@ -68,7 +68,7 @@ class FunctionPool:
     async def call(self, arguments: dict[str, Any], subject: str) -> Result:
         """The function's result, or that it was late.
 
-        Raises UserError or RunError when it raises or ends its process; both name `subject`.
+        Raises FunctionFailed, which names `subject`, when it raises, returns nonsense or ends its process twice.
         """
         worker = await self._slot()
         try:
@@ -89,11 +89,12 @@ class FunctionPool:
             case "late" | "hangs":
                 return Result(None, timed_out=True)
             case "failed":
-                raise self._error(
-                    f"failed on {subject}; mend it and continue with the same command:\n{reply['message']}"
+                raise FunctionFailed(
+                    f"{self._target.name} failed on {subject}; mend it and continue with the same command:\n"
+                    f"{reply['message']}"
                 )
             case "died":
-                raise self._error(f"ended its process twice ({reply['how']}) on {subject}", RunError)
+                raise FunctionFailed(f"{self._target.name} ended its process twice ({reply['how']}) on {subject}")
             case kind:
                 raise AssertionError(f"a worker sent {kind}")
 
@@ -147,10 +148,6 @@ class FunctionPool:
         task = asyncio.get_running_loop().create_task(begin())
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
-
-    def _error(self, problem: str, kind: type[Exception] | None = None) -> Exception:
-        is_users = self._target.key.endswith(".function")
-        return (kind or (UserError if is_users else RunError))(f"{self._target.name} {problem}")
 
 
 class _Worker:

@@ -99,6 +99,7 @@ class Engine:
         self._newest_version = INITIAL_VERSION
         self._asleep: tuple[str, ...] = ()
         self._weights_discarded = False
+        self._is_loading = False
         self._num_in_flight = 0
 
     async def start(
@@ -148,11 +149,20 @@ class Engine:
         server, _ = self._running()
         await server.abort()
 
-    async def alive(self) -> None:
-        """Return when vLLM's processes answer, asleep or not; raises RunError when they, or a load, have failed."""
+    async def progress(self) -> dict[str, Generated]:
+        """What requests in flight have got since the last call, when vLLM's processes answer, asleep or not.
+
+        Raises RunError when they, or a load, have failed. While weights load vLLM is not asked.
+        """
+        if self._is_loading:
+            return {}
         server = self._server if self._asleep else self._running()[0]
         assert server is not None, "it has slept, so it was started"
         await server.check_health()
+        version = self._policy_version
+        return (
+            {name: Generated(version, news) for name, news in server.progress().items()} if version is not None else {}
+        )
 
     async def load_weights(self, version: int) -> int:
         """Take over a version as the route says; the bytes that vLLM's workers read.
@@ -165,7 +175,7 @@ class Engine:
             raise RunError(f"the engine has policy version {self._newest_version}; it does not go back to {version}")
         self._refuse_in_flight(f"load policy version {version}")
         self._check_complete(version)
-        self._policy_version, self._weights_discarded = None, False
+        self._policy_version, self._weights_discarded, self._is_loading = None, False, True
         try:
             async with asyncio.timeout(self._timeout_s):
                 num_bytes = await self._verify(server, version, current)
@@ -176,6 +186,8 @@ class Engine:
             raise
         except Exception as error:  # a failure inside vLLM's processes arrives as a bare Exception
             raise RunError(f"policy version {version} was not loaded, the engine stops serving: {error}") from error
+        finally:
+            self._is_loading = False
         self._policy_version = self._newest_version = version
         return num_bytes
 

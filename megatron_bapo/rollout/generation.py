@@ -16,10 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
-from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
 Decode = Callable[[np.ndarray], str]
@@ -75,14 +75,29 @@ class ScoredGroups:
 
 
 class SetAside(RunError):
-    """The prompt's request failed on engines as often as is allowed."""
+    """Engines failed at the prompt's request as often as is allowed, or a function at its answers."""
 
     def __init__(self, prompt_id: str, failures: Sequence[str]) -> None:
-        super().__init__(
-            f"prompt {prompt_id} failed {len(failures)} times on engines, the last time with: {failures[-1]}"
-        )
+        super().__init__(f"prompt {prompt_id} failed {len(failures)} times, the last time with: {failures[-1]}")
         self.prompt_id = prompt_id
         self.failures = tuple(failures)
+
+
+class FailureAllowance:
+    """So many functions' failures cost a prompt each; one more ends the run."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self.num_used = 0
+
+    def use(self, prompt_id: str, failure: FunctionFailed) -> SetAside:
+        """What becomes of the prompt. Raises FunctionFailed when the allowance is used up."""
+        if self.num_used == self._num:
+            raise FunctionFailed(
+                f"{failure}\n{self._num} prompts of this batch failed before (rollout.max_reward_failures)"
+            )
+        self.num_used += 1
+        return SetAside(prompt_id, [str(failure)])
 
 
 @dataclass
@@ -204,8 +219,8 @@ async def grow(
     """
     limit = group.sampling.max_response_length
 
-    async def attempt(request: GenerationRequest) -> Generated:
-        failures: list[str] = []
+    async def attempt(request: GenerationRequest, failures: list[str]) -> Generated:
+        """The answer, or what is known of it from an engine that was lost; then `failures` are not over."""
         while True:
             attempt_id = f"{request.request_id}#{len(failures)}"
             try:
@@ -219,30 +234,34 @@ async def grow(
                 group.engine = None
                 if len(failures) >= max_failures:
                     raise SetAside(group.prompt.prompt.prompt_id, failures) from error
+                if isinstance(error, EngineLost) and error.known is not None:
+                    return error.known
             else:
+                failures.clear()
                 aborted = any(completion.finish_reason == "abort" for completion in generated.completions)
                 group.engine = engine if sticky or not aborted else None
                 return generated
 
-    async def finish(position: int) -> None:
+    async def finish(position: int, failures: list[str]) -> None:
         answer = group.answers[position]
         while answer.finish_reason is None:
             if answer.turn_ended:
                 answer.end_turn(await _reply(group, answer, decode, environment), limit)
             else:
-                generated = await attempt(_continuation(group, position))
+                generated = await attempt(_continuation(group, position), failures)
                 answer.extend(generated.completions[0], generated.policy_version, limit)
         if environment is not None and (not answer.turns or answer.turns[-1]["role"] != "assistant"):
             answer.turns.append(_turn(answer, decode))
 
-    generated = await attempt(_first_request(group))
+    failures: list[str] = []
+    generated = await attempt(_first_request(group), failures)
     group.answers = [Answer() for _ in generated.completions]
     for answer, completion in zip(group.answers, generated.completions, strict=True):
         answer.extend(completion, generated.policy_version, limit)
     try:
         async with asyncio.TaskGroup() as tasks:
             for position in range(len(group.answers)):
-                tasks.create_task(finish(position))
+                tasks.create_task(finish(position, [*failures]))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
@@ -264,7 +283,7 @@ def _turn(answer: Answer, decode: Decode) -> dict[str, str]:
 
 def _text(segments: Sequence[Completion | Reply], decode: Decode) -> str:
     # Segments do not end where characters do.
-    if len(segments) == 1 and isinstance(segments[0], Completion):
+    if len(segments) == 1 and isinstance(segments[0], Completion) and segments[0].text:
         return segments[0].text
     return decode(np.concatenate([segment.token_ids for segment in segments]))
 

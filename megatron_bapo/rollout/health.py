@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import GenerationEngine
+from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine
 from megatron_bapo.rollout.router import Router
 
 
@@ -28,15 +28,18 @@ class EngineHealth:
         self,
         router: Router,
         fleet: Fleet,
+        record: Callable[[str, str, str], None],
         on_failure: Callable[[RunError], None],
         *,
         interval_s: float,
         timeout_s: float,
         max_restarts: int,
     ) -> None:
-        """`on_failure` is told when an engine does not come back after `max_restarts` attempts."""
+        """`record` is told the name of an engine, what happened to it (`lost`, `failed to start`, `serves`), and why;
+        `on_failure` when an engine does not come back after `max_restarts` attempts."""
         self._router = router
         self._fleet = fleet
+        self._record = record
         self._on_failure = on_failure
         self._interval_s = interval_s
         self._timeout_s = timeout_s
@@ -66,18 +69,19 @@ class EngineHealth:
         while True:
             await asyncio.sleep(self._interval_s)
             async with self.weights:
-                await asyncio.gather(*(self._probe(name, engine) for name, engine in self._router.engines.items()))
+                self._router.keep(await self._router.on_every(self._probe))
 
-    async def _probe(self, name: str, engine: GenerationEngine) -> None:
+    async def _probe(self, engine: GenerationEngine) -> dict[str, Generated]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                await engine.alive()
+                return await engine.progress()
         except TimeoutError:
-            self._router.remove(name, f"{name} did not answer a probe within {self._timeout_s:.0f} s")
+            raise EngineLost(f"it did not answer a probe within {self._timeout_s:.0f} s") from None
         except RunError as error:
-            self._router.remove(name, str(error))
+            raise EngineLost(str(error)) from error
 
     async def _bring_back(self, name: str, reason: str) -> None:
+        self._record(name, "lost", reason)
         for attempt in range(1, self._max_restarts + 1):
             try:
                 engine, capacity_tokens = await self._fleet.restart(name)
@@ -85,11 +89,13 @@ class EngineHealth:
                     await self._fleet.load_current_weights(engine)
                     self._router.add(name, engine, capacity_tokens)
             except RunError as error:
+                self._record(name, "failed to start", str(error))
                 if attempt == self._max_restarts:
                     message = f"{name} was lost ({reason}) and did not come back in {attempt} attempts: {error}"
                     self._on_failure(RunError(message))
             else:
                 self.num_restarts += 1
+                self._record(name, "serves", f"attempt {attempt}")
                 break
         self._replacing.discard(name)
 

@@ -13,10 +13,6 @@ SegmentEnd = Literal["stop", "length", "abort"]
 """`length`: the request's `max_tokens` are used up; `abort`: the engine was asked to let go of it."""
 
 
-class EngineLost(RunError):
-    """The engine is dead, hangs or is out of reach; what was in flight on it has to go elsewhere."""
-
-
 @dataclass(frozen=True)
 class GenerationRequest:
     request_id: str
@@ -52,6 +48,15 @@ class Generated:
     completions: tuple[Completion, ...]
 
 
+class EngineLost(RunError):
+    """The engine is dead, hangs or is out of reach; what was in flight on it has to go elsewhere."""
+
+    def __init__(self, reason: str, known: Generated | None = None) -> None:
+        """`known`: of a request in flight, what the engine had told of its answers."""
+        super().__init__(reason)
+        self.known = known
+
+
 @dataclass(frozen=True)
 class SequenceScore:
     policy_version: int
@@ -84,5 +89,9 @@ class GenerationEngine(Protocol):
 
     async def load_weights(self, version: int) -> None: ...
 
-    async def alive(self) -> None:
-        """Return when the engine is able to serve."""
+    async def progress(self) -> dict[str, Generated]:
+        """When the engine is able to serve: by id, what requests in flight have got since the last call, without texts.
+
+        Completions that have not ended are given as aborted.
+        """
+        ...

@@ -21,13 +21,14 @@ import numpy as np
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.data.curriculum import pass_rate
 from megatron_bapo.data.prompt_stream import PromptStream
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric, Sum
 from megatron_bapo.records import Group
 from megatron_bapo.rollout.accounting import Ledger, Outcome
 from megatron_bapo.rollout.generation import (
     Decode,
     Environment,
+    FailureAllowance,
     GrowingGroup,
     Sampling,
     ScoredGroups,
@@ -55,7 +56,7 @@ class Surroundings:
     score: Score
     decode: Decode
     set_aside: Callable[[SetAside], None]
-    """Told of each prompt that engines failed at too often."""
+    """Told of each prompt that engines failed at too often, or whose reward failed."""
     environment: Environment | None = None
     """What replies between the turns of an answer."""
 
@@ -260,8 +261,12 @@ class Producer:
             scored = await self._given.score(growing.group(self._given.decode))
             self._admit(serial, growing, scored)
         except SetAside as reason:
-            self._given.set_aside(reason)
-            self._close(serial, "set_aside")
+            self._drop(serial, reason)
+        except FunctionFailed as error:
+            try:
+                self._drop(serial, self._allowance.use(growing.prompt.prompt.prompt_id, error))
+            except FunctionFailed as last:
+                self.fail(last)
         except Exception as error:  # the task's end
             self.fail(error)
         self._num_failures += growing.num_failures
@@ -291,6 +296,10 @@ class Producer:
             self._buffer.add(serial, group)
             self._ledger.move(serial, "buffered")
 
+    def _drop(self, serial: int, reason: SetAside) -> None:
+        self._given.set_aside(reason)
+        self._close(serial, "set_aside")
+
     def _close(self, serial: int, outcome: Outcome) -> None:
         del self._in_flight[serial]
         self._ledger.close(serial, outcome)
@@ -308,6 +317,7 @@ class Producer:
             **self._ledger.metrics(),
             **staleness_metrics(groups, self._policy_version, self._settings.max_staleness),
             "rollout/request_failures": Sum(self._num_failures),
+            "rollout/reward_failures": Sum(self._allowance.num_used),
         }
         scored = ScoredGroups(groups, self._num_timeouts, metrics)
         self._reset_counts()
@@ -328,6 +338,7 @@ class Producer:
         self._num_timeouts = 0
         self._num_uniform = 0
         self._num_failures = 0
+        self._allowance = FailureAllowance(self._settings.max_reward_failures)
 
     def _incomplete(self) -> str:
         return (

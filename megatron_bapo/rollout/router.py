@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeVar
+
+import numpy as np
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import (
     AnsweredRequest,
+    Completion,
     EngineLost,
     Generated,
     GenerationEngine,
     GenerationRequest,
 )
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -26,7 +33,8 @@ class _Slot:
     lost: asyncio.Future[str]
     """Set, with the reason, when the engine is taken out."""
     outstanding_tokens: int = 0
-    requests: set[str] = field(default_factory=set)
+    requests: dict[str, list[Generated]] = field(default_factory=dict)
+    """What is known of each answer, piece by piece."""
 
     def fits(self, tokens: int) -> bool:
         # What exceeds the cache on its own is for the engine to refuse or to preempt.
@@ -93,17 +101,16 @@ class Router:
         """The answer, and the name of the engine that gave it.
 
         Among waiting requests the lowest `order` goes first. `prefer` is the engine that knows the prompt's prefix; it
-        is taken unless it is full. Raises EngineLost when the engine is lost on the way, and what the engine raises.
+        is taken unless it is full. Raises EngineLost, with what is known of the answer, when the engine is lost on the
+        way, and what the engine raises.
         """
         tokens = self._expected_tokens(request)
         slot = await self._acquire(request.request_id, tokens, order, prefer)
         sent_s = asyncio.get_running_loop().time()
         try:
-            generated = await _or_lost(slot, request)
+            generated = await self._unless_lost(slot, lambda engine: engine.generate(request))
         except EngineLost as error:
-            if self._slots.get(slot.name) is slot:
-                self.remove(slot.name, str(error))
-            raise
+            raise EngineLost(str(error), _joined(slot.requests[request.request_id])) from error
         finally:
             self._release(slot, request.request_id, tokens)
         if self._on_answered is not None:
@@ -113,6 +120,29 @@ class Router:
                 self._num_answers += 1
                 self._num_answer_tokens += len(completion.token_ids)
         return slot.name, generated
+
+    async def on_every(self, action: Callable[[GenerationEngine], Awaitable[T]]) -> dict[str, T]:
+        """What each serving engine answers; one that is lost on the way is taken out, and left out.
+
+        Raises what an engine raises otherwise, when all have answered.
+        """
+        slots = [*self._slots.values()]
+        outcomes = await asyncio.gather(*(self._unless_lost(slot, action) for slot in slots), return_exceptions=True)
+        answers: dict[str, T] = {}
+        for slot, outcome in zip(slots, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                answers[slot.name] = outcome
+            elif not isinstance(outcome, EngineLost):
+                raise outcome
+        return answers
+
+    def keep(self, progress: dict[str, dict[str, Generated]]) -> None:
+        """What engines have told of their requests in flight, for the case that they are lost."""
+        for name, news in progress.items():
+            slot = self._slots.get(name)
+            if slot is not None:
+                for request_id in news.keys() & slot.requests.keys():
+                    slot.requests[request_id].append(news[request_id])
 
     def pause(self) -> None:
         """Hold what is not in flight yet."""
@@ -126,11 +156,12 @@ class Router:
         """Have every engine let go of what it has in flight; one that does not within the limit is lost."""
 
         async def abort_one(slot: _Slot) -> None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await slot.engine.abort()
-            except (TimeoutError, EngineLost) as error:
-                self.remove(slot.name, str(error) or f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
+            with suppress(EngineLost):
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._unless_lost(slot, lambda engine: engine.abort())
+                except TimeoutError:
+                    self.remove(slot.name, f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
 
         await asyncio.gather(*(abort_one(slot) for slot in [*self._slots.values()] if slot.requests))
 
@@ -178,7 +209,7 @@ class Router:
                 return
             heapq.heappop(self._waiting)
             slot.outstanding_tokens += first.tokens
-            slot.requests.add(first.request_id)
+            slot.requests[first.request_id] = []
             self._idle.clear()
             first.slot.set_result(slot)
 
@@ -189,10 +220,27 @@ class Router:
 
     def _release(self, slot: _Slot, request_id: str, tokens: int) -> None:
         slot.outstanding_tokens -= tokens
-        slot.requests.discard(request_id)
+        slot.requests.pop(request_id, None)
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
         self._dispatch()
+
+    async def _unless_lost(self, slot: _Slot, action: Callable[[GenerationEngine], Awaitable[T]]) -> T:
+        """The engine's answer, unless the engine is taken out first; it is when the answer is that it is lost."""
+        call = asyncio.ensure_future(action(slot.engine))
+        try:
+            await asyncio.wait({call, slot.lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.cancel()
+        if slot.lost.done():
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
+            raise EngineLost(slot.lost.result())
+        try:
+            return call.result()
+        except EngineLost as error:
+            self.remove(slot.name, str(error))
+            raise
 
 
 def _answered(
@@ -208,15 +256,12 @@ def _answered(
     )
 
 
-async def _or_lost(slot: _Slot, request: GenerationRequest) -> Generated:
-    """The engine's answer, unless the engine is taken out first."""
-    call = asyncio.ensure_future(slot.engine.generate(request))
-    try:
-        await asyncio.wait({call, slot.lost}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not call.done():
-            call.cancel()
-    if slot.lost.done():
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
-        raise EngineLost(slot.lost.result())
-    return call.result()
+def _joined(pieces: list[Generated]) -> Generated | None:
+    """One answer of its pieces; None where there is not a token."""
+    completions = []
+    for parts in zip(*(piece.completions for piece in pieces), strict=True):
+        token_ids = np.concatenate([part.token_ids for part in parts])
+        log_probs = np.concatenate([part.log_probs for part in parts])
+        completions.append(Completion(token_ids, log_probs, parts[-1].finish_reason, ""))
+    is_known = any(len(completion.token_ids) for completion in completions)
+    return Generated(pieces[0].policy_version, tuple(completions)) if is_known else None

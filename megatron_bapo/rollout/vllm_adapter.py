@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,6 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.tokenizers import TokenizerLike
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -28,8 +28,12 @@ from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.engine_worker import BACKEND
-from megatron_bapo.rollout.messages import Completion, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, GenerationRequest, SegmentEnd
 from megatron_bapo.weight_sync.route import WeightRoute
+
+STREAM_INTERVAL = 32
+"""Tokens of an answer that vLLM hands out at a time: as many are lost at most, with what came since the last probe."""
+DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class VllmServer:
@@ -47,6 +51,7 @@ class VllmServer:
         except RuntimeError as error:
             raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
         self._tokenizer = self._llm.get_tokenizer()
+        self._in_flight: dict[str, list[_Growing]] = {}
         # Half a million objects of imports that live as long as the process: walking them is a 0.3 s pause.
         gc.collect()
         gc.freeze()
@@ -54,11 +59,34 @@ class VllmServer:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """The completions of each request, in order. Raises RunError when vLLM fails."""
         try:
-            outputs = await asyncio.gather(*(_sample(self._llm, request) for request in requests))
+            answers = await asyncio.gather(*map(self._sample, requests))
         except (EngineDeadError, EngineGenerateError) as error:
             raise RunError(f"vLLM failed while generating: {error!r}; its output says why") from error
-        completions = iter(_completions([answer for output in outputs for answer in output.outputs], self._tokenizer))
-        return [tuple(next(completions) for _ in output.outputs) for output in outputs]
+        token_ids = [growing.token_ids for answer in answers for growing in answer]
+        texts = iter(self._tokenizer.batch_decode(token_ids, **DECODING))  # pyright: ignore[reportAttributeAccessIssue]
+        return [tuple(growing.completion(next(texts)) for growing in answer) for answer in answers]
+
+    def progress(self) -> dict[str, tuple[Completion, ...]]:
+        """By request in flight, what its completions have got since the last call; without texts."""
+        return {name: tuple(growing.news() for growing in answer) for name, answer in self._in_flight.items()}
+
+    async def _sample(self, request: GenerationRequest) -> list[_Growing]:
+        # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
+        params = SamplingParams(
+            n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+            min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
+            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
+        )  # fmt: skip
+        # vLLM gives as many as there are different ones, at temperature 0 one.
+        answer = self._in_flight[request.request_id] = [_Growing() for _ in range(request.n)]
+        try:
+            prompt = tokens_input(request.prompt_token_ids.tolist())
+            async for output in self._llm.generate(prompt, params, request.request_id):
+                for completion in output.outputs:
+                    answer[completion.index].extend(completion)
+        finally:
+            del self._in_flight[request.request_id]
+        return [growing for growing in answer if growing.finish_reason is not None]
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Log-probs at temperature 1 of each token but the first, float32 [S - 1]. Raises RunError when vLLM fails."""
@@ -168,33 +196,43 @@ def _engine_args(
     )
 
 
-async def _sample(llm: AsyncLLM, request: GenerationRequest) -> RequestOutput:
-    # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
-    params = SamplingParams(
-        n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k, min_p=request.min_p,
-        max_tokens=request.max_tokens, seed=request.seed, logprobs=0,
-        flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-    )  # fmt: skip
-    return await _final_output(llm, request.prompt_token_ids, params, request.request_id)
-
-
 async def _final_output(llm: AsyncLLM, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> RequestOutput:
     outputs = [output async for output in llm.generate(tokens_input(token_ids.tolist()), params, request_id)]
     return outputs[-1]
 
 
-def _completions(answers: Sequence[CompletionOutput], tokenizer: TokenizerLike) -> list[Completion]:
-    token_ids = [list(answer.token_ids) for answer in answers]
-    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportAttributeAccessIssue]
-    completions = []
-    for answer, ids, text in zip(answers, token_ids, texts, strict=True):
-        if answer.finish_reason == "abort" and not ids:
-            completions.append(Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", ""))
-            continue
-        assert isinstance(answer.logprobs, FlatLogprobs)
-        assert len(answer.logprobs.logprobs) == len(ids), "one log-prob per sampled token"
-        if answer.finish_reason not in ("stop", "length", "abort"):
-            raise RunError(f"vLLM ended a request with {answer.finish_reason!r} instead of an answer")
-        log_probs = np.asarray(answer.logprobs.logprobs, np.float32)
-        completions.append(Completion(np.asarray(ids, np.int32), log_probs, answer.finish_reason, text))
-    return completions
+@dataclass
+class _Growing:
+    """One completion while vLLM generates it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_told: int = 0
+    """Tokens that were asked for before the end."""
+
+    def extend(self, output: CompletionOutput) -> None:
+        if output.token_ids:
+            assert isinstance(output.logprobs, FlatLogprobs)
+            self.token_ids += output.token_ids
+            self.log_probs += output.logprobs.logprobs
+        self.finish_reason = output.finish_reason
+
+    def news(self) -> Completion:
+        start, self.num_told = self.num_told, len(self.token_ids)
+        return self._completion(start, _segment_end(self.finish_reason or "abort"), "")
+
+    def completion(self, text: str) -> Completion:
+        assert self.finish_reason is not None, "vLLM has ended the request"
+        return self._completion(0, _segment_end(self.finish_reason), text)
+
+    def _completion(self, start: int, end: SegmentEnd, text: str) -> Completion:
+        assert len(self.log_probs) == len(self.token_ids), "one log-prob per sampled token"
+        ids, log_probs = np.asarray(self.token_ids[start:], np.int32), np.asarray(self.log_probs[start:], np.float32)
+        return Completion(ids, log_probs, end, text)
+
+
+def _segment_end(finish_reason: str) -> SegmentEnd:
+    if finish_reason not in ("stop", "length", "abort"):
+        raise RunError(f"vLLM ended a request with {finish_reason!r} instead of an answer")
+    return finish_reason

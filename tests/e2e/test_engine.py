@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -271,6 +271,28 @@ def test_weights_are_not_exchanged_under_requests_in_flight(run: Running):
             await generating
 
     run.wait_for(load_while_generating())
+
+
+def test_what_an_answer_has_so_far_is_told_while_it_grows(run: Running):
+    async def watched() -> tuple[Generated, list[Generated]]:
+        asked = replace(request(LONG_PROMPT, n=3), max_tokens=120)
+        generating, told = asyncio.ensure_future(run.engine.generate(asked)), []
+        while not generating.done():
+            told += (await run.engine.progress()).values()
+            await asyncio.sleep(0.005)
+        assert await run.engine.progress() == {}
+        return await generating, told
+
+    generated, told = run.wait_for(watched())
+    for position, whole in enumerate(generated.completions):
+        pieces = [one.completions[position] for one in told]
+        token_ids = np.concatenate([piece.token_ids for piece in pieces])
+        log_probs = np.concatenate([piece.log_probs for piece in pieces])
+        assert 0 < len(token_ids) <= len(whole.token_ids)
+        assert len({len(piece.token_ids) for piece in pieces}) > 1
+        np.testing.assert_array_equal(token_ids, whole.token_ids[: len(token_ids)])
+        np.testing.assert_array_equal(log_probs, whole.log_probs[: len(log_probs)])
+    run.assert_sampled_log_probs_are_the_models(generated, LONG_PROMPT)
 
 
 def test_a_damaged_version_is_refused_and_the_engine_serves_the_old_one_on(run: Running):

@@ -47,8 +47,8 @@ class GreedyEngine:
     async def load_weights(self, version: int) -> None:
         await self.engine.load_weights(version)
 
-    async def alive(self) -> None:
-        await self.engine.alive()
+    async def progress(self) -> dict[str, Generated]:
+        return await self.engine.progress()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -76,16 +77,24 @@ def family_of(process: subprocess.Popen) -> list[psutil.Process]:
     return [launcher, *launcher.children(recursive=True)]
 
 
-def leftovers(family: list[psutil.Process], stores_before: set[Path]) -> list[str]:
+def weight_stores(family: list[psutil.Process]) -> set[Path]:
+    """The folders in shared memory that these processes work with."""
+    stores = set()
+    for process in family:
+        with suppress(psutil.Error):
+            folders = [Path(argument) for argument in process.cmdline() if f"/{PREFIX}" in argument]
+            folders += [Path(file.path) for file in process.open_files() if f"/{PREFIX}" in file.path]
+            stores |= {SHARED_MEMORY / folder.relative_to(SHARED_MEMORY).parts[0] for folder in folders}
+    return stores
+
+
+def leftovers(family: list[psutil.Process], stores: set[Path]) -> list[str]:
     """What of a run is still there after its end: processes and weight stores."""
+    assert stores, "a run has a weight store"
     _, alive = psutil.wait_procs(family, timeout=10)
     # A zombie has ended; only its new parent has not asked how.
     alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    return [*map(str, alive), *map(str, weight_stores() - stores_before)]
-
-
-def weight_stores() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    return [*map(str, alive), *(str(store) for store in stores if store.exists())]
 
 
 def open_to_the_network(family: list[psutil.Process]) -> list[str]:
@@ -105,18 +114,18 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
     At first trainer ranks send to the engine; then it loads from a store of its own.
     """
-    run_dir, stores_before = tmp_path_factory.mktemp("e2e") / "run", weight_stores()
+    run_dir = tmp_path_factory.mktemp("e2e") / "run"
     process = start(run_dir, "weight_sync.transport=nccl")
     wait_for_step(run_dir, 1)
     family = family_of(process)
-    listening = open_to_the_network(family)
+    listening, stores = open_to_the_network(family), weight_stores(family)
     process.send_signal(signal.SIGINT)
     return {
         "run_dir": run_dir,
         "first": finish(process),
         "listening": listening,
         "steps_before": train_steps(run_dir),
-        "left": leftovers(family, stores_before),
+        "left": leftovers(family, stores),
         "second": finish(start(run_dir, "weight_sync.engine_store=own", "weight_sync.full_every=2")),
     }
 

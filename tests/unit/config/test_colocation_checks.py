@@ -83,3 +83,10 @@ def test_what_works_is_allowed(values: dict[str, Any], num_gpus: int) -> None:
     checked = config(**values)
     assert check_config(checked) == []
     check_devices(checked, num_gpus)
+
+
+def test_without_engines_the_trainer_alone_has_to_fit() -> None:
+    checked = config(parallel__world_size=4, rollout__num_engines=8)
+    check_devices(checked, 4, engines=False)
+    with pytest.raises(UserError, match=r"4 trainer ranks .* 0 engine ranks .* need 4 GPUs"):
+        check_devices(checked, 3, engines=False)

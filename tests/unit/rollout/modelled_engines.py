@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,6 +44,13 @@ def decode(token_ids: np.ndarray) -> str:
 
 
 @dataclass
+class _Call:
+    start: float
+    answers: list[tuple[list[int], list[float]]]
+    num_told: list[int]
+
+
+@dataclass
 class ModelledEngine:
     """`version` is the policy that it has; faults are attributes that a test sets."""
 
@@ -59,6 +66,7 @@ class ModelledEngine:
     most_in_flight: int = 0
     _cut: asyncio.Event = field(default_factory=asyncio.Event)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
+    _calls: dict[str, _Call] = field(default_factory=dict)
 
     def die(self) -> None:
         self.dead = True
@@ -71,12 +79,14 @@ class ModelledEngine:
         if request.prompt_token_ids[0] in self.fails_on:
             raise RunError(f"{self.name} cannot answer {request.request_id}")
         answers = [self._answer(request, position) for position in range(request.n)]
+        self._calls[request.request_id] = _Call(start, answers, [0] * request.n)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
             await self._wait(max(len(tokens) for tokens, _ in answers) * TOKEN_S)
         finally:
             self.num_in_flight -= 1
+            del self._calls[request.request_id]
         num_done = int((loop.time() - start) / TOKEN_S + 1e-6)
         return Generated(self.version, tuple(self._completion(*answer, num_done) for answer in answers))
 
@@ -122,11 +132,23 @@ class ModelledEngine:
         await asyncio.sleep(0.5)
         self.version = version
 
-    async def alive(self) -> None:
+    async def progress(self) -> dict[str, Generated]:
         if self.dead:
             raise EngineLost(f"{self.name} died")
         if self.hangs:
             await asyncio.sleep(1e9)
+        return {
+            request_id: Generated(
+                self.version, tuple(self._news(call, position) for position in range(len(call.answers)))
+            )
+            for request_id, call in self._calls.items()
+        }
+
+    def _news(self, call: _Call, position: int) -> Completion:
+        tokens, log_probs = call.answers[position]
+        whole = self._completion(tokens, log_probs, int((asyncio.get_running_loop().time() - call.start) / TOKEN_S))
+        start, call.num_told[position] = call.num_told[position], len(whole.token_ids)
+        return replace(whole, token_ids=whole.token_ids[start:], log_probs=whole.log_probs[start:], text="")
 
 
 SAMPLING = Sampling(n=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, max_response_length=50)

@@ -115,10 +115,61 @@ def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_th
     assert all(len(request.prompt_token_ids) == 2 + 6 for request in from_first)
 
 
+def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
+    """Its last word was after 9 tokens; it dies after 15."""
+
+    async def main() -> tuple[list[Group], ModelledEngine]:
+        router, first, second = (
+            Router(),
+            ModelledEngine("first", mean_length=40),
+            ModelledEngine("second", mean_length=40),
+        )
+        groups = growing(8, GREEDY)
+        for engine in (first, second):
+            router.add(engine.name, engine, 10**9)
+        work = asyncio.gather(*(grow(group, router.generate, max_failures=2) for group in groups))
+        for at in (4, 5):
+            await asyncio.sleep(at * TOKEN_S)
+            router.keep(await router.on_every(lambda engine: engine.progress()))
+        await asyncio.sleep(6 * TOKEN_S)
+        first.die()
+        await work
+        return [group.group(decode) for group in groups], second
+
+    groups, second = run_in_virtual_time(main())
+    expected = run_in_virtual_time(finished(growing(8, GREEDY), [ModelledEngine("one", mean_length=40)]))
+    assert tokens(groups) == tokens(expected)
+    assert [[t.text for t in group.trajectories] for group in groups] == [
+        [t.text for t in group.trajectories] for group in expected
+    ]
+    from_first = [len(r.prompt_token_ids) - 2 for at, r in second.log if at == pytest.approx(15 * TOKEN_S)]
+    assert from_first
+    assert set(from_first) == {9}
+
+
+def test_an_answer_at_which_every_engine_dies_is_set_aside_however_far_it_comes():
+    async def main() -> None:
+        router, (group,) = Router(), growing(1, replace(GREEDY, n=1))
+        engines = [ModelledEngine(f"engine {i}", mean_length=10**9) for i in range(4)]
+        for engine in engines:
+            router.add(engine.name, engine, 10**9)
+        work = asyncio.ensure_future(grow(group, router.generate, max_failures=3))
+        for _ in range(3):
+            await asyncio.sleep(5 * TOKEN_S)
+            router.keep(await router.on_every(lambda engine: engine.progress()))
+            (busy,) = (engine for engine in engines if engine.num_in_flight and not engine.dead)
+            busy.die()
+            await asyncio.sleep(0.0)
+        with pytest.raises(SetAside, match="failed 3 times"):
+            await work
+
+    run_in_virtual_time(main())
+
+
 def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
     async def main() -> None:
         engines = [ModelledEngine("engine 0", fails_on={1}), ModelledEngine("engine 1", fails_on={1})]
-        with pytest.raises(SetAside, match="prompt train:0 failed 4 times on engines, the last time with: engine") as e:
+        with pytest.raises(SetAside, match="prompt train:0 failed 4 times, the last time with: engine") as e:
             await finished(growing(1), engines, max_failures=4)
         assert len(e.value.failures) == sum(len(engine.log) for engine in engines) == 4
 

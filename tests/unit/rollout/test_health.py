@@ -21,8 +21,15 @@ class ModelledFleet:
         self.broken_starts = broken_starts
         self.version = 0
         self.failures: list[RunError] = []
+        self.events: list[tuple[str, str, str]] = []
         self.health = EngineHealth(
-            self.router, self, self.failures.append, interval_s=10.0, timeout_s=30.0, max_restarts=3
+            self.router,
+            self,
+            lambda *event: self.events.append(event),
+            self.failures.append,
+            interval_s=10.0,
+            timeout_s=30.0,
+            max_restarts=3,
         )
 
     def start(self) -> None:
@@ -66,6 +73,22 @@ def test_an_engine_is_replaced_within_a_bounded_time_and_serves_only_the_current
         assert new.version == 7
         assert fleet.health.num_restarts == 1
         assert fleet.failures == []
+        assert [event for _, event, _ in fleet.events] == ["lost", "serves"]
+        await fleet.health.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_probe_that_the_old_engine_does_not_answer_does_not_cost_the_new_one_its_place():
+    async def main() -> None:
+        fleet = ModelledFleet(1)
+        fleet.start()
+        fleet.engines["engine 0"].hangs = True
+        await asyncio.sleep(11.0)  # the probe waits
+        fleet.router.remove("engine 0", "killed")
+        await seconds_until_replaced(fleet, "engine 0")
+        await asyncio.sleep(100.0)
+        assert [event for _, event, _ in fleet.events] == ["lost", "serves"]
         await fleet.health.close()
 
     run_in_virtual_time(main())

@@ -10,7 +10,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import CurriculumConfig
 from megatron_bapo.data.curriculum import Curriculum
 from megatron_bapo.data.prompt_stream import PromptStream
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
 from megatron_bapo.rollout.generation import Environment, Reply, ScoredGroups, SetAside
@@ -301,6 +301,37 @@ def test_a_prompt_that_no_engine_can_answer_is_set_aside_and_the_run_goes_on():
         await world.producer.close()
 
     run_in_virtual_time(main())
+
+
+def test_prompts_whose_reward_fails_are_set_aside_up_to_the_limit_of_a_batch():
+    """Two of forty prompts fail; where all do, the run ends with what the function said."""
+
+    async def main(bad: set[str]) -> None:
+        world = World(settings(max_reward_failures=2))
+        score = world.score
+
+        async def broken(group: Group) -> ScoredGroups:
+            if group.prompt.prompt_id in bad:
+                raise FunctionFailed("reward function f:g failed: ValueError")
+            return await score(group)
+
+        world.score = broken
+        world.__post_init__()
+        if len(bad) > 2:
+            with pytest.raises(FunctionFailed, match=r"f:g failed: ValueError\n2 prompts .*max_reward_failures"):
+                await world.producer.take()
+        else:
+            batches = await world.train(2)
+            metrics = [scalars(batch.metrics) for batch in batches]
+            assert [row["rollout/accounting/set_aside"] for row in metrics] == [2, 2]
+            assert [row["rollout/reward_failures"] for row in metrics] == [2, 0]
+            assert names(batches) == [name for name in stream_order(14) if name not in bad]
+        assert len(world.set_aside) == 2
+        assert {reason.prompt_id for reason in world.set_aside} <= bad
+        await world.producer.close()
+
+    run_in_virtual_time(main(set(stream_order(2))))
+    run_in_virtual_time(main(set(stream_order(40))))
 
 
 def test_an_engine_that_dies_loses_no_prompt():

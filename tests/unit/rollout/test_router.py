@@ -163,3 +163,48 @@ def test_requests_that_are_cancelled_leave_nothing_outstanding():
         await router.drain(1.0)
 
     run_in_virtual_time(main())
+
+
+class Failing(ModelledEngine):
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(name)
+        self._error = error
+
+    async def load_weights(self, version: int) -> None:
+        raise self._error
+
+
+def test_engines_that_are_lost_over_what_all_do_are_taken_out_and_the_others_have_done_it():
+    async def main() -> None:
+        lost: list[tuple[str, str]] = []
+        router = Router(on_lost=lambda name, reason: lost.append((name, reason)))
+        fleet = [
+            ModelledEngine("engine 0"),
+            Failing("engine 1", EngineLost("engine 1 died")),
+            ModelledEngine("engine 2"),
+        ]
+        for engine in fleet:
+            router.add(engine.name, engine, PLENTY)
+        loading = asyncio.ensure_future(router.on_every(lambda engine: engine.load_weights(3)))
+        await asyncio.sleep(0.1)
+        router.remove("engine 2", "it did not answer a probe")
+        assert await loading == {"engine 0": None}
+        assert fleet[0].version == 3
+        assert lost == [("engine 1", "engine 1 died"), ("engine 2", "it did not answer a probe")]
+        assert [*router.engines] == ["engine 0"]
+
+    run_in_virtual_time(main())
+
+
+def test_what_an_engine_refuses_is_raised_when_all_have_answered():
+    async def main() -> None:
+        router = Router()
+        good, refusing = ModelledEngine("engine 0"), Failing("engine 1", RunError("policy version 3 lacks tensor a"))
+        for engine in (good, refusing):
+            router.add(engine.name, engine, PLENTY)
+        with pytest.raises(RunError, match="lacks tensor a"):
+            await router.on_every(lambda engine: engine.load_weights(3))
+        assert good.version == 3
+        assert [*router.engines] == ["engine 0", "engine 1"]
+
+    run_in_virtual_time(main())

@@ -1,0 +1,354 @@
+"""Whole runs with faults: what is done to them, when it is noticed, when it is over, and what is lost.
+
+`python -m tests.e2e.faulted_run` prints the table of docs/faults.md, with `--random 50` that many faults drawn by lot.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import pyarrow.parquet as pq
+
+from megatron_bapo.controller.training_loop import WEIGHT_SYNC
+from megatron_bapo.data.rollout_files import read_header, rollout_files
+from megatron_bapo.metrics.sinks import read_rows
+from tests.e2e import planted_reward
+from tests.e2e.test_training import RUN_LIMIT_S, family_of, leftovers, start, train_steps, weight_stores
+from tests.tolerances import ENGINE_LOG_PROB
+
+Kind = Literal["kill", "stop", "raise", "hang", "slow", "exit"]
+"""An engine gets kill -9 or SIGSTOP; a reward raises, never returns, takes long, or ends its process."""
+Moment = Literal["generation", "sync", "start", "return", "relay", "source"]
+"""When it happens to an engine; `start` and `return`: while its replacement starts, and when that serves. The last two
+are what fills the engines' own weight store during a sync, and what it reads from."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+RELAY = {"relay": "ray::HostStore", "source": "ray::StoreServer"}
+MAX_STALENESS = 1
+PACE_S = 0.5
+"""Of each answer's reward while the run is ahead of its faults."""
+STEPS_PER_FAULT = 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: Kind
+    moment: Moment = "generation"
+
+    def __str__(self) -> str:
+        if self.kind not in SIGNALS:
+            return {
+                "raise": "a reward raises",
+                "hang": "a reward hangs",
+                "slow": f"a reward takes {planted_reward.SLOW_S:.0f} s",
+                "exit": "a reward ends its process",
+            }[self.kind]
+        what = {"kill": "kill -9", "stop": "SIGSTOP"}[self.kind]
+        where = {
+            "generation": "of an engine that generates",
+            "sync": "of an engine during a weight sync",
+            "start": "of the replacement while it starts",
+            "return": "of the replacement as soon as it serves",
+            "relay": "of what fills the engines' store",
+            "source": "of what the engines' store is filled from",
+        }[self.moment]
+        return f"{what} {where}"
+
+
+SCRIPT = (
+    Fault("kill"),
+    Fault("kill", "start"),
+    Fault("kill", "return"),
+    Fault("stop"),
+    Fault("kill", "sync"),
+    Fault("stop", "sync"),
+    Fault("raise"),
+    Fault("hang"),
+    Fault("exit"),
+)
+"""Each waits until the one before is over, but for those that hit the replacement."""
+
+
+def drawn_by_lot(num: int, seed: int) -> list[Fault]:
+    lot = random.Random(seed)
+    kinds: list[Kind] = lot.choices(["kill", "stop", "raise", "hang", "slow", "exit"], [6, 3, 3, 2, 3, 3], k=num)
+    moments: list[Moment] = lot.choices(["generation", "sync", "start"], [4, 4, 1], k=num)
+    return [Fault(kind, moment) for kind, moment in zip(kinds, moments, strict=True)]
+
+
+@dataclass
+class Injected:
+    fault: Fault
+    victim: str
+    """The engine, or the name of the planted file."""
+    pid: int
+    at_s: float
+    detected_s: float | None = None
+    """After the fault."""
+    recovered_s: float | None = None
+
+
+class FaultedRun:
+    """A run of two engines, one reward process and two trainer ranks in `folder`."""
+
+    def __init__(self, folder: Path, num_faults: int, *overrides: str) -> None:
+        self.run_dir = folder / "run"
+        self._folder = folder
+        self._paced_s = 0.0
+        self.total_steps = STEPS_PER_FAULT * num_faults + 6
+        for name in (planted_reward.PLANTED, planted_reward.TAKEN):
+            (folder / name.name).mkdir()
+        (folder / "planted_reward.py").write_text(Path(planted_reward.__file__).read_text())
+        self._set_pace(0.0)
+        self.injected: list[Injected] = []
+        self.process = start(
+            self.run_dir,
+            *("rollout.mode=async", "rollout.max_response_length=24", f"rollout.max_staleness={MAX_STALENESS}"),
+            *("rollout.num_engines=2", "rollout.health_check_interval_s=1", "rollout.health_check_timeout_s=5"),
+            *("rollout.max_engine_restarts=6", "rollout.max_reward_failures=8", "rollout.start_timeout_s=200"),
+            *("reward.type=function", "reward.function=planted_reward:score", "reward.timeout_s=4"),
+            *("warm_start=null", "checkpoint.every_steps=100000", "data.validation=null", "data.max_prompt_length=32"),
+            *(f"data.train.size={12 * self.total_steps}", "data.train.reasoning_gym.chain_sum.max_digits=3"),
+            *(f"trainer.total_steps={self.total_steps}", *overrides),
+        )
+        self.family: list[psutil.Process] = []
+        self.stores: set[Path] = set()
+
+    def wait_for_first_step(self) -> None:
+        self.wait_until(lambda: train_steps(self.run_dir)[:1] == [1], "the first step")
+        self.family = family_of(self.process)
+        self.stores = weight_stores(self.family)
+
+    def wait_until(self, condition: Callable[[], Any], what: str, poll_s: float = 0.1) -> None:
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, f"the run ended while it was waited for {what}: {self._ending()}"
+            assert time.monotonic() < deadline, f"waited for {what} in vain"
+            self._pace()
+            time.sleep(poll_s)
+
+    def inject(self, faults: list[Fault], lot: random.Random | None = None) -> None:
+        """One after the other; drawn by lot they also overlap."""
+        self.wait_for_first_step()
+        for num, fault in enumerate(faults):
+            if lot is not None:
+                time.sleep(lot.uniform(0.0, 3.0))
+            before = self.injected[-1] if self.injected else None
+            if fault.moment in RELAY:
+                self._hit_relay(fault)
+            elif fault.kind in SIGNALS:
+                self._hit_engine(fault, before, lot or random.Random(num))
+            else:
+                self._plant(fault, num)
+            self.family = [*dict.fromkeys([*self.family, *family_of(self.process)])]
+            is_followed_up = any(following.moment in ("start", "return") for following in faults[num + 1 : num + 2])
+            if lot is None and not is_followed_up:
+                self.wait_until(lambda: self._resolve() or self.injected[-1].recovered_s is not None, f"{fault} to end")
+        self._set_pace(0.0)
+
+    def finish(self) -> None:
+        """Wait for the end, and check all that a run with faults owes."""
+        output, errors = self.process.communicate(timeout=2 * RUN_LIMIT_S)
+        assert self.process.returncode == 0, output + errors
+        self._resolve()
+        rows = [row["metrics"] for row in read_rows(self.run_dir / "metrics.jsonl") if row["phase"] == "train"]
+        assert len(rows) == self.total_steps
+        assert len(read_rows(self.run_dir / "updates.jsonl")) == 2 * self.total_steps
+        for step, row in enumerate(rows, start=1):
+            counts = {name.rsplit("/")[-1]: value for name, value in row.items() if "accounting" in name}
+            assert counts.pop("drawn") == sum(counts.values())
+            assert counts["trained"] == 8 * step
+            assert row["rollout/staleness/max"] <= MAX_STALENESS
+            assert row.get("weight_sync/probe_diff_max", 0.0) < ENGINE_LOG_PROB
+        num_raised = sum(one.fault.kind == "raise" for one in self.injected)
+        set_aside = self.run_dir / "set_aside.jsonl"
+        assert rows[-1]["rollout/accounting/set_aside"] == num_raised
+        assert (len(read_rows(set_aside)) if num_raised else 0) == num_raised
+        self.counts = {name.rsplit("/")[-1]: int(v) for name, v in rows[-1].items() if "accounting" in name}
+        if rollout_files(self.run_dir / "rollouts"):
+            self._check_rollouts()
+        assert leftovers(self.family, self.stores) == []
+
+    def table(self) -> str:
+        lines = ["| fault | detected after s | recovered after s | lost |", "| --- | --- | --- | --- |"]
+        lost = self.counts["drawn"] - sum(num for name, num in self.counts.items() if name != "drawn")
+        for one in self.injected:
+            spans = (f"{span:.1f}" if span is not None else "" for span in (one.detected_s, one.recovered_s))
+            lines.append(f"| {one.fault} | {' | '.join(spans)} | {lost} |")
+        return "\n".join(lines)
+
+    def engines(self) -> list[psutil.Process]:
+        """Those that run, also while they start."""
+        return [
+            process
+            for process in family_of(self.process)
+            if "ray::Engine" in _name(process) and process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+        ]
+
+    def _hit_engine(self, fault: Fault, before: Injected | None, lot: random.Random) -> None:
+        match fault.moment:
+            case "generation":
+                self.wait_until(lambda: len(self._serving()) > 0, "an engine that serves")
+                victim = lot.choice(self._serving())
+            case "sync":
+                self.wait_until(lambda: len(self._serving()) > 0, "an engine that serves")
+                self._wait_for_sync()
+                victim = lot.choice(self._serving())
+            case "start":
+                if before is None or before.fault.kind not in SIGNALS:
+                    return self._hit_engine(Fault(fault.kind), before, lot)
+                self.wait_until(lambda: self._starting(before), f"the replacement of {before.victim}")
+                time.sleep(lot.uniform(0.0, 4.0))
+                victim = self._starting(before)
+                assert victim is not None
+            case "return":
+                assert before is not None
+                self.wait_until(lambda: self._resolve() or before.recovered_s is not None, "a replacement")
+                victim = self._starting(before)
+                assert victim is not None
+        at_s = time.time()
+        name = _engine_name(victim)
+        victim.send_signal(SIGNALS[fault.kind])
+        self.injected.append(Injected(fault, name, victim.pid, at_s))
+        return None
+
+    def _hit_relay(self, fault: Fault) -> None:
+        """Over when the sync is."""
+        self._wait_for_sync()
+        victim = next(process for process in family_of(self.process) if RELAY[fault.moment] in _name(process))
+        one = Injected(fault, "", victim.pid, time.time())
+        victim.kill()
+        self.injected.append(one)
+        self.wait_until(lambda: not self._is_syncing(), "the sync to end", 0.01)
+        one.recovered_s = time.time() - one.at_s
+
+    def _wait_for_sync(self) -> None:
+        self.wait_until(lambda: not self._is_syncing(), "a sync to end", 0.001)
+        self.wait_until(self._is_syncing, "a sync", 0.001)
+
+    def _serving(self) -> list[psutil.Process]:
+        """Engines that were not lost."""
+        self._resolve()
+        state = {f"engine {index}": "serves" for index in range(2)}
+        state |= {event["engine"]: event["event"] for event in self._events()}
+        state |= {one.victim: "hit" for one in self.injected if one.detected_s is None}
+        return [engine for engine in self.engines() if state.get(_engine_name(engine)) == "serves"]
+
+    def _starting(self, before: Injected) -> psutil.Process | None:
+        """The process that was started in the place of the one that was hit before."""
+        found = [e for e in self.engines() if _engine_name(e) == before.victim and e.pid != before.pid]
+        return found[-1] if found else None
+
+    def _is_syncing(self) -> bool:
+        return (self.run_dir / "logs" / "phase").read_text() == WEIGHT_SYNC
+
+    def _plant(self, fault: Fault, num: int) -> None:
+        name = f"{fault.kind}-{num}"
+        (self._folder / planted_reward.PLANTED.name / name).touch()
+        taken = self._folder / planted_reward.TAKEN.name / name
+        self.wait_until(taken.exists, "a reward to take the fault", 0.02)
+        one = Injected(fault, name, int(taken.read_text()), time.time())
+        self.injected.append(one)
+        if fault.kind in ("hang", "exit"):
+            self.wait_until(lambda: not psutil.pid_exists(one.pid), "the reward's process to end", 0.02)
+            one.detected_s = one.recovered_s = time.time() - one.at_s
+        if fault.kind == "raise":
+            num_raised = sum(other.fault.kind == "raise" for other in self.injected)
+            set_aside = self.run_dir / "set_aside.jsonl"
+            self.wait_until(lambda: set_aside.exists() and len(read_rows(set_aside)) == num_raised, "it", 0.02)
+            one.detected_s = one.recovered_s = time.time() - one.at_s
+        if fault.kind == "slow":
+            one.detected_s, one.recovered_s = 0.0, planted_reward.SLOW_S
+
+    def _resolve(self) -> None:
+        """Find out when engines' faults were noticed and over."""
+        for one in self.injected:
+            if one.fault.kind in SIGNALS and one.fault.moment not in RELAY:
+                later = [e for e in self._events() if e["engine"] == one.victim and e["time_s"] >= one.at_s]
+                noticed = [e["time_s"] for e in later if e["event"] != "serves"]
+                served = [e["time_s"] for e in later if e["event"] == "serves" and noticed and e["time_s"] > noticed[0]]
+                one.detected_s = noticed[0] - one.at_s if noticed else None
+                one.recovered_s = served[0] - one.at_s if served else None
+
+    def _events(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "engine_events.jsonl"
+        return read_rows(path) if path.exists() else []
+
+    def _check_rollouts(self) -> None:
+        """By what was trained on itself: each prompt once, no token older than the limit."""
+        prompt_ids: Counter[str] = Counter()
+        for path in rollout_files(self.run_dir / "rollouts").values():
+            version, rows = read_header(path).policy_version, pq.read_table(path).to_pylist()
+            prompt_ids.update({row["prompt_id"] for row in rows})
+            assert all(version - old <= MAX_STALENESS for row in rows for old in _versions(row))
+        assert len(prompt_ids) == 8 * self.total_steps
+        assert set(prompt_ids.values()) == {1}
+
+    def _pace(self) -> None:
+        """Have the run last as long as its faults."""
+        if time.monotonic() < self._paced_s + PACE_S:
+            return
+        self._paced_s = time.monotonic()
+        is_ahead = len(train_steps(self.run_dir)) > STEPS_PER_FAULT * (len(self.injected) + 1)
+        self._set_pace(PACE_S if is_ahead else 0.0)
+
+    def _set_pace(self, seconds: float) -> None:
+        partial = self._folder / "pace.partial"
+        partial.write_text(str(seconds))
+        partial.rename(self._folder / planted_reward.PACE.name)
+
+    def _ending(self) -> str:
+        output, errors = self.process.communicate()
+        return output + errors
+
+
+def _versions(row: dict[str, Any]) -> list[int]:
+    return [span["policy_version"] for span in row["version_spans"]]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _engine_name(process: psutil.Process) -> str:
+    """By its log."""
+    try:
+        log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+    except OSError:
+        return ""
+    return log.stem.partition("-restart")[0].replace("-", " ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A run under faults; prints what became of each.")
+    parser.add_argument("--random", type=int, default=0, help="faults drawn by lot in place of the script's")
+    parser.add_argument("--seed", type=int, default=0, help="of the lot")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        faults = drawn_by_lot(arguments.random, arguments.seed) if arguments.random else [*SCRIPT]
+        run = FaultedRun(Path(folder), len(faults))
+        try:
+            run.inject(faults, random.Random(arguments.seed) if arguments.random else None)
+            run.finish()
+        finally:
+            run.process.kill() if run.process.poll() is None else None
+            for name in ("rollout-service.log", "trainer.log"):
+                sys.stderr.write((run.run_dir / "logs" / name).read_text()[-3000:])
+    print(run.table())
+    print(", ".join(f"{name} {num}" for name, num in run.counts.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Rollouts without a trainer, as `--rollouts-from` then reads them."""
+
+from pathlib import Path
+
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
+from megatron_bapo.data.rollout_files import rollout_files
+from tests.e2e.test_training import finish, start
+
+NUM_STEPS = 3
+
+
+def test_rollouts_without_a_trainer_are_batches_to_train_on_and_are_continued(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    folder = run_dir / "rollouts"
+    code, output, errors = finish(start(run_dir, "--rollout-only", f"trainer.total_steps={NUM_STEPS}"))
+    assert code == 0, output + errors
+    assert f"{NUM_STEPS} of {NUM_STEPS} batches are in {folder}" in output
+    assert f"--rollouts-from {folder}" in output
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["engine-0.log", "rollout-service.log"]
+
+    written = {step: path.read_bytes() for step, path in rollout_files(folder).items()}
+    rollout_files(folder)[NUM_STEPS].unlink()
+    code, output, errors = finish(start(run_dir, "--rollout-only", f"trainer.total_steps={NUM_STEPS}"))
+    assert code == 0, output + errors
+    assert {step: path.read_bytes() for step, path in rollout_files(folder).items()} == written
+
+    recorded = RecordedRollouts(load_config(run_dir / "config.yaml", []), folder, step=0)
+    batches = [recorded.take()[0] for _ in range(NUM_STEPS)]
+    trajectories = [trajectory for batch in batches for group in batch.groups for trajectory in group.trajectories]
+    assert len(trajectories) == NUM_STEPS * 32
+    assert {span.policy_version for trajectory in trajectories for span in trajectory.version_spans} == {0}
+    assert len({trajectory.reward for trajectory in trajectories}) > 1

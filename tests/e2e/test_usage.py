@@ -1,0 +1,24 @@
+"""What processes hold does not grow with the number of steps."""
+
+from pathlib import Path
+
+from tests.e2e.usage import watched_run
+
+NUM_PROMPTS, NUM_STEPS = 24, 12
+MIB_PER_STEP = 2.0
+"""Metrics, caches and allocators settle: 200 prompts and 20 steps, in full, are `python -m tests.e2e.usage`."""
+
+
+def test_requests_processes_files_and_memory_do_not_pile_up(tmp_path: Path) -> None:
+    run = watched_run(tmp_path, NUM_PROMPTS, NUM_STEPS)
+    growths = run.growths()
+    assert [growth.role for growth in growths].count("engine") == 2
+    assert [growth.role for growth in growths].count("trainer") == 2
+    assert [growth.role for growth in growths].count("rollout service") == 1
+    for growth in growths:
+        assert growth.mib_per_step < MIB_PER_STEP, growth
+        assert growth.files <= 2, growth
+        assert growth.threads <= 2, growth
+    half = NUM_STEPS // 2
+    assert max(run.num_shared[half:]) <= max(run.num_shared[:half])
+    assert max(run.num_processes[half:]) <= max(run.num_processes[:half])

@@ -1,0 +1,26 @@
+import numpy as np
+import pytest
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.rollout.messages import SequenceScore
+from megatron_bapo.rollout.weight_probe import WeightProbe
+
+OURS = np.array([-1.0, -2.0, -3.0], np.float32)
+PROBE = WeightProbe(7, np.arange(4, dtype=np.int32), OURS, tolerance=0.01)
+
+
+def test_an_engine_with_the_trainers_weights_passes():
+    assert PROBE.difference("engine 0", SequenceScore(7, OURS + np.float32(0.005))) == pytest.approx(0.005, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (SequenceScore(6, OURS), "engine 0 serves policy version 6; the trainer published 7"),
+        (SequenceScore(7, OURS - [0, 0.02, 0]), r"token 2 .* -2.020000, the trainer -2.000000; .*is 0.01"),
+        (SequenceScore(7, OURS * np.nan), "token 1 of the probe a log-prob of nan"),
+    ],
+)
+def test_another_version_and_other_weights_are_named(score: SequenceScore, message: str):
+    with pytest.raises(RunError, match=message):
+        PROBE.difference("engine 0", score)
