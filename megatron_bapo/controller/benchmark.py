@@ -35,7 +35,7 @@ from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.data.prompts import load_prompts
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.metrics.benchmark import problems_of, results
 from megatron_bapo.metrics.benchmark_table import print_results
 from megatron_bapo.metrics.sinks import AnswerRow, JsonlSink, read_rows, replace_text
@@ -165,7 +165,7 @@ def _check_ground_truths(config: EvalConfig, prompts: Sequence[Prompt]) -> None:
 
     try:
         asyncio.run(score_all())
-    except RunError as error:
+    except FunctionFailed as error:
         raise UserError(f"a ground truth is of no use: {error}") from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool, Result
 
@@ -141,7 +141,7 @@ def test_a_coroutine_that_blocks_or_ends_the_process_costs_its_neighbours_nothin
     found = in_pool(use, f"{module}:obey_at_once", timeout_s=0.5)
     assert [found[0], found[2], found[3]] == [RIGHT] * 3
     if blocker == "segfault":
-        assert isinstance(found[1], RunError)
+        assert isinstance(found[1], FunctionFailed)
         assert "ended its process twice (signal SIGSEGV) on prompt train:1" in str(found[1])
     else:
         assert found[1] == Result(None, timed_out=True)
@@ -179,13 +179,13 @@ def children() -> list[int]:
 
 @pytest.mark.parametrize(("answer", "end"), [("exit 3", "exit code 3"), ("segfault", "signal SIGSEGV")])
 def test_a_call_that_ends_its_process_twice_is_named(module, answer, end):
-    with pytest.raises(RunError, match=rf"{module}:obey ended its process twice \({end}\) on prompt train:1"):
+    with pytest.raises(FunctionFailed, match=rf"{module}:obey ended its process twice \({end}\) on prompt train:1"):
         results(f"{module}:obey", "right", answer)
 
 
 @pytest.mark.parametrize("function", ["obey", "obey_at_once"])
 def test_a_function_that_raises_is_named_with_its_trace(module, function):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(FunctionFailed) as caught:
         results(f"{module}:{function}", "right", "raise oops", "sleep 0.1", num_workers=2)
     message = str(caught.value)
     assert f"reward.function={module}:{function} failed on prompt train:1" in message

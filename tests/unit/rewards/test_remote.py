@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_bapo.config.reward import RewardConfig
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
 
 SECRET = "Bearer never-show-this"
@@ -93,7 +93,7 @@ def scores(server: Server, *answers: str, timeout_s: float = 5.0, **remote: Any)
         finally:
             scorer.close()
 
-    return [str(r) if isinstance(r, RunError) else r.reward for r in asyncio.run(main())]
+    return [str(r) if isinstance(r, FunctionFailed) else r.reward for r in asyncio.run(main())]
 
 
 def test_prompt_answer_label_and_metadata_are_posted_and_a_number_comes_back(server, monkeypatch):

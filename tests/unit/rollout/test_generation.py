@@ -127,7 +127,7 @@ def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
         groups = growing(8, GREEDY)
         for engine in (first, second):
             router.add(engine.name, engine, 10**9)
-        work = asyncio.gather(*(grow(group, router.generate, max_failures=2) for group in groups))
+        work = asyncio.gather(*(grow(group, router.generate, decode, max_failures=2) for group in groups))
         for at in (4, 5):
             await asyncio.sleep(at * TOKEN_S)
             router.keep(await router.on_every(lambda engine: engine.progress()))
@@ -153,7 +153,7 @@ def test_an_answer_at_which_every_engine_dies_is_set_aside_however_far_it_comes(
         engines = [ModelledEngine(f"engine {i}", mean_length=10**9) for i in range(4)]
         for engine in engines:
             router.add(engine.name, engine, 10**9)
-        work = asyncio.ensure_future(grow(group, router.generate, max_failures=3))
+        work = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=3))
         for _ in range(3):
             await asyncio.sleep(5 * TOKEN_S)
             router.keep(await router.on_every(lambda engine: engine.progress()))
