@@ -89,11 +89,9 @@ class FunctionPool:
             case "late" | "hangs":
                 return Result(None, timed_out=True)
             case "failed":
-                raise self._error(
-                    f"failed on {subject}; mend it and continue with the same command:\n{reply['message']}"
-                )
+                raise self._failed(subject, reply["message"])
             case "died":
-                raise self._error(f"ended its process twice ({reply['how']}) on {subject}", RunError)
+                raise RunError(f"{self._target.name} ended its process twice ({reply['how']}) on {subject}")
             case kind:
                 raise AssertionError(f"a worker sent {kind}")
 
@@ -148,9 +146,9 @@ class FunctionPool:
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
-    def _error(self, problem: str, kind: type[Exception] | None = None) -> Exception:
-        is_users = self._target.key.endswith(".function")
-        return (kind or (UserError if is_users else RunError))(f"{self._target.name} {problem}")
+    def _failed(self, subject: str, message: str) -> Exception:
+        error = UserError if self._target.is_users else RunError
+        return error(f"{self._target.name} failed on {subject}; mend it and continue with the same command:\n{message}")
 
 
 class _Worker:

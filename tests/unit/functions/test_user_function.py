@@ -27,7 +27,7 @@ def write_module(tmp_path, monkeypatch):
 
 def target(spec: str) -> Target:
     arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return Target("reward.function", spec, arguments, "number", optional_arguments=("prompt", "turns"))
+    return Target(f"reward.function={spec}", spec, arguments, "number", optional_arguments=("prompt", "turns"))
 
 
 def call(spec: str) -> float | str | None:
