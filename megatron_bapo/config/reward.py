@@ -10,6 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from megatron_bapo.config.section import NonNegativeInt, Section
 
 MAX_RETRY_WAIT_S = 30.0
+REMOTE_MARGIN_S = 60.0
+"""Beyond what all tries take, before the process that makes them counts as hanging."""
 
 
 class RemoteRewardConfig(Section):
@@ -39,9 +41,9 @@ class RemoteRewardConfig(Section):
         return url
 
     def limit_s(self, timeout_s: float) -> float:
-        """Of all tries with the waits between them."""
+        """In which all tries, with the waits between them, are made or something hangs."""
         waits = (min(self.retry_wait_s * 2**i, MAX_RETRY_WAIT_S) for i in range(self.max_retries))
-        return (self.max_retries + 1) * timeout_s + sum(waits) + timeout_s
+        return (self.max_retries + 1) * timeout_s + sum(waits) + REMOTE_MARGIN_S
 
 
 class RewardConfig(Section):

@@ -20,8 +20,8 @@ from megatron_bapo.errors import UserError
 class Target:
     """Which function is called, and how; JSON values, as it goes to the worker processes."""
 
-    key: str
-    """What names it in the configuration, for messages."""
+    name: str
+    """In messages: the key and its value in the configuration."""
     spec: str
     """`path.to.module:function`."""
     arguments: tuple[str, ...]
@@ -31,10 +31,6 @@ class Target:
     """Keywords that are left out where the function has no such parameter."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keywords, the same in every call."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.key}={self.spec}"
 
 
 def load(target: Target) -> tuple[Callable[..., Any], bool]:

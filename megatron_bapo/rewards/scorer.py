@@ -86,9 +86,11 @@ def reward_target(config: RewardConfig) -> Target:
     settings: dict[str, Any] = {}
     if config.remote is not None:
         settings = {"timeout_s": config.timeout_s, **config.remote.model_dump(mode="json")}
-    if config.type == "function":
-        assert config.function is not None, "the schema requires reward.function with reward.type=function"
-        key, spec = "reward.function", config.function
-    else:
-        key, spec = f"reward.type={config.type}, reward function", BUILT_IN[config.type]
-    return Target(key, spec, ARGUMENTS, "score", optional_arguments=OPTIONAL_ARGUMENTS, settings=settings)
+    return Target(
+        name=f"reward.type={config.type}" if config.function is None else f"reward.function={config.function}",
+        spec=config.function or BUILT_IN[config.type],
+        arguments=ARGUMENTS,
+        returns="score",
+        optional_arguments=OPTIONAL_ARGUMENTS,
+        settings=settings,
+    )

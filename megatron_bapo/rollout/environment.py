@@ -21,6 +21,7 @@ from megatron_bapo.records import Prompt
 from megatron_bapo.rollout.generation import Reply
 
 ARGUMENTS = ("messages", "data_source", "ground_truth", "extra_info")
+BUILT_IN = {"calculator": "megatron_bapo.environments.calculator:reply"}
 _TURN, _CONTENT = "0turn0", "0content0"
 """Stand for texts that a chat template is rendered with; letters and digits alone, which no template changes."""
 
@@ -99,7 +100,11 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
 
 
 def _target(config: EnvironmentConfig) -> Target:
-    key, spec = "environment.type=calculator, function", "megatron_bapo.environments.calculator:reply"
-    if config.function is not None:
-        key, spec = "environment.function", config.function
-    return Target(key, spec, ARGUMENTS, "reply")
+    return Target(
+        name=f"environment.type={config.type}"
+        if config.function is None
+        else f"environment.function={config.function}",
+        spec=config.function or BUILT_IN[config.type],
+        arguments=ARGUMENTS,
+        returns="reply",
+    )

@@ -38,7 +38,7 @@ NUM_EPOCHS = 2
 
 def minibatch(number: int, vocab_size: int) -> list[Example]:
     rng, examples = np.random.default_rng(number), make_examples(vocab_size)
-    lengths = np.array([e.trajectory.num_sampled for e in examples])
+    lengths = np.array([len(e.trajectory.response_token_ids) for e in examples])
     advantages = rng.normal(size=len(examples))
     for positive, share in ((True, POSITIVE_SHARES[number]), (False, 1 - POSITIVE_SHARES[number])):
         chosen = (advantages > 0) == positive

@@ -42,17 +42,17 @@ def with_offload_and_reference(config: Config) -> Config:
     )
 
 
-def make_examples(vocab_size: int) -> list[Example]:
+def make_examples(vocab_size: int, *, replies: bool = False) -> list[Example]:
     """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
 
-    Every third one holds an environment's reply, from its second token up to its middle.
+    With `replies` every third one holds an environment's, from its second token up to its middle.
     """
     rng = np.random.default_rng(0)
     examples = []
     for number in range(NUM_EXAMPLES):
         num_prompt, num_response = rng.integers(3, 12), rng.integers(2, 16)
         mask = np.ones(num_response, bool)
-        if number % 3 == 0:
+        if replies and number % 3 == 0:
             mask[1 : num_response // 2] = False
         trajectory = Trajectory(
             prompt_token_ids=rng.integers(0, vocab_size, num_prompt).astype(np.int32),

@@ -30,7 +30,7 @@ NUM_SCORED = 4
 
 
 def update(worker: Worker) -> dict[str, float]:
-    examples = make_examples(worker.model.architecture.vocab_size)
+    examples = make_examples(worker.model.architecture.vocab_size, replies=True)
     return scalars(reduce_metrics(update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False), worker.groups))
 
 
@@ -62,7 +62,7 @@ def _run_case(case: dict, out: Path) -> None:
     worker = create_worker(packed, packed.model_path, groups)
     log_probs = [
         score_sequence(worker, np.concatenate([e.trajectory.prompt_token_ids, e.trajectory.response_token_ids]))
-        for e in make_examples(worker.model.architecture.vocab_size)[:NUM_SCORED]
+        for e in make_examples(worker.model.architecture.vocab_size, replies=True)[:NUM_SCORED]
     ]
     if groups.is_main:
         save_file({str(i): torch.from_numpy(x.copy()) for i, x in enumerate(log_probs)}, out / "log_probs.safetensors")

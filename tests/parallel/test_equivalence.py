@@ -183,7 +183,7 @@ def test_one_process_matches_hugging_face(results: Path, model: str) -> None:
     log_probs = load_file(ours / "log_probs.safetensors")
     first_update = json.loads((ours / "metrics.json").read_text())["update-0"]
     low, high = (torch.tensor(first_update[f"actor/bapo_clip_{side}"]) for side in ("low", "high"))
-    for index, example in enumerate(make_examples(reference.config.vocab_size)):
+    for index, example in enumerate(make_examples(reference.config.vocab_size, replies=True)):
         trajectory = example.trajectory
         tokens = torch.from_numpy(
             np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids]).astype(np.int64)

@@ -101,7 +101,7 @@ def test_the_reference_and_the_proximal_policy_score_what_transformers_scores(re
             )
             with torch.no_grad():
                 logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
-            expected = logits.log_softmax(-1).gather(1, response[:, None])[example.trajectory.sampled_positions, 0]
+            expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
             assert (scored[f"{kind}_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
 
 

@@ -127,7 +127,7 @@ def test_every_metric_of_an_update_is_that_of_one_process(results: Path, name: s
         assert mine == pytest.approx(other, rel=1e-4, abs=2 * LOG_PROB)
     assert theirs[0]["actor/ratio_max"] > theirs[0]["actor/bapo_clip_high"]
     counts = [theirs[0][f"actor/num_{kind}_tokens"] for kind in ("positive", "negative", "dropped")]
-    assert sum(counts) == sum(e.trajectory.num_sampled for e in make_examples(64))
+    assert sum(counts) == sum(len(e.trajectory.response_token_ids) for e in make_examples(64))
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)

@@ -61,6 +61,8 @@ def test_a_rollout_batch_is_summed_up():
             "response_length/mean": 20 / 6,
             "response_length/max": 8,
             "response_length/clip_ratio": 1 / 6,
+            "num_turns/mean": 1.0,
+            "num_turns/max": 1.0,
             "training/uniform_groups": 2 / 3,
             "training/reward_timeouts": 3,
             "perf/total_num_tokens": 20 + 6 * 3,

@@ -28,7 +28,7 @@ def write_module(tmp_path, monkeypatch):
 
 def target(spec: str) -> Target:
     arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return Target("reward.function", spec, arguments, "score", optional_arguments=("prompt", "turns"))
+    return Target(f"reward.function={spec}", spec, arguments, "score", optional_arguments=("prompt", "turns"))
 
 
 def call(spec: str) -> dict[str, Any] | str | None:

@@ -47,7 +47,7 @@ def test_a_late_answer_gets_the_reward_for_it_and_says_so(tmp_path, monkeypatch,
     config = RewardConfig(
         type="function",
         function="scorer_test_rewards:half",
-        timeout_s=0.5,
+        timeout_s=1.0,
         timeout_reward=-0.5,
         partial_credit=partial_credit,
     )

@@ -46,7 +46,7 @@ def environment(request, tmp_path, monkeypatch, tokenizer) -> Iterator[FunctionE
     (tmp_path / "environment_test_functions.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     config = EnvironmentConfig(
-        type="function", function=f"environment_test_functions:{request.param}", timeout_s=0.5, timeout_reply="late"
+        type="function", function=f"environment_test_functions:{request.param}", timeout_s=1.0, timeout_reply="late"
     )
     data = DataConfig.model_validate({"train": {"path": "unused.jsonl"}, "chat_template": False})
     environment = FunctionEnvironment(config, data, tokenizer)
