@@ -16,6 +16,7 @@ SegmentEnd = Literal["stop", "length", "abort"]
 @dataclass(frozen=True)
 class GenerationRequest:
     request_id: str
+    """Unlike that of any other request in flight."""
     prompt_token_ids: np.ndarray
     """int32 [P]; of an answer that is continued, with the tokens that it has."""
     n: int

@@ -7,14 +7,14 @@ import argparse
 import os
 import random
 import signal
-import sys
+import subprocess
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import psutil
 import pyarrow.parquet as pq
@@ -122,6 +122,20 @@ class FaultedRun:
         )
         self.family: list[psutil.Process] = []
         self.stores: set[Path] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Whatever is left of it ends."""
+        for _ in range(2):  # the second asks for the end at once
+            if self.process.poll() is None:
+                self.process.terminate()
+                time.sleep(1.0)
+        try:
+            self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
     def wait_for_first_step(self) -> None:
         self.wait_until(lambda: train_steps(self.run_dir)[:1] == [1], "the first step")
@@ -338,14 +352,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         faults = drawn_by_lot(arguments.random, arguments.seed) if arguments.random else [*SCRIPT]
-        run = FaultedRun(Path(folder), len(faults))
-        try:
+        with FaultedRun(Path(folder), len(faults)) as run:
             run.inject(faults, random.Random(arguments.seed) if arguments.random else None)
             run.finish()
-        finally:
-            run.process.kill() if run.process.poll() is None else None
-            for name in ("rollout-service.log", "trainer.log"):
-                sys.stderr.write((run.run_dir / "logs" / name).read_text()[-3000:])
     print(run.table())
     print(", ".join(f"{name} {num}" for name, num in run.counts.items()))
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,7 @@ from tests.unit.weight_sync.examples import publish
 
 VOCABULARY = ["<eos>", *map(chr, range(ord(" "), ord("~") + 1))]
 END = VOCABULARY.index("<eos>")
+NUMBERS = count()
 LONG_PROMPT = np.arange(1, 81, dtype=np.int32)
 """Fills two blocks of the engine's prefix cache."""
 
@@ -124,7 +126,9 @@ class Running:
 def request(
     prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7, top_p: float = 1.0, top_k: int = -1
 ) -> GenerationRequest:
-    return GenerationRequest("request", prompt, n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed)
+    return GenerationRequest(
+        f"request {next(NUMBERS)}", prompt, n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed
+    )
 
 
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:

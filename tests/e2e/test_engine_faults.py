@@ -14,10 +14,10 @@ NUM_RANDOM = 4
 def test_engines_and_rewards_that_fail_at_any_moment_cost_a_run_no_prompt(tmp_path: Path) -> None:
     script = [Fault("kill"), Fault("kill", "start"), Fault("stop", "sync"), Fault("raise"), Fault("hang")]
     lot = random.Random(1)
-    run = FaultedRun(tmp_path, len(script) + NUM_RANDOM)
-    run.inject(script)
-    run.inject(drawn_by_lot(NUM_RANDOM, seed=1), lot)
-    run.finish()
+    with FaultedRun(tmp_path, len(script) + NUM_RANDOM) as run:
+        run.inject(script)
+        run.inject(drawn_by_lot(NUM_RANDOM, seed=1), lot)
+        run.finish()
     print(run.table())
     for one in run.injected[: len(script)]:
         assert one.detected_s is not None
@@ -34,13 +34,12 @@ def test_weights_come_and_batches_pass_when_the_relay_is_killed_and_the_object_s
             row = {"prompt": f"{index} + 1 =", "answer": str(index + 1), "extra_info": {"blob": "x" * 10_000_000}}
             file.write(json.dumps(row) + "\n")
     script = [Fault("kill", "relay"), Fault("kill", "source"), Fault("kill")]
-    run = FaultedRun(
-        tmp_path,
-        len(script),
+    overrides = (
         *("weight_sync.engine_store=own", "rollout.object_store_mib=75", "logging.dump_rollouts=false"),
         *("data.train.reasoning_gym=null", "data.train.size=null", f"data.train.path={prompts}"),
         "rollout.num_engines=1",
     )
-    run.inject(script)
-    run.finish()
+    with FaultedRun(tmp_path, len(script), *overrides) as run:
+        run.inject(script)
+        run.finish()
     print(run.table())

@@ -21,6 +21,7 @@ ANSWERS = 4
 ROLES = {
     "torch.distributed.run": "torchrun",
     "ray::Engine": "engine",
+    "VLLM::EngineCore": "vLLM's core",
     "ray::RolloutService": "rollout service",
     "controller.training_loop": "trainer",
     "rewards.worker": "reward",
