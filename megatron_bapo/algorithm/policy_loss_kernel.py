@@ -38,7 +38,8 @@ class _ObjectiveLoss(torch.autograd.Function):
         loss_T, grad_T = torch.empty(2, num_tokens, device=log_probs_T.device)
         correction_T, sequence_T, dual = tokens.correction_T, tokens.sequence_log_ratio_T, settings.clip_ratio_c
         if num_tokens:
-            _objective_loss[(triton.cdiv(num_tokens, BLOCK),)](
+            launch: Any = _objective_loss[(triton.cdiv(num_tokens, BLOCK),)]
+            launch(
                 *(log_probs_T, tokens.behaviour_log_probs_T, tokens.advantages_T, tokens.weights_T),
                 log_probs_T if correction_T is None else correction_T,
                 log_probs_T if sequence_T is None else sequence_T,

@@ -374,6 +374,8 @@ def main() -> int:
         directory.record_failure(error)
         return 1
     finally:
+        if run is not None and run.telemetry is not None:
+            run.telemetry.close()
         if run is not None and run.recorder is not None:
             run.recorder.close()
     return 0

@@ -6,6 +6,8 @@ Everything is computed in float32. Legend: C tokens of a chunk, H hidden size, V
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,8 @@ class FusedShard:
         """Of those that are in memory."""
         num_tokens, num_rows = len(label_C), len(self._weight_VH)
         own_4C = torch.empty(4, num_tokens, device=label_C.device)
-        _sums[(num_tokens,)](
+        launch: Any = _sums[(num_tokens,)]
+        launch(
             *(self._logits_CV, label_C, own_4C, num_tokens, num_rows),
             *(self._num_valid_rows, temperature, PADDING_LOGIT),
             BLOCK=min(BLOCK, triton.next_power_of_2(num_rows)),
@@ -46,7 +49,8 @@ class FusedShard:
     def grad_logits(self, softmax: Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
         num_tokens, num_rows = len(softmax.label_C), len(self._weight_VH)
         logits_CV, block = self._logits_CV[:num_tokens], min(BLOCK, triton.next_power_of_2(num_rows))
-        _grad_logits[(num_tokens, triton.cdiv(num_rows, block))](
+        launch: Any = _grad_logits[(num_tokens, triton.cdiv(num_rows, block))]
+        launch(
             *(logits_CV, self._max_C, softmax.log_scale_C, softmax.entropy_C, softmax.label_C, softmax.has_label_C),
             *(grad_log_prob_C, grad_log_prob_C if grad_entropy_C is None else grad_entropy_C),
             *(num_rows, self._num_valid_rows, self._temperature),

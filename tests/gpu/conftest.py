@@ -1,20 +1,35 @@
-"""What `make gpu-check` prints and leaves: one table, and results/gpu/weight_sync.json with the versions."""
+"""What `make gpu-check` prints and leaves: one table, and results/gpu/<file>.json for each test file, with versions."""
 
 import json
 import os
-from collections.abc import Callable
-from importlib.metadata import version
+import platform
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 
 from megatron_bapo.parallel.platform import has_gpu
+from megatron_bapo.parallel.telemetry import open_nvml
 
-RESULTS = Path(__file__).parents[2] / "results" / "gpu" / "weight_sync.json"
+if TYPE_CHECKING:
+    from megatron_bapo.parallel.groups import ParallelGroups
+
+RESULTS = Path(__file__).parents[2] / "results" / "gpu"
 NO_GPU_IS_FINE = "NO_GPU_IS_FINE"
-_figures: dict[str, dict[str, float]] = {}
-_outcomes: dict[str, str] = {}
+PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "vllm", "nvidia-ml-py", "apex")
+LIMIT_S = 480
+"""For all checks together on one H200."""
+
+_checks: dict[str, dict[str, dict[str, object]]] = {}
+"""File -> check -> outcome, seconds and figures."""
+_start = monotonic()
 
 
 def pytest_configure() -> None:
@@ -29,25 +44,71 @@ def pytest_configure() -> None:
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Puts numbers of a check into the table."""
-    return lambda **values: _figures.setdefault(request.node.name, {}).update(values)
+    return lambda **values: _check(request.node.nodeid).update(values)
+
+
+@pytest.fixture(scope="session")
+def groups() -> Iterator["ParallelGroups"]:
+    """The mesh of one rank."""
+    from bench import gpu
+    from megatron_bapo.parallel.megatron import parallel_state
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
+        with gpu.one_rank() as (groups, _):
+            yield groups
+            parallel_state.destroy_model_parallel()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name = report.nodeid.split("::")[-1]
     if report.when == "call" or report.outcome != "passed":
         reason = f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
-        _outcomes[name] = report.outcome + reason
+        _check(report.nodeid).update(outcome=report.outcome + reason, seconds=round(report.duration, 2))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported has a row, too."""
+    if report.failed:
+        _check(f"{report.nodeid}::all checks").update(outcome=f"not run: {report.longreprtext.splitlines()[-1]}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.section("GPU checks")
-    for name, outcome in _outcomes.items():
-        numbers = "  ".join(f"{key} {value:.4g}" for key, value in _figures.get(name, {}).items())
-        terminalreporter.write_line(f"{name}  {outcome}  {numbers}")
-    content = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("torch", "vllm", "megatron-core")},
-        "checks": {name: {"outcome": outcome, **_figures.get(name, {})} for name, outcome in _outcomes.items()},
-    }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(content, indent=2) + "\n")
+    versions = _versions()
+    seconds = monotonic() - _start
+    table = Table(
+        *(Column(name, overflow="fold") for name in ("file", "check", "outcome", "figures")),
+        box=box.SIMPLE_HEAD,
+        title=f"GPU checks on {versions['gpu']}: {seconds:.0f} s of {LIMIT_S}",
+        title_justify="left",
+    )
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for file, checks in _checks.items():
+        for name, found in checks.items():
+            numbers = {key: value for key, value in found.items() if key != "outcome"}
+            shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
+            table.add_row(file, name, str(found.get("outcome", "not run")), shown)
+        content = {"versions": versions, "checks": checks}
+        (RESULTS / f"{file}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    console = Console(width=160)
+    with console.capture() as captured:
+        console.print(table)
+    terminalreporter.write(captured.get())
+
+
+def _check(nodeid: str) -> dict[str, object]:
+    file, _, name = nodeid.partition("::")
+    return _checks.setdefault(Path(file).stem.removeprefix("test_"), {}).setdefault(name, {})
+
+
+def _versions() -> dict[str, str]:
+    versions = {"gpu": torch.cuda.get_device_name(), "python": platform.python_version()}
+    versions["cuda"] = str(torch.version.cuda)
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "absent"
+    if (nvml := open_nvml()) is not None:
+        versions["driver"] = str(nvml.nvmlSystemGetDriverVersion())
+    return versions

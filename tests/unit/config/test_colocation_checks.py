@@ -48,6 +48,8 @@ def test_what_cannot_work_anywhere_is_refused(values: dict[str, Any], value: str
         ({**COLOCATED, "rollout__sleep_level": 1}, 0, "vLLM's CPU build frees nothing when it sleeps"),
         ({**COLOCATED, "weight_sync__transport": "cuda_ipc"}, 0, "it shares GPU memory; set transport=store"),
         ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM multiplies FP8 blocks on GPUs only"),
+        ({"rollout__enforce_eager": False}, 0, "rollout.enforce_eager=false on a machine without a GPU"),
+        ({"logging__memory_snapshot_step": 2}, 0, "logging.memory_snapshot_step=2 on a machine without a GPU"),
         (
             {"parallel__world_size": 4, "rollout__num_engines": 2, "rollout__tensor_parallel_size": 2},
             7,
@@ -72,6 +74,7 @@ def test_what_this_machine_cannot_do_is_refused(values: dict[str, Any], num_gpus
         ({"weight_sync__transport": "nccl"}, 0),
         ({"trainer__offload": True, **COLOCATED}, 0),
         ({"weight_sync__transport": "nccl"}, 2),
+        ({"rollout__enforce_eager": False, "logging__memory_snapshot_step": 2}, 2),
         (
             {"trainer__offload": True, "rollout__sleep_level": 2, "weight_sync__transport": "cuda_ipc", **COLOCATED},
             1,

@@ -1,0 +1,47 @@
+"""The device check and telemetry against the driver and the GPU that are here."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from megatron_bapo.parallel import device_check
+from megatron_bapo.parallel.device_check import reading_problems, run_trial, trial_problems
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.parallel.telemetry import start_telemetry
+from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
+from tests.gpu.conftest import RESULTS
+
+Figures = Callable[..., None]
+
+
+def test_this_gpu_passes_the_check_that_every_rank_starts_with(figures: Figures) -> None:
+    start = time.perf_counter()
+    device_check.check_device()
+    figures(check_s=time.perf_counter() - start)
+    trial = run_trial(local_device(), num_bytes=1 << 30)
+    assert list(trial_problems(trial)) == []
+
+
+def test_telemetry_reads_this_gpu_and_leaves_the_reading(groups: ParallelGroups, figures: Figures) -> None:
+    telemetry = start_telemetry()
+    assert telemetry is not None, "nvidia-ml-py is not installed, or does not know this GPU"
+    matrix, deadline = torch.randn(8192, 8192, device=local_device()), time.monotonic() + 4
+    while time.monotonic() < deadline:
+        (matrix @ matrix).sum().item()
+    readings = telemetry.take()
+    telemetry.close()
+    assert len(readings) >= 2
+    last = readings[-1]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "nvml.json").write_text(json.dumps(asdict(last), indent=2) + "\n", encoding="utf-8")
+    known = {name: value for name, value in asdict(last).items() if isinstance(value, int | float)}
+    figures(**known)
+    assert list(reading_problems(last)) == []
+    assert (last.utilization or 0) > 0.5
+    metrics = gpu_step_metrics(None, groups)
+    assert metrics["perf/max_memory_allocated_gb"].value > 0.25
+    assert "perf/gpu_power_w" not in metrics
