@@ -30,8 +30,8 @@ FP8_ENGINE_LOG_PROB = 0.5
 BF16_MEAN_LOG_PROB = 1e-2
 """bfloat16 on a GPU against fp32, or fused kernels against plain ones: mean absolute difference of log-probs."""
 GPU_GRADIENT_COSINE = 0.95
-"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones: 0.9997 was seen on
-a CPU without experts, 0.977 with them, where rounding sends some tokens to other ones."""
+"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones: 0.9997
+was seen on a CPU without experts, 0.977 with them, where rounding sends some tokens to other ones."""
 FP8_MEAN_LOG_PROB = 0.1
 """FP8 training against bfloat16: mean absolute difference of log-probs through four layers, whose products round both
 factors to 3 bits of mantissa."""
