@@ -35,8 +35,9 @@ FUSED_LOSS = 2e-6
 rounding (2e-7), and the sum is one of 1e2 terms."""
 BF16_MEAN_LOG_PROB = 1e-2
 """bfloat16 on a GPU against fp32, or fused kernels against plain ones: mean absolute difference of log-probs."""
-GPU_GRADIENT_COSINE = 0.99
-"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones."""
+GPU_GRADIENT_COSINE = 0.95
+"""Smallest cosine of a tensor's gradient in bfloat16 and in fp32, or of fused kernels and plain ones: 0.9997
+was seen on a CPU without experts, 0.977 with them, where rounding sends some tokens to other ones."""
 FP8_MEAN_LOG_PROB = 0.1
 """FP8 training against bfloat16: mean absolute difference of log-probs through four layers, whose products round both
 factors to 3 bits of mantissa."""

@@ -55,11 +55,10 @@ def block_spec(
     """The spec of one chunk of this pipeline stage; `moe_layers` counts layers over the whole model, from 0."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    make_layer, norm = (
-        (_local_layer, RMSNorm) if config.transformer_impl == "local" else (_transformer_engine_layer, TENorm)
-    )
-    final_norm: Any = norm
+    fused = config.transformer_impl == "transformer_engine"
+    make_layer = _transformer_engine_layer if fused else _local_layer
+    norm: Any = TENorm if fused else RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[make_layer(config, config.num_moe_experts if i in moe_layers else None) for i in layers],
-        layer_norm=final_norm,
+        layer_norm=norm,
     )

@@ -24,10 +24,10 @@ from megatron_bapo.trainer.policy_update import supervised_update
 from megatron_bapo.trainer.worker import Worker, create_worker, score_trajectories
 
 NUM_EXAMPLES = 16
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 3e-5
 _SHAPE = {
     "vocab_size": 512, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64, "intermediate_size": 1024, "max_position_embeddings": 512, "initializer_range": 0.05,
+    "head_dim": 64, "intermediate_size": 1024, "max_position_embeddings": 512, "initializer_range": 0.02,
 }  # fmt: skip
 MODELS: dict[str, PretrainedConfig] = {
     "dense": Qwen3Config(**_SHAPE, tie_word_embeddings=False),

@@ -177,3 +177,18 @@ def test_a_replaced_line_leaves_no_partial_file(tmp_path):
         write_line(tmp_path / "phase", line)
 
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("phase", "short")]
+
+
+def test_a_mismatch_over_its_limit_is_counted_in_the_row_and_warned_of(directory, caplog):
+    recorder = record(directory, RunState(warm_start_step=2, step=2))
+    mismatch = {"training/token_mult_prob_error": Mean(1.2, 1.0), "training/gen_kl_error": Mean(1e-5, 1.0)}
+    recorder.write("train", 3, mismatch)
+    recorder.write("train", 4, {"training/token_mult_prob_error": Mean(1.01, 1.0)})
+    recorder.write("train", 5, {"actor/loss": Mean(1.0, 1.0)})
+    recorder.close()
+
+    *_, third, fourth, fifth = read_rows(directory.metrics)
+    assert (third["metrics"]["training/mismatch_alarms"], fourth["metrics"]["training/mismatch_alarms"]) == (1, 0)
+    assert "training/mismatch_alarms" not in fifth["metrics"]
+    (warning,) = caplog.messages
+    assert warning.startswith("step 3: training/token_mult_prob_error is 1.2, ")

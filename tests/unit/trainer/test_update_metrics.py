@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
+from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
 from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics
+from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics, mismatch_metrics
 from tests.unit.trainer.test_token_reservoir import example
 
 LOG_RATIO = [0.5, -1.0, 0.1, float("nan"), 3.0]
@@ -65,3 +66,12 @@ def test_lengths_are_means_over_the_trajectories_of_each_sign_that_count():
         "response_length/positive": 3.0,
     }
     assert math.isnan(scalars(length_metrics(examples[1:]))["response_length/positive"])
+
+
+def test_mismatch_is_reported_as_means_over_the_tokens_that_both_sides_have():
+    sums = mismatch_sums(torch.tensor([0.5, 0.2, math.nan]).log(), torch.tensor([0.25, 0.3, 0.1]).log())
+    found = scalars(mismatch_metrics(sums))
+
+    assert found["training/token_mult_prob_error"] == pytest.approx((2 + 3 / 2) / 2, rel=1e-6)
+    assert found["training/sampling_importance_ratio"] == pytest.approx((2 + 2 / 3) / 2, rel=1e-6)
+    assert found["training/gen_kl_error"] == pytest.approx((1 - math.log(2) - 1 / 3 - math.log(2 / 3)) / 2, rel=1e-6)
