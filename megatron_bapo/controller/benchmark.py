@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_bapo.config.checks import differences, prompt_source_problems
 from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
-from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished
 from megatron_bapo.controller.evaluated_model import EvaluatedModel, find_model
@@ -176,7 +176,7 @@ def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject:
         for name, now in asdict(subject).items()
         if getattr(old, name) != now
     ]
-    conflicts += differences(load_as(EvalConfig, directory.config), config, FREE_ON_RESUME)
+    conflicts += differences(load_section(EvalConfig, directory.config), config, FREE_ON_RESUME)
     if conflicts:
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         raise UserError(

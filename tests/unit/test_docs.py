@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from megatron_bapo.cli import app
 from megatron_bapo.config.evaluation import EvalConfig
-from megatron_bapo.config.loading import load_as, load_config
+from megatron_bapo.config.loading import load_config, load_section
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -49,7 +49,7 @@ def check_program(arguments: list[str]) -> None:
     if config is None or not (ROOT / config).is_file():
         return
     if name == "eval":
-        load_as(EvalConfig, ROOT / config, parameters["overrides"] or [])
+        load_section(EvalConfig, ROOT / config, parameters["overrides"] or [])
     else:
         load_config(ROOT / config, parameters["overrides"] or [])
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_bapo.cli import app
 from megatron_bapo.config.evaluation import EvalConfig
-from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import CreateModelConfig
 from megatron_bapo.controller.benchmark import BenchmarkDirectory, Subject
 from megatron_bapo.controller.evaluated_model import find_model
@@ -48,7 +48,7 @@ def evaluate(folder: Path, *arguments: str):
 
 def interrupted(folder: Path, *, n: int = 2) -> None:
     """What an evaluation leaves that ended after its last answer: the first one of each problem is right."""
-    config = load_as(EvalConfig, folder / "eval.yaml")
+    config = load_section(EvalConfig, folder / "eval.yaml")
     prompts = load_prompts(config.data.validation, name="validation", system_prompt=None).prompts
     directory = BenchmarkDirectory(config.run_dir)
     directory.root.mkdir()
