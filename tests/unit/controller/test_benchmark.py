@@ -175,6 +175,18 @@ def test_other_problems_or_other_weights_under_the_same_name_are_refused(folder:
     assert "  model: " not in result.stderr
 
 
+def test_a_converted_checkpoint_is_not_taken_for_another(folder: Path) -> None:
+    """Before the first answer anything may still change, but the model that hf/ was made of."""
+    interrupted(folder)
+    (folder / "eval" / "answers.jsonl").unlink()
+    assert evaluate(folder, "--dry-run", "seed=3", "model.dtype=bfloat16").exit_code == 0
+    (folder / "eval" / "hf").mkdir()
+    assert evaluate(folder, "--dry-run", "seed=3").exit_code == 0
+    result = evaluate(folder, "--dry-run", "model.dtype=bfloat16")
+    assert result.exit_code == 2
+    assert "dtype: float32 in the run directory, bfloat16 now" in result.stderr
+
+
 def test_a_training_runs_folder_is_not_written_to(folder: Path) -> None:
     (folder / "eval").mkdir()
     (folder / "eval" / "metrics.jsonl").touch()
