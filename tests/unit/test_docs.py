@@ -72,7 +72,8 @@ def check_tool(monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_in_the_docs_is_understood(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = shlex.split(COMMANDS[name].split(" > ")[0], comments=True)
+    line = re.sub(r" N$", " 2", COMMANDS[name].split(" > ")[0])  # a number of the reader's
+    words = shlex.split(line, comments=True)
     if words[0] == "make":
         assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in words[1:])
     elif words[1] == "-m":
