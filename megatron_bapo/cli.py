@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config, check_planned
 from megatron_bapo.config.evaluation import EvalConfig
-from megatron_bapo.config.loading import load_as, load_config
+from megatron_bapo.config.loading import load_config, load_section
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.exit_codes import INTERRUPTED, RUN_ERROR, USER_ERROR
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
@@ -207,7 +207,7 @@ def evaluate(
     the same command continues, and with a higher evaluation.n it adds answers.
     """
     with messages():
-        resolved = load_as(EvalConfig, config, overrides or [])
+        resolved = load_section(EvalConfig, config, overrides or [])
         from megatron_bapo.controller.benchmark import run_benchmark
 
         code = run_benchmark(resolved, dry_run=dry_run, as_json=as_json)

@@ -21,12 +21,12 @@ from megatron_bapo.config.schema import (
 from megatron_bapo.config.section import Section
 
 FREE_ON_RESUME = (
-    *("run_dir", "model.path", "model.origin", "evaluation.n", "evaluation.k"),
+    *("run_dir", "model.path", "model.origin", "model.dtype", "evaluation.n", "evaluation.k"),
     *("reward.num_workers", "reward.timeout_s"),
     *(f"rollout.{name}" for name in EngineConfig.model_fields if name not in ("max_response_length", "quantization")),
 )
 """Keys that a continued evaluation may change: how many answers are wanted, and which machine gives them. That the
-model is the same is checked by its weights."""
+model is the same is checked by what it is made of."""
 
 
 class EvaluatedModelConfig(Section):

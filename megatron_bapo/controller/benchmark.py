@@ -24,7 +24,7 @@ from rich.console import Console
 from megatron_bapo.config.checks import differences, prompt_source_problems
 from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
-from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished
 from megatron_bapo.controller.evaluated_model import EvaluatedModel, find_model
@@ -58,6 +58,7 @@ class Subject:
     model: str
     weights: str
     """A digest of names, sizes and times of the model's files."""
+    dtype: str
     problems: str
     """A digest of prompts and ground truths."""
 
@@ -67,6 +68,7 @@ class Subject:
         return cls(
             str(model.weights.resolve()),
             _digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]),
+            model.dtype,
             _digest([[prompt.messages, prompt.ground_truth] for prompt in prompts]),
         )
 
@@ -113,17 +115,16 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
     with directory.locked():
         replace_text(directory.config, dump_config(config))
         replace_text(directory.subject, json.dumps(asdict(subject), indent=2))
-        with Interrupts() as interrupts:
-            model.convert(console)
-            if num_there < num and not interrupts.requested:
-                display = ProgressDisplay(num, unit="answer", line_every=max(1, num // _LINES), console=console)
-                with display:
-                    num_failed = _answer(config, model.serving(config), len(prompts), directory, display, interrupts)
-                if num_failed:
-                    raise RunError(
-                        f"{num_failed} of {num} answers are missing because engines failed at them; "
-                        f"{directory.set_aside} says why, and the same command tries them again"
-                    )
+        model.convert(console)
+        if num_there < num:
+            display = ProgressDisplay(num, unit="answer", line_every=max(1, num // _LINES), console=console)
+            with Interrupts() as interrupts, display:
+                num_failed = _answer(config, model.serving(config), len(prompts), directory, display, interrupts)
+            if num_failed:
+                raise RunError(
+                    f"{num_failed} of {num} answers are missing because engines failed at them; "
+                    f"{directory.set_aside} says why, and the same command tries them again"
+                )
         rows = directory.rows(n)
         if len(rows) < num:
             console.print(f"{len(rows)} of {num} answers are there. Stopped; continue with the same command.")
@@ -173,15 +174,17 @@ def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject:
     """Raises UserError when the directory holds something else, or answers of another evaluation."""
     if directory.metrics.exists() or directory.is_rollout_only:
         raise UserError(f"{directory.root} holds a training run; choose run_dir=<another folder> for the evaluation")
-    if not directory.answers.exists():
-        return
-    old = Subject(**json.loads(directory.subject.read_text()))
+    has_answers = directory.answers.exists()
+    if not has_answers and not directory.export.exists():
+        return  # nothing has been done that another evaluation could spoil
+    old, new = json.loads(directory.subject.read_text()), asdict(subject)
+    if not has_answers:  # but a checkpoint has been converted
+        del new["problems"]
     conflicts = [
-        f"{name}: {getattr(old, name)} in the run directory, {now} now"
-        for name, now in asdict(subject).items()
-        if getattr(old, name) != now
+        f"{name}: {old[name]} in the run directory, {now} now" for name, now in new.items() if old[name] != now
     ]
-    conflicts += differences(load_as(EvalConfig, directory.config), config, FREE_ON_RESUME)
+    if has_answers:
+        conflicts += differences(load_section(EvalConfig, directory.config), config, FREE_ON_RESUME)
     if conflicts:
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         raise UserError(
@@ -216,7 +219,8 @@ def _answer(
                     key = open_answers.popleft()
                     in_flight[key] = client.request_answer(*key)
                 time.sleep(POLL_S)
-                for key in finished(in_flight):
+                arrived = finished(in_flight)
+                for key in arrived:
                     scored: ScoredGroups | None = ask(in_flight.pop(key), SERVICE, _QUICK_S)
                     latest = time.monotonic()
                     if scored is None:
@@ -225,7 +229,7 @@ def _answer(
                     row = _row(key, scored)
                     sink.write(row)
                     total, num_done = total + row["reward"], num_done + 1
-                if latest > start and num_done:
+                if arrived and num_done:
                     metrics = {"critic/score/mean": total / num_done}
                     time_s = time.monotonic() - start
                     display.update({"step": num_done, "phase": "train", "time_s": time_s, "metrics": metrics})

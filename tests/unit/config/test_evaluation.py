@@ -5,7 +5,7 @@ import pytest
 
 from megatron_bapo.config.checks import differences
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
-from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.schema import Config, EvaluationConfig
 from megatron_bapo.errors import UserError
@@ -20,20 +20,20 @@ data: {validation: {path: aime.jsonl}}
 
 def load(folder: Path, *overrides: str) -> EvalConfig:
     (folder / "eval.yaml").write_text(CONFIG)
-    return load_as(EvalConfig, folder / "eval.yaml", overrides)
+    return load_section(EvalConfig, folder / "eval.yaml", overrides)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_evaluation_survives_being_written_out_and_is_named_as_its_run_directory(path, tmp_path):
-    config = load_as(EvalConfig, path)
+    config = load_section(EvalConfig, path)
     (tmp_path / "config.yaml").write_text(dump_config(config))
 
-    assert load_as(EvalConfig, tmp_path / "config.yaml") == config
+    assert load_section(EvalConfig, tmp_path / "config.yaml") == config
     assert config.run_dir == Path("runs/eval") / path.stem
 
 
 def test_the_papers_protocol_is_a_preset():
-    found = {path.stem: load_as(EvalConfig, path) for path in CONFIGS if path.stem.startswith("paper")}
+    found = {path.stem: load_section(EvalConfig, path) for path in CONFIGS if path.stem.startswith("paper")}
 
     assert {config.evaluation.n for config in found.values()} == {16}
     assert {config.evaluation.temperature for config in found.values()} == {0.6}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_bapo.cli import app
 from megatron_bapo.config.evaluation import EvalConfig
-from megatron_bapo.config.loading import dump_config, load_as
+from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import CreateModelConfig
 from megatron_bapo.controller.benchmark import BenchmarkDirectory, Subject
 from megatron_bapo.controller.evaluated_model import find_model
@@ -48,7 +48,7 @@ def evaluate(folder: Path, *arguments: str):
 
 def interrupted(folder: Path, *, n: int = 2) -> None:
     """What an evaluation leaves that ended after its last answer: the first one of each problem is right."""
-    config = load_as(EvalConfig, folder / "eval.yaml")
+    config = load_section(EvalConfig, folder / "eval.yaml")
     prompts = load_prompts(config.data.validation, name="validation", system_prompt=None).prompts
     directory = BenchmarkDirectory(config.run_dir)
     directory.root.mkdir()
@@ -173,6 +173,18 @@ def test_other_problems_or_other_weights_under_the_same_name_are_refused(folder:
     assert "  weights: " in result.stderr
     assert "  problems: " in result.stderr
     assert "  model: " not in result.stderr
+
+
+def test_a_converted_checkpoint_is_not_taken_for_another(folder: Path) -> None:
+    """Before the first answer anything may still change, but the model that hf/ was made of."""
+    interrupted(folder)
+    (folder / "eval" / "answers.jsonl").unlink()
+    assert evaluate(folder, "--dry-run", "seed=3", "model.dtype=bfloat16").exit_code == 0
+    (folder / "eval" / "hf").mkdir()
+    assert evaluate(folder, "--dry-run", "seed=3").exit_code == 0
+    result = evaluate(folder, "--dry-run", "model.dtype=bfloat16")
+    assert result.exit_code == 2
+    assert "dtype: float32 in the run directory, bfloat16 now" in result.stderr
 
 
 def test_a_training_runs_folder_is_not_written_to(folder: Path) -> None:

@@ -405,6 +405,20 @@ def test_what_ends_scoring_ends_the_take():
     run_in_virtual_time(main())
 
 
+def test_who_waits_beside_the_batches_is_told_what_ended_generation():
+    async def main() -> None:
+        world = World(settings())
+        waiting = asyncio.create_task(world.producer.failed())
+        await world.producer.take()
+        assert not waiting.done()
+        world.producer.fail(RunError("engine 0 did not come back"))
+        with pytest.raises(RunError, match="engine 0 did not come back"):
+            await waiting
+        await world.producer.close()
+
+    run_in_virtual_time(main())
+
+
 def test_worked_examples_come_from_the_same_stream_and_are_counted():
     async def main() -> None:
         world = World(settings())
