@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -94,6 +95,12 @@ def train(
     rollout_only: Annotated[
         bool, typer.Option("--rollout-only", help="Write rollouts of the initial model; no trainer is started.")
     ] = False,
+    num_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Run on the Ray cluster at RAY_ADDRESS when it has so many nodes; launch/ starts one."
+        ),
+    ] = None,
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
 
@@ -102,6 +109,8 @@ def train(
     with messages():
         if rollouts_from is not None and rollout_only:
             raise UserError("--rollouts-from needs no engines and --rollout-only no trainer; give one of them")
+        if rollout_only and num_nodes is not None:
+            raise UserError("--rollout-only runs on one machine; leave out --num-nodes")
         resolved = load_config(config, overrides or [])
         warnings = check_config(resolved)
         check_resumable(resolved, RunDirectory(resolved.run_dir), rollout_only=rollout_only)
@@ -113,9 +122,11 @@ def train(
 
             code = run_rollouts(resolved)
         else:
+            if num_nodes is not None:
+                os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # before Ray is loaded: it leaves the loopback
             from megatron_bapo.controller.launcher import run_training
 
-            code = run_training(resolved, rollouts_from)
+            code = run_training(resolved, rollouts_from, num_nodes)
     raise typer.Exit(code)
 
 

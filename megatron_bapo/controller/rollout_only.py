@@ -7,6 +7,7 @@ from contextlib import closing
 
 from rich.console import Console
 
+from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.evaluation import rollout_metrics
 from megatron_bapo.controller.exit_codes import INTERRUPTED
@@ -18,6 +19,7 @@ from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.data.rollout_files import RolloutHeader, read_header, rollout_files, write_rollouts
 from megatron_bapo.metrics.values import scalars
+from megatron_bapo.parallel.platform import visible_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -36,6 +38,7 @@ def run_rollouts(config: Config) -> int:
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked():
+        check_devices(config, len(visible_devices()))
         prepare(config, directory, prompts, rollout_only=True)
         display = ProgressDisplay(config.trainer.total_steps, console=console)
         with Interrupts() as interrupts, display:

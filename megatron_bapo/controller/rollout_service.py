@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, load_everywhere
+from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, EngineHome, load_everywhere
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.data.prompt_stream import PromptStream
@@ -34,7 +34,9 @@ _POLL_S = 0.2
 class RolloutService:
     """One per run. Its methods run one at a time, but for what they await."""
 
-    def __init__(self, config: Config, engines: dict[str, Any], starts: dict[str, Any], store: Path) -> None:
+    def __init__(
+        self, config: Config, engines: dict[str, Any], starts: dict[str, Any], homes: Sequence[EngineHome]
+    ) -> None:
         """`engines` are handles by name, `starts` the references that tell when each has started."""
         self._directory = RunDirectory(config.run_dir)
         redirect_output(self._directory.logs / "rollout-service.log")
@@ -56,7 +58,7 @@ class RolloutService:
                 self._stream, self._tokenized, self._router, self._scoring.score, self._decode, self._set_aside
             ),
         )
-        self._fleet = EngineFleet(config, engines, store)
+        self._fleet = EngineFleet(config, engines, homes)
         self._health = EngineHealth(
             self._router,
             self._fleet,

@@ -10,13 +10,14 @@
       └─ probe: engine's log-probs against the trainer's, or the run ends
     metrics, checkpoint
 
-Started by the launcher: torchrun -m megatron_bapo.controller.training_loop RUN_DIR --ray ADDRESS --store FOLDER
-With --rollouts-from FOLDER in place of --ray, groups come from files, and nothing is published.
+Started as controller/trainer_process.py says, by the launcher or on each of a cluster's nodes. With --rollouts-from
+FOLDER in place of --ray, groups come from files, and nothing is published.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
-from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import now_s, start_distributed
 from megatron_bapo.records import Trajectory
@@ -296,18 +297,33 @@ def _policy_lr(run: Run, done_in_step: int) -> float:
     return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)
 
 
-def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
-    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one.
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a rank is."""
 
-    `source` of the rollouts is the Ray cluster's address, or a folder of files.
-    """
-    directory = RunDirectory(config.run_dir)
-    start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
+    source: str | Path
+    """Of the rollouts: the Ray cluster's address, or a folder of files."""
+    store_folder: Path
+    """Of this host's weight store."""
+    address: str
+    """Of this host."""
+    host: int
+    """Its number in the plan of the weights' ways."""
+    engine_hosts: tuple[int, ...]
+
+
+def start_run(config: Config, place: Surroundings) -> Run:
+    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one."""
+    directory, source = RunDirectory(config.run_dir), place.source
+    on_one_machine = os.environ["GROUP_WORLD_SIZE"] == "1"  # torchrun's number of nodes
+    store_file = place.store_folder / "ranks" if on_one_machine else None
+    start_distributed(config.trainer.collective_timeout_s, store_file)
     groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
+    sender_hosts = gather_by_rank(place.host, groups)
     client = None
     if groups.is_main and isinstance(source, str):
-        connect(source)
-        client = RolloutClient(config)
+        connect(source, namespace=str(config.run_dir), node_address=place.address)
+        client = RolloutClient(config, [host for host in place.engine_hosts if host not in sender_hosts])
     turns = DeviceTurns(config, groups, client)
     worker = create_worker(config, config.model_path, groups)
     saved = directory.newest_checkpoint
@@ -318,23 +334,30 @@ def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
     if rollouts is not None and state.data:
         rollouts.restore_data_state(state.data)
     recorder = Recorder(config, directory, state) if groups.is_main else None
-    transport = weight_transport(worker, store_folder) if isinstance(source, str) else None
+    transport = None
+    if isinstance(source, str):
+        transport = weight_transport(worker, place.store_folder, sender_hosts, place.engine_hosts)
     return Run(config, directory, worker, transport, turns, state, rollouts, recorder)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One trainer rank; started by the launcher under torchrun.")
+    parser = argparse.ArgumentParser(description="One trainer rank, under torchrun.")
     parser.add_argument("run_dir", type=Path)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--ray", help="address of the run's Ray cluster")
     source.add_argument("--rollouts-from", type=Path, help="folder of rollouts to train on")
-    parser.add_argument("--store", required=True, type=Path, help="folder of the weight store")
+    parser.add_argument("--store", required=True, type=Path, help="folder of this host's weight store")
+    parser.add_argument("--address", required=True, help="of this host")
+    parser.add_argument("--host", required=True, type=int, help="this host's number among those that have weights")
+    parser.add_argument("--engine-hosts", required=True, type=int, nargs="*", help="numbers of the engines' hosts")
     arguments = parser.parse_args()
     directory = RunDirectory(arguments.run_dir)
     run = None
     try:
         config = load_config(directory.config, [])
-        run = start_run(config, arguments.ray or arguments.rollouts_from, arguments.store)
+        source = arguments.ray or arguments.rollouts_from
+        place = Surroundings(source, arguments.store, arguments.address, arguments.host, tuple(arguments.engine_hosts))
+        run = start_run(config, place)
         train(run)
     except Exception as error:  # the process border: the launcher shows the first rank's message
         traceback.print_exc()

@@ -28,8 +28,8 @@ def local_device() -> torch.device:
 def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     """Join the process group that torchrun describes in the environment: NCCL on GPUs, gloo on CPUs.
 
-    With `store_file` the ranks, all on this machine, meet in a file instead of a TCP store, which would listen on every
-    interface.
+    With `store_file` the ranks, all on this machine, meet in a file instead of torchrun's TCP store, which would listen
+    on every interface.
     """
     if has_gpu():
         torch.cuda.set_device(local_device())
