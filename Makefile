@@ -56,6 +56,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 test: check
+	@tools/install_cluster_packages.sh
 	$(BIN)/python -m pytest
 
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)

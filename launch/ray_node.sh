@@ -3,6 +3,7 @@
 #   RAY_ADDRESS          HOST:PORT of the head, a numeric address
 #   RAY_AUTH_TOKEN_PATH  file with the cluster's secret, for its owner only, on every node the same
 #   BAPO_NODE_ADDRESS    this node's address, or BAPO_INTERFACE, the network interface that has it; else the loopback's
+#                        (in a Slurm job from BAPO_NODE_ADDRESSES, a line "node address" for each)
 #   BAPO_ROLE            trainer, rollout or any (default): what the node is for
 #   BAPO_HEAD_TIMEOUT_S  a head that is silent for longer is given up, and Ray on this node ended (default 60)
 # Start it in the same directory on every node: relative paths of a run start there.
@@ -21,6 +22,9 @@ fi
 if [[ -z ${BAPO_NODE_ADDRESS:-} && -n ${BAPO_INTERFACE:-} ]]; then
     BAPO_NODE_ADDRESS=$(ip -4 -o address show dev "$BAPO_INTERFACE" | awk '{sub("/.*", "", $4); print $4; exit}')
     [[ -n $BAPO_NODE_ADDRESS ]] || fail "BAPO_INTERFACE=$BAPO_INTERFACE has no IPv4 address"
+fi
+if [[ -n ${BAPO_NODE_ADDRESSES:-} ]]; then
+    BAPO_NODE_ADDRESS=$(awk -v node="$SLURMD_NODENAME" '$1 == node {print $2}' <<<"$BAPO_NODE_ADDRESSES")
 fi
 address=${BAPO_NODE_ADDRESS:-127.0.0.1}
 role=${BAPO_ROLE:-any} limit_s=${BAPO_HEAD_TIMEOUT_S:-60}

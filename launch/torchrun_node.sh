@@ -18,7 +18,7 @@ fi
 export BAPO_NODE_ADDRESS=$head
 "${BASH_SOURCE[0]%/*}/ray_node.sh" >"${BAPO_RAY_LOG:-/dev/stderr}" 2>&1 &
 ray=$!
-trap 'kill -TERM "$ray" 2>/dev/null; wait "$ray"' EXIT
+trap 'kill -TERM "$ray" 2>/dev/null; wait "$ray" || true' EXIT
 "$python" -m megatron_bapo train "$@" --num-nodes "$NNODES" &
 run=$!
 trap 'kill -TERM "$run"' TERM INT HUP

@@ -17,11 +17,13 @@ from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config, check_planned
+from megatron_bapo.config.cluster import load_cluster
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.exit_codes import INTERRUPTED, RUN_ERROR, USER_ERROR
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.logs import last_lines
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of
@@ -38,6 +40,9 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Number of a Slurm job, which submit has printed.")]
+CLUSTERS = Path(__file__).parents[1] / "configs" / "clusters"
 
 app = typer.Typer(
     help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
@@ -192,6 +197,69 @@ def plan(
         else:
             fits = _print_memory_and_time(planned, where, as_json=as_json)
     raise typer.Exit(0 if fits else USER_ERROR)
+
+
+@app.command(
+    epilog="Examples: [bold]submit configs/recipes/qwen2.5-32b_16gpus.yaml --cluster h100 --dry-run[/] shows the job; "
+    "without --dry-run it is queued. It saves its state before the time limit or a preemption, and queues again."
+)
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="configs/clusters/NAME.yaml, or the path of such a file."),
+    ] = "h100",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show the job; submit nothing.")] = False,
+) -> None:
+    """Queue a training run with Slurm, after checking that it fits the cluster's GPUs (exit code 2 where not)."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        resolved, target = load_config(config, overrides or []), load_cluster(cluster, CLUSTERS)
+        warnings = submission.check_fits(resolved, target)
+        check_resumable(resolved, RunDirectory(resolved.run_dir))
+        job = submission.submission(resolved, config, overrides or [], target)
+        _print_plan(resolved, warnings)
+        typer.echo(job.shown())
+        if not dry_run:
+            number = submission.submit(job)
+            typer.echo(f"job {number}; `status {number}`, `logs {number}` and `cancel {number}` look after it")
+
+
+@app.command()
+def status(job: Job) -> None:
+    """Say what Slurm knows of a job."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        for name, value in submission.status(job).items():
+            typer.echo(f"{name:12} {value}")
+
+
+@app.command()
+def logs(
+    job: Job,
+    num_lines: Annotated[int, typer.Option("--lines", min=1, help="Of the end of each log.")] = 20,
+) -> None:
+    """Show the ends of a job's logs: its own, and Ray's of every node."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        for path in submission.logs(job):
+            typer.echo(f"{path}:\n{last_lines(path, num_lines)}")
+
+
+@app.command()
+def cancel(
+    job: Job,
+    now: Annotated[bool, typer.Option("--now", help="End it without saving its state.")] = False,
+) -> None:
+    """Have a job save its state and end; the same submit continues it."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        submission.cancel(job, now=now)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -40,13 +40,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises UserError for a file that cannot be read or parsed, and one that lists every unknown key and wrong value.
     """
+    return load_section(Config, path, overrides)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def load_section(section: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
+    """The same for a file that is another section."""
     document = _read(Path(path), ())
     for override in overrides:
         document = _merge(document, _parse_override(override))
     try:
-        return Config.model_validate(document)
+        return section.model_validate(document)
     except ValidationError as error:
-        problems = [f"  {_problem(details)}" for details in error.errors(include_url=False)]
+        problems = [f"  {_problem(details, section)}" for details in error.errors(include_url=False)]
     source = " ".join([str(path), *(f"with {override}" for override in overrides)])
     plural = "s" if len(problems) > 1 else ""
     raise UserError("\n".join([f"{source}: {len(problems)} problem{plural}", *problems]))
@@ -140,12 +148,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     return value
 
 
-def _problem(error: ErrorDetails) -> str:
+def _problem(error: ErrorDetails, root: type[Section]) -> str:
     """One line: dotted key, value, rule, way out."""
     location = tuple(map(str, error["loc"]))
     key, kind, value = ".".join(location), error["type"], error["input"]
     if kind == "extra_forbidden":
-        return f"{key}={_shown(value)}: unknown key; {_nearest(location)}"
+        return f"{key}={_shown(value)}: unknown key; {_nearest(location, root)}"
     if kind == "missing":
         return f"{key}: {_RULES['missing']}; give it a value"
     if kind == "value_error":
@@ -157,18 +165,18 @@ def _problem(error: ErrorDetails) -> str:
     return f"{key}={_shown(value)}: {rule}" + ("; remove the key for its default" if value is None else "")
 
 
-def _nearest(location: tuple[str, ...]) -> str:
+def _nearest(location: tuple[str, ...], root: type[Section]) -> str:
     """Where an unknown key may have been meant to stand: in its own section, else in any other."""
     *parents, name = location
     if "." in name:
         return "dotted keys are for the command line; in a file, nest the sections"
-    section: type[Section] = Config
+    section = root
     for parent in parents:
         section = _subsection(section, parent) or section
     here = difflib.get_close_matches(name, section.model_fields, n=1)
     if here:
         return f"did you mean {'.'.join([*parents, *here])}?"
-    known = list(_dotted_keys(Config))
+    known = list(_dotted_keys(root))
     last_parts = {key.rpartition(".")[2] for key in known}
     near = name if name in last_parts else "".join(difflib.get_close_matches(name, last_parts, n=1, cutoff=0.8))
     elsewhere = [key for key in known if key.rpartition(".")[2] == near]

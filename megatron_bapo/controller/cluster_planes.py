@@ -11,6 +11,7 @@ A host that has all trainer ranks shares its store with its engines; other engin
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator
             f"weight_sync.transport={config.weight_sync.transport} works within one machine; set transport=store, "
             "which brings weights from host to host"
         )
+    _wait_for_head(address)
     connect(address, str(config.run_dir), os.environ.get("BAPO_NODE_ADDRESS"))
     try:
         found = _wait_for_nodes(num_nodes, address)
@@ -68,6 +70,24 @@ def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator
         yield placement
     finally:
         disconnect()
+
+
+def _wait_for_head(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + NODES_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_POLL_S).close()
+        except ValueError:
+            raise UserError(f"RAY_ADDRESS={address} must be HOST:PORT of the cluster's head") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"Ray's head at {address} did not answer within {NODES_TIMEOUT_S:.0f} s ({error}); see its log"
+                ) from None
+            time.sleep(_POLL_S)
+        else:
+            return
 
 
 def _wait_for_nodes(num: int, address: str) -> list[Node]:
