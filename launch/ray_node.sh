@@ -58,7 +58,7 @@ setsid "$python" -m ray.scripts.scripts start "${options[@]}" & # a session of i
 ray=$!
 
 end() {
-    trap '' TERM INT HUP
+    trap '' TERM INT HUP USR2
     kill -TERM "$ray" 2>/dev/null || true
     for _ in {1..30}; do kill -0 "$ray" 2>/dev/null || break; sleep 0.5; done
     pkill -KILL --session "$ray" || true
@@ -69,7 +69,7 @@ end() {
     done
 }
 trap end EXIT
-trap 'exit 143' TERM INT HUP
+trap 'exit 143' TERM INT HUP USR2
 
 last=$SECONDS
 while kill -0 "$ray" 2>/dev/null; do

@@ -26,6 +26,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SwitchType=switch/none
+SchedulerParameters=bf_interval=1
 MpiDefault=none
 ReturnToService=2
 SlurmctldPort=17910
