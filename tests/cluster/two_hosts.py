@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,7 +22,7 @@ SlurmctldHost={hostname}({first})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={munge}/socket
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -134,13 +135,14 @@ class SlurmCluster:
 def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
     """With munged, slurmctld and two slurmd of its own: configuration, state and sockets are in `folder`."""
     cluster = SlurmCluster(hosts, folder)
-    for name in ("munge", "state", "spool-n1", "spool-n2"):
+    for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(parents=True)
-    shutil.chown(folder / "munge", "munge", "munge")
+    munge = Path(tempfile.mkdtemp(prefix="bapo-munge-"))  # where its user may go
+    munge.chmod(0o755)
+    shutil.chown(munge, "munge", "munge")
     first, second = hosts.addresses
-    settings = SLURM_CONF.format(hostname=socket.gethostname(), first=first, second=second, folder=folder)
+    settings = SLURM_CONF.format(hostname=socket.gethostname(), first=first, second=second, folder=folder, munge=munge)
     (folder / "slurm.conf").write_text(settings)
-    munge = folder / "munge"
     try:
         cluster.start(
             "munged",
@@ -170,3 +172,5 @@ def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
                 daemon.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 os.killpg(daemon.pid, signal.SIGKILL)
+                daemon.wait()
+        shutil.rmtree(munge)
