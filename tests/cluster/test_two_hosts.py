@@ -193,10 +193,14 @@ def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, config: Path, targe
     wait_for_step(run_dir, 6, run_dir)  # one behind a checkpoint
     for pid in cluster.hosts.processes(1):
         os.kill(pid, signal.SIGKILL)
-    wait_for_state(cluster, job, "FAILED", LOSS_LIMIT_S)
-    shown = bapo(cluster, "logs", job)
-    assert f"node {cluster.hosts.addresses[1]} is lost" in shown
-    cluster.start_node(1)
+    log, message = run_dir / "slurm" / f"{job}.log", f"node {cluster.hosts.addresses[1]} is lost"
+    deadline = time.monotonic() + LOSS_LIMIT_S
+    while message not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+    cluster.start_node(1)  # Slurm, too, waits for it
+    wait_for_state(cluster, job, "FAILED", 2 * LOSS_LIMIT_S)
+    assert message in bapo(cluster, "logs", job)
     cluster.wait_for("2 idle", "sinfo", "--noheader", "--format=%D %t")
 
 

@@ -35,7 +35,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
-SlurmdTimeout=10
+SlurmdTimeout=300
 KillWait=5
 MessageTimeout=10
 NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
@@ -100,6 +100,8 @@ class SlurmCluster:
         self.daemons: dict[str, subprocess.Popen] = {}
 
     def start(self, name: str, *command: str) -> None:
+        if name in self.daemons:
+            self.daemons[name].wait(timeout=10)
         with (self.folder / f"{name}.log").open("ab") as log:
             self.daemons[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **self.environment}, start_new_session=True
