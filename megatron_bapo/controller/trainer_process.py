@@ -48,16 +48,9 @@ class TrainerNode:
 
 def start_trainer(node: TrainerNode, store: Path, log_file: Path) -> psutil.Popen:
     """Torchrun in a session of its own, so that Ctrl-C reaches only the launcher; it ends with this process."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(node.num_ranks)),
-        *("--rdzv-backend", "c10d", "--local-addr", node.address, *_meeting(node, store)),
-        *("-m", "megatron_bapo.controller.training_loop", str(node.run_dir), *node.source),
-        *("--store", str(store), "--address", node.address),
-        *("--host", str(node.host), "--engine-hosts", *map(str, node.engine_hosts)),
-    ]
     with log_file.open("ab") as log:
         return psutil.Popen(
-            command,
+            torchrun(node, store),
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -65,6 +58,17 @@ def start_trainer(node: TrainerNode, store: Path, log_file: Path) -> psutil.Pope
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
+
+
+def torchrun(node: TrainerNode, store: Path) -> list[str]:
+    """The command line; `store` is the folder of the machine's weight store."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(node.num_ranks)),
+        *("--rdzv-backend", "c10d", "--local-addr", node.address, *_meeting(node, store)),
+        *("-m", "megatron_bapo.controller.training_loop", str(node.run_dir), *node.source),
+        *("--store", str(store), "--address", node.address),
+        *("--host", str(node.host), "--engine-hosts", *map(str, node.engine_hosts)),
+    ]
 
 
 def _meeting(node: TrainerNode, store: Path) -> Sequence[str]:
