@@ -18,27 +18,18 @@ import psutil
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
+from tests.e2e.test_training import CONFIG as SMALLEST
 from tests.tolerances import ENGINE_LOG_PROB
 
+# Nulls take back what the smallest run of tests/e2e has.
 CONFIG = """
-run_dir: {run_dir}
-model:
-  dtype: float32
-  create: {{num_hidden_layers: 2, hidden_size: 64, intermediate_size: 128, num_attention_heads: 2,
-           num_key_value_heads: 2, head_dim: 32}}
-parallel: {{world_size: 2, tensor_model_parallel_size: 2, sequence_parallel: true}}
-data:
-  chat_template: false
-  max_prompt_length: 24
-  train:
-    reasoning_gym: {{chain_sum: {{min_terms: 2, max_terms: 2, min_digits: 1, max_digits: 1}}}}
-    size: 60
-reward: {{type: reasoning_gym}}
-rollout: {{n: 4, max_response_length: 4}}
-trainer: {{total_steps: {total_steps}, train_batch_size: 16, ppo_mini_batch_size: 8, max_tokens_per_gpu: 128}}
-optimizer: {{lr: 1.0e-3}}
-checkpoint: {{every_steps: 5}}
-weight_sync: {{full_every: 2}}
+extends: smallest.yaml
+data: {validation: null}
+warm_start: null
+trainer: {total_steps: 100000, train_batch_size: 16, ppo_mini_batch_size: 8}
+checkpoint: {every_steps: 5}
+weight_sync: {full_every: 2}
+logging: {dump_rollouts: null}
 """
 CLUSTER = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signal_s: 60}"
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -57,6 +48,13 @@ ENVIRONMENT = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "4",
 }
+
+
+def write_config(folder: Path, run_dir: Path) -> Path:
+    (folder / "smallest.yaml").write_text(SMALLEST.format(run_dir=run_dir))
+    config = folder / "config.yaml"
+    config.write_text(CONFIG)
+    return config
 
 
 def train_steps(run_dir: Path) -> list[int]:
@@ -90,14 +88,13 @@ def test_a_cut_cable_ends_the_run_on_both_hosts_with_the_name_of_the_lost_one(ho
     run_dir, token, stores_before = tmp_path / "run", tmp_path / "token", weight_stores()
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(run_dir=run_dir, total_steps=100_000))
+    config = write_config(tmp_path, run_dir)
     nodes = []
     for rank, address in enumerate(hosts.addresses):
         environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "6391"}
         environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
         with (tmp_path / f"node-{rank}.log").open("wb") as log:
-            command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), str(config), "trainer.total_steps=100000"]
+            command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), str(config)]
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT | environment, cwd=tmp_path))
     wait_for_step(run_dir, 2, tmp_path)
     processes = on_both(hosts)
@@ -161,8 +158,8 @@ def test_a_slurm_job_ends_with_its_node_and_is_preempted_and_continues_to_its_la
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o755)
-    run_dir, config = tmp_path / "run", tmp_path / "config.yaml"
-    config.write_text(CONFIG.format(run_dir=run_dir, total_steps=100_000))
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, run_dir)
     (tmp_path / "two_nodes.yaml").write_text(CLUSTER)
     target = ("--cluster", tmp_path / "two_nodes.yaml")
     stores_before = weight_stores()
