@@ -59,6 +59,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 test: check $(GPU_MEGATRON_SITE)/.complete
+	@tools/install_cluster_packages.sh
 	$(BIN)/python -m pytest
 
 $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,12 +17,14 @@ from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.checks import check_config, check_planned
+from megatron_bapo.config.cluster import load_cluster
 from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.loading import load_config, load_section
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.exit_codes import INTERRUPTED, RUN_ERROR, USER_ERROR
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.logs import last_lines
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
 from megatron_bapo.planning.known_models import architecture_of
@@ -41,6 +44,9 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Number of a Slurm job, which submit has printed.")]
+CLUSTERS = Path(__file__).parents[1] / "configs" / "clusters"
 
 app = typer.Typer(
     help="BAPO reinforcement learning for reasoning models, on Megatron-Core, vLLM and Ray.\n\n"
@@ -98,6 +104,12 @@ def train(
     rollout_only: Annotated[
         bool, typer.Option("--rollout-only", help="Write rollouts of the initial model; no trainer is started.")
     ] = False,
+    num_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Run on the Ray cluster at RAY_ADDRESS when it has so many nodes; launch/ starts one."
+        ),
+    ] = None,
 ) -> None:
     """Train, or continue a run directory that was interrupted from its last complete checkpoint.
 
@@ -106,6 +118,8 @@ def train(
     with messages():
         if rollouts_from is not None and rollout_only:
             raise UserError("--rollouts-from needs no engines and --rollout-only no trainer; give one of them")
+        if rollout_only and num_nodes is not None:
+            raise UserError("--rollout-only runs on one machine; leave out --num-nodes")
         resolved = load_config(config, overrides or [])
         warnings = check_config(resolved)
         check_resumable(resolved, RunDirectory(resolved.run_dir), rollout_only=rollout_only)
@@ -117,9 +131,11 @@ def train(
 
             code = run_rollouts(resolved)
         else:
+            if num_nodes is not None:
+                os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # before Ray is loaded: it leaves the loopback
             from megatron_bapo.controller.launcher import run_training
 
-            code = run_training(resolved, rollouts_from)
+            code = run_training(resolved, rollouts_from, num_nodes)
     raise typer.Exit(code)
 
 
@@ -212,6 +228,69 @@ def evaluate(
 
         code = run_benchmark(resolved, dry_run=dry_run, as_json=as_json)
     raise typer.Exit(code)
+
+
+@app.command(
+    epilog="Examples: [bold]submit configs/recipes/qwen2.5-32b_16gpus.yaml --cluster h100 --dry-run[/] shows the job; "
+    "without --dry-run it is queued. It saves its state before the time limit or a preemption, and queues again."
+)
+def submit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="configs/clusters/NAME.yaml, or the path of such a file."),
+    ] = "h100",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and show the job; submit nothing.")] = False,
+) -> None:
+    """Queue a training run with Slurm, after checking that it fits the cluster's GPUs (exit code 2 where not)."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        resolved, target = load_config(config, overrides or []), load_cluster(cluster, CLUSTERS)
+        warnings = submission.check_fits(resolved, target)
+        check_resumable(resolved, RunDirectory(resolved.run_dir))
+        job = submission.submission(resolved, config, overrides or [], target)
+        _print_plan(resolved, warnings)
+        typer.echo(job.shown())
+        if not dry_run:
+            number = submission.submit(job)
+            typer.echo(f"job {number}; `status {number}`, `logs {number}` and `cancel {number}` look after it")
+
+
+@app.command()
+def status(job: Job) -> None:
+    """Say what Slurm knows of a job."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        for name, value in submission.status(job).items():
+            typer.echo(f"{name:12} {value}")
+
+
+@app.command()
+def logs(
+    job: Job,
+    num_lines: Annotated[int, typer.Option("--lines", min=1, help="Of the end of each log.")] = 20,
+) -> None:
+    """Show the ends of a job's logs: its own, and Ray's of every node."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        for path in submission.logs(job):
+            typer.echo(f"{path}:\n{last_lines(path, num_lines)}")
+
+
+@app.command()
+def cancel(
+    job: Job,
+    now: Annotated[bool, typer.Option("--now", help="End it without saving its state.")] = False,
+) -> None:
+    """Have a job save its state and end; the same submit continues it."""
+    from megatron_bapo.controller import submission
+
+    with messages():
+        submission.cancel(job, now=now)
 
 
 @app.command()

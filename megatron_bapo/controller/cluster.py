@@ -1,4 +1,4 @@
-"""Ray on this machine: starting it, placing actors on it, and asking them with a time limit."""
+"""Ray: starting it on this machine or joining one that runs, placing actors, and asking them with a time limit."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from typing import Any, TypeVar
 # third keeps it from having actors stand back behind the trainer (Ray's default niceness is 15), the fourth keeps no
 # history of calls, which grows by 3 KB with each.
 os.environ.update(
-    RAY_AUTH_MODE="token",
-    RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-    RAY_worker_niceness="0",
-    RAY_task_events_report_interval_ms="0",
+    {
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_worker_niceness": "0",
+        "RAY_task_events_report_interval_ms": "0",
+    }
 )
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_bapo.errors import RunError, UserError
 
 Name = TypeVar("Name", bound=Hashable)
-NAMESPACE = "megatron-bapo"
+SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Where it is 1, Ray's servers listen for other machines."""
 MAX_RETRIES = 3
 """Of a call whose actor died under it, where the actor may be started again."""
 MAX_CALLS = 100_000
@@ -38,11 +43,13 @@ class ActorDied(RunError):
 
 
 @contextmanager
-def local_cluster(num_actors: int, object_store_mib: int) -> Iterator[str]:
+def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Iterator[str]:
     """A Ray cluster of this process on the loopback interface, with token authentication; yields its address.
 
     The token is made here and travels to the trainer in its environment, never in arguments or logs.
     """
+    if os.environ[SEVERAL_MACHINES] != "0":
+        raise UserError(f"{SEVERAL_MACHINES} would have Ray listen on every interface; unset it, or give --num-nodes")
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ.pop("RAY_ADDRESS", None)
     ray.init(
@@ -50,7 +57,7 @@ def local_cluster(num_actors: int, object_store_mib: int) -> Iterator[str]:
         num_cpus=num_actors,
         object_store_memory=object_store_mib << 20,
         include_dashboard=False,
-        namespace=NAMESPACE,
+        namespace=namespace,
         log_to_driver=False,
         logging_level=logging.ERROR,
         _node_ip_address="127.0.0.1",
@@ -61,26 +68,49 @@ def local_cluster(num_actors: int, object_store_mib: int) -> Iterator[str]:
         ray.shutdown()
 
 
-def connect(address: str) -> None:
-    """Join the cluster at `address` from another process of this run."""
-    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+def nodes() -> list[dict[str, Any]]:
+    """Those of the cluster that are alive, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def disconnect() -> None:
+    """Leave the cluster; actors that this process has placed end."""
+    ray.shutdown()
+
+
+def connect(address: str, namespace: str, node_address: str | None = None) -> None:
+    """Join the cluster at `address`; `node_address` tells which of its nodes this machine is, where it has several.
+
+    Actors of one namespace find each other by name: that of a run is its directory.
+    """
+    here: dict[str, Any] = {} if node_address is None else {"_node_ip_address": node_address}
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **here)
 
 
 def place(
-    actor_class: type, *args: Any, name: str, environment: dict[str, str] | None = None, stateless: bool = False
+    actor_class: type,
+    *args: Any,
+    name: str,
+    environment: dict[str, str] | None = None,
+    node_id: str | None = None,
+    stateless: bool = False,
+    **kwargs: Any,
 ) -> Any:
-    """Start an actor of a plain class, without waiting for it.
+    """Start an actor of a plain class, without waiting for it; with `node_id` on that node or nowhere.
 
     A stateless one that dies is started again, and what it was asked is asked again.
     """
     options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    if node_id is not None:
+        # What runs where is decided in placement.py, by GPUs; Ray's count of cores has no say.
+        options |= {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     if stateless:
         options |= {"max_restarts": -1, "max_task_retries": MAX_RETRIES}
     if any(map(inspect.iscoroutinefunction, vars(actor_class).values())):
         # Calls that only wait for others cost nothing, and Ray's own limit would hold probes back behind a thousand
         # requests. An actor without coroutines would get so many threads.
         options["max_concurrency"] = MAX_CALLS
-    return ray.remote(actor_class).options(**options).remote(*args)
+    return ray.remote(actor_class).options(**options).remote(*args, **kwargs)
 
 
 def kill(actor: Any) -> None:
@@ -90,7 +120,7 @@ def kill(actor: Any) -> None:
 
 def find(name: str) -> Any:
     """An actor that was placed under this name."""
-    return ray.get_actor(name, namespace=NAMESPACE)
+    return ray.get_actor(name)
 
 
 def finished(references: Mapping[Name, Any]) -> list[Name]:

@@ -221,7 +221,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[Finding]:
         advice = "export no_proxy=127.0.0.1,localhost: this machine's own connections must not take the proxy"
         found.append(Finding("environment", "warning", f"set: {', '.join(names)}", advice))
     if variables.get("RAY_ADDRESS"):
-        advice = "unset RAY_ADDRESS; a run starts its own Ray and leaves other clusters alone"
+        advice = "unset RAY_ADDRESS; without --num-nodes a run starts its own Ray and leaves other clusters alone"
         found.append(Finding("environment", "warning", "set: RAY_ADDRESS", advice))
     if variables.get("RAY_AUTH_MODE", "token") != "token":
         advice = "unset RAY_AUTH_MODE; a run always uses token authentication"

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ActorDied, answer, kill, place
 from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.controller.trainer_process import kill as kill_processes
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import engine_route
-from megatron_bapo.parallel.platform import visible_devices
-from megatron_bapo.rollout.engine import INITIAL_VERSION, Engine, EngineFacts, engine_devices, engine_environment
+from megatron_bapo.rollout.engine import INITIAL_VERSION, Engine, EngineFacts, engine_environment
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest, SequenceScore
 from megatron_bapo.rollout.weight_probe import WeightProbe
 
@@ -27,21 +26,35 @@ _GRACE_S = 60.0
 """An engine has the limit of a request itself; this much later nothing will come any more."""
 
 
-def place_engine(config: Config, index: int, store: Path, name: str) -> tuple[Any, Any]:
+@dataclass(frozen=True)
+class EngineHome:
+    """Where an engine runs, also one that takes its place."""
+
+    store: Path
+    """The folder of its host's weight store."""
+    devices: tuple[str, ...]
+    """The GPUs that it sees."""
+    node_id: str | None = None
+    """None on the machine of a run that has only one."""
+    agent: Any = None
+    """Handle of the `NodeAgent` of its machine, where that may be another one."""
+
+
+def place_engine(config: Config, index: int, home: EngineHome, name: str) -> tuple[Any, Any]:
     """Start an engine without waiting for it: its handle, and the reference that tells when it has started.
 
-    `index` says which GPUs and weights are its own.
+    `index` says which weights are its own.
     """
     log_file = RunDirectory(config.run_dir).logs / f"{name.replace(' ', '-')}.log"
-    seen = engine_devices(config, index, visible_devices())
-    handle = place(Engine, log_file, name=name, environment=engine_environment(seen))
+    environment = engine_environment(home.devices)
+    handle = place(Engine, log_file, name=name, environment=environment, node_id=home.node_id)
     start = handle.start.remote(
         config.model_path.absolute(),
         config.rollout,
         config.model.dtype,
         max_model_len=config.max_model_len,
         seed=config.seed,
-        route=engine_route(config, store, index),
+        route=engine_route(config, home.store, index),
     )
     return handle, start
 
@@ -101,9 +114,9 @@ class EngineActor:
 class EngineFleet:
     """The run's engines by name, and the policy version that all of them have to have."""
 
-    def __init__(self, config: Config, handles: dict[str, Any], store: Path) -> None:
+    def __init__(self, config: Config, handles: dict[str, Any], homes: Sequence[EngineHome]) -> None:
         self._config = config
-        self._store = store
+        self._homes = homes
         self._indexes = {name: index for index, name in enumerate(handles)}
         self._actors = {name: EngineActor(name, handle, config.rollout) for name, handle in handles.items()}
         self._facts: dict[str, EngineFacts] = {}
@@ -129,7 +142,7 @@ class EngineFleet:
             raise RunError(f"with rollout.sleep_level={rollout.sleep_level} the GPUs may be the trainer's now")
         self._kill(name)
         new_name = f"{name} restart {next(self._restarts)}"
-        handle, start = place_engine(self._config, self._indexes[name], self._store, new_name)
+        handle, start = place_engine(self._config, self._indexes[name], self._home(name), new_name)
         self._actors[name] = EngineActor(name, handle, self._config.rollout)
         return await self.started(name, start)
 
@@ -143,9 +156,13 @@ class EngineFleet:
     def _kill(self, name: str) -> None:
         kill(self._actors[name].handle)
         # A stopped process cannot end itself, and vLLM's own outlive an engine that was killed.
-        facts = self._facts.pop(name, None)
-        for pid, create_time in facts.processes if facts else ():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.create_time() == create_time:
-                    process.kill()
+        facts, agent = self._facts.pop(name, None), self._home(name).agent
+        if facts is None:
+            return
+        if agent is None:
+            kill_processes(facts.processes)
+        else:
+            agent.kill.remote(facts.processes)
+
+    def _home(self, name: str) -> EngineHome:
+        return self._homes[self._indexes[name]]

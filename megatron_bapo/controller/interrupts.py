@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM and a closed terminal: the first asks for a clean stop, the second ends at once."""
+"""Ctrl-C, SIGTERM, SIGUSR1 (from a scheduler) and a closed terminal: the first asks for a clean stop, the second ends
+at once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

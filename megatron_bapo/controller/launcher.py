@@ -1,4 +1,4 @@
-"""Starts a run on one machine: Ray with the engines and the rollout service, and the trainer under torchrun.
+"""Starts a run, on one machine or a cluster: engines and rollout service under Ray, and the trainer under torchrun.
 
 The launcher trains nothing. It validates, starts both planes, shows what the trainer records, and makes sure that
 nothing is left running, however the run ends.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 from rich.console import Console
@@ -23,10 +21,20 @@ from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config, MismatchAlarmsConfig
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
-from megatron_bapo.controller.engine_fleet import place_engine
+from megatron_bapo.controller.cluster_planes import (
+    Hosts,
+    create_stores,
+    engine_homes,
+    joined_cluster,
+    node_agents,
+    place_relays,
+    start_trainers,
+)
+from megatron_bapo.controller.engine_fleet import EngineHome, place_engine
 from megatron_bapo.controller.exit_codes import INTERRUPTED
-from megatron_bapo.controller.host_store import HOST_STORE, STORE_SERVER, HostStore
-from megatron_bapo.controller.interrupts import Interrupts, end_with_parent
+from megatron_bapo.controller.host_store import place_host_store, server_name
+from megatron_bapo.controller.interrupts import Interrupts
+from megatron_bapo.controller.placement import RunPlacement
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import check_files
@@ -34,11 +42,14 @@ from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
+from megatron_bapo.controller.trainer_process import LOOPBACK, TrainerNode, end, start_trainer
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
+from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
+from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -47,10 +58,11 @@ POLL_S = 0.25
 STOPPING = "stopping after the current step; Ctrl-C again ends at once"
 
 
-def run_training(config: Config, rollouts_from: Path | None = None) -> int:
+def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: int | None = None) -> int:
     """Run or continue `config.run_dir`; the exit code, 130 after an interruption that can be resumed.
 
-    With `rollouts_from` that folder's files are trained on, and no engine is started.
+    With `rollouts_from` that folder's files are trained on, and no engine is started. With `num_nodes` the run is on
+    the Ray cluster at RAY_ADDRESS, as soon as that has so many nodes.
 
     Raises UserError and RunError, each with a complete message.
     """
@@ -60,15 +72,20 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
         console.print(note)
     directory = RunDirectory(config.run_dir)
     directory.create()
-    with directory.locked():
-        prepare(config, directory, prompts, engines=rollouts_from is None)
+    with directory.locked(), ExitStack() as stack:
+        placement = None
+        if num_nodes is None:
+            check_this_machine(config, engines=rollouts_from is None)
+        else:
+            placement = stack.enter_context(joined_cluster(config, num_nodes, console))
+        prepare(config, directory, prompts)
         if rollouts_from is not None:
             _check_rollouts(config, directory, rollouts_from)
             console.print("Without engines held-out prompts are not evaluated.")
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         with Interrupts() as interrupts, display:
-            _run_planes(config, directory, display, interrupts, rollouts_from)
+            _run_planes(config, directory, display, interrupts, rollouts_from, placement)
         report = write_run_report(directory.root)
         if directory.stop_request.exists():
             resume = _resume_command(directory, rollouts_from)
@@ -79,15 +96,8 @@ def run_training(config: Config, rollouts_from: Path | None = None) -> int:
     return 0
 
 
-def prepare(
-    config: Config,
-    directory: RunDirectory,
-    prompts: TaskPrompts,
-    *,
-    rollout_only: bool = False,
-    engines: bool = True,
-) -> None:
-    """Everything that can go wrong cheaply, before anything is started."""
+def check_this_machine(config: Config, *, engines: bool = True) -> None:
+    """Whether it can run this, with engines or without. Raises UserError with every broken rule."""
     check_devices(
         config,
         len(visible_devices()),
@@ -95,6 +105,10 @@ def prepare(
         capability=compute_capability(),
         has_transformer_engine=has_transformer_engine(),
     )
+
+
+def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
+    """Everything else that can go wrong cheaply, before anything is started."""
     check_resumable(config, directory, rollout_only=rollout_only)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
@@ -123,27 +137,76 @@ def _run_planes(
     display: ProgressDisplay,
     interrupts: Interrupts,
     rollouts_from: Path | None,
+    placement: RunPlacement | None,
 ) -> None:
     """Start the trainer, and the rollout plane where it is wanted, and watch them to the end."""
-    starting: dict[str, Any] = {}
+    with ExitStack() as stack:
+        parts = "the trainer" if rollouts_from is not None else "Ray, the engines and the trainer"
+        display.phase(f"starting {parts}")
+        if placement is None:
+            planes = _on_this_machine(config, directory, rollouts_from)
+        else:
+            planes = _on_cluster(config, directory, rollouts_from, placement)
+        trainer, starting = stack.enter_context(planes)
+        exit_code = _watch(trainer, starting, config, directory, display, interrupts)
+        if exit_code != 0:
+            raise _failure(exit_code, directory, trainer.log_file, _resume_command(directory, rollouts_from))
+
+
+class Trainer(Protocol):
+    """All trainer ranks, wherever they are."""
+
+    log_file: Path
+
+    def poll(self) -> int | None:
+        """The exit code, None before the end."""
+        ...
+
+
+class _LocalTrainer:
+    def __init__(self, process: psutil.Popen, log_file: Path) -> None:
+        self.poll, self.log_file = process.poll, log_file
+
+
+@contextmanager
+def _on_this_machine(
+    config: Config, directory: RunDirectory, rollouts_from: Path | None
+) -> Iterator[tuple[Trainer, dict[str, Any]]]:
+    """The running trainer, and by name the references that tell when each actor has started."""
     with ExitStack() as stack:
         store = stack.enter_context(closing(WeightStore.create()))
+        source, starting, engine_hosts = ("--rollouts-from", str(rollouts_from)), {}, ()
         if rollouts_from is None:
-            display.phase("starting Ray, the engines and the trainer")
             address, starting = stack.enter_context(rollout_plane(config, directory, store))
+            engine_hosts = (TRAINER_HOST if config.weight_sync.engine_store == "shared" else ENGINE_HOST,)
             source = ("--ray", address)
-        else:
-            display.phase("starting the trainer")
-            source = ("--rollouts-from", str(rollouts_from))
-        with _trainer(config, directory, source, store.folder) as trainer:
-            _watch(trainer, starting, config, directory, display, interrupts)
-        if trainer.returncode != 0:
-            raise _failure(trainer.returncode, directory, _resume_command(directory, rollouts_from))
+        world_size = config.parallel.world_size
+        node = TrainerNode(directory.root, source, world_size, LOOPBACK, TRAINER_HOST, engine_hosts)
+        process = start_trainer(node, store.folder, directory.trainer_log)
+        stack.callback(end, process)
+        yield _LocalTrainer(process, directory.trainer_log), starting
+
+
+@contextmanager
+def _on_cluster(
+    config: Config, directory: RunDirectory, rollouts_from: Path | None, placement: RunPlacement
+) -> Iterator[tuple[Trainer, dict[str, Any]]]:
+    """The same on nodes of the Ray cluster that this process has joined."""
+    hosts = Hosts(placement, config.weight_sync.engine_store)
+    with node_agents(placement, directory) as agents:
+        stores = create_stores(agents, placement, hosts)
+        # Held: an actor lives as long as its handle.
+        _actors, starting, source = [], {}, ("--rollouts-from", str(rollouts_from))
+        if rollouts_from is None:
+            _actors, starting = _place_actors(config, engine_homes(config, placement, agents, stores, hosts))
+            _actors += place_relays(config, directory, placement, stores, hosts)
+            source = ("--ray", os.environ["RAY_ADDRESS"])
+        yield start_trainers(directory, source, placement, agents, stores, hosts), starting
 
 
 @contextmanager
 def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ray with the engines and the rollout service, until it is left.
+    """Ray on this machine with the engines and the rollout service, until it is left.
 
     Yields the cluster's address, and by name the references that tell when each actor has started.
     """
@@ -152,97 +215,48 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
         if config.weight_sync.engine_store == "own":
             engine_store = stack.enter_context(closing(WeightStore.create()))
             num_actors += 2
-        address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib))
+        namespace = str(config.run_dir)
+        address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib, namespace))
+        seen, world_size = visible_devices(), config.parallel.world_size
+        homes = [
+            EngineHome(engine_store.folder, tuple(engine_devices(config, index, world_size, seen)))
+            for index in range(config.rollout.num_engines)
+        ]
         # Held: an actor lives as long as its handle.
-        _actors, starting = _place_actors(config, directory, engine_store.folder)
+        _actors, starting = _place_actors(config, homes)
         if engine_store is not store:
-            _actors += _place_relay(config, directory, store.folder, engine_store.folder)
+            server = place(StoreServer, store.folder, name=server_name(TRAINER_HOST), stateless=True)
+            servers = {TRAINER_HOST: server}
+            _actors += [server, place_host_store(config, directory, ENGINE_HOST, engine_store.folder, servers)]
         yield address, starting
 
 
-def _place_actors(config: Config, directory: RunDirectory, store: Path) -> tuple[list[Any], dict[str, Any]]:
+def _place_actors(config: Config, homes: Sequence[EngineHome]) -> tuple[list[Any], dict[str, Any]]:
     """Place engines and service: their handles, and by name the references that tell when each has started."""
     engines: dict[str, Any] = {}
     starting: dict[str, Any] = {}
-    for index in range(config.rollout.num_engines):
+    for index, home in enumerate(homes):
         name = f"engine {index}"
-        engines[name], starting[name] = place_engine(config, index, store, name)
-    service = place(RolloutService, config, engines, dict(starting), store, name=SERVICE)
+        engines[name], starting[name] = place_engine(config, index, home, name)
+    service = place(RolloutService, config, engines, dict(starting), homes, name=SERVICE)
     starting[SERVICE] = service.probe_token_ids.remote()
     return [*engines.values(), service], starting
 
 
-def _place_relay(config: Config, directory: RunDirectory, trainers: Path, engines: Path) -> list[Any]:
-    """What fills the engines' store from the trainer's."""
-    server = place(StoreServer, trainers, name=STORE_SERVER, stateless=True)
-    full_every, timeout_s = config.weight_sync.full_every, config.rollout.start_timeout_s
-    log_file = directory.logs / "weight-store.log"
-    arguments = (engines, server, full_every, timeout_s, log_file)
-    return [server, place(HostStore, *arguments, name=HOST_STORE, stateless=True)]
-
-
-@contextmanager
-def _trainer(config: Config, directory: RunDirectory, source: tuple[str, str], store: Path) -> Iterator[psutil.Popen]:
-    """The trainer under torchrun in a session of its own, so that Ctrl-C reaches only the launcher.
-
-    `source` is the argument that says where its rollouts come from.
-    """
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(config.parallel.world_size)),
-        # Files in the private store instead of a TCP store, which would listen on every interface.
-        *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous")),
-        *("--local-addr", "127.0.0.1"),
-        *("-m", "megatron_bapo.controller.training_loop", str(directory.root)),
-        *(*source, "--store", str(store)),
-    ]
-    # The last keeps the agent from opening a TCP store of its own for the ranks.
-    loopback = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **loopback}
-    with directory.trainer_log.open("ab") as log:
-        process = psutil.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-        )
-    try:
-        yield process
-    finally:
-        _end(process)
-
-
-def _end(process: psutil.Popen) -> None:
-    """End a process and all its descendants, gently at first."""
-    try:
-        family = [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-
-
 def _watch(
-    trainer: psutil.Popen,
+    trainer: Trainer,
     starting: dict[str, Any],
     config: Config,
     directory: RunDirectory,
     display: ProgressDisplay,
     interrupts: Interrupts,
-) -> None:
-    """Follow the run until the trainer ends.
+) -> int:
+    """Follow the run until the trainer ends; its exit code.
 
     Raises RunError or UserError when an actor cannot start.
     """
     offset = None
-    while trainer.poll() is None:
+    while (exit_code := trainer.poll()) is None:
         time.sleep(POLL_S)
         _check_started(starting, config)
         offset = _show_news(directory, display, offset, config.logging.mismatch_alarms)
@@ -250,6 +264,7 @@ def _watch(
             directory.stop_request.touch()
             display.phase(STOPPING)
     _show_news(directory, display, offset, config.logging.mismatch_alarms)
+    return exit_code
 
 
 def _show_news(
@@ -276,12 +291,11 @@ def _check_started(starting: dict[str, Any], config: Config) -> None:
         ask(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
-def _failure(exit_code: int, directory: RunDirectory, resume_command: str) -> Exception:
+def _failure(exit_code: int, directory: RunDirectory, log: Path, resume_command: str) -> Exception:
     """What the trainer said, or the end of its log."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
         return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
-    log = directory.trainer_log
     return RunError(
         f"the trainer ended with exit code {exit_code}. Continue from the last complete checkpoint with: "
         f"{resume_command}\n{log} ends:\n{last_lines(log, 12)}"

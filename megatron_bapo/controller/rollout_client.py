@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, find
-from megatron_bapo.controller.host_store import HOST_STORE
+from megatron_bapo.controller.host_store import host_store_name
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -22,9 +23,13 @@ _QUICK_S = 120.0
 class RolloutClient:
     """Holds the connection to the run's actors."""
 
-    def __init__(self, config: Config) -> None:
-        """Of a process that is connected to the run's cluster."""
+    def __init__(self, config: Config, store_hosts: Sequence[int] = ()) -> None:
+        """Of a process that is connected to the run's cluster.
+
+        `store_hosts` are the engines' hosts whose stores are filled from the trainer's.
+        """
         self._config = config
+        self._stores = {host_store_name(host): find(host_store_name(host)) for host in store_hosts}
         self._service = find(SERVICE)
 
     def wait_for_engines(self) -> None:
@@ -69,13 +74,11 @@ class RolloutClient:
     def load_weights(self, policy_version: int) -> int:
         """Every engine loads this version from its host's store; returns when all have.
 
-        The bytes that came from the trainer's store to one of the engines' own.
+        The bytes that came from the trainer's stores to those of the engines' own.
         """
-        num_bytes = 0
-        if self._config.weight_sync.engine_store == "own":
-            reference = find(HOST_STORE).pull.remote(policy_version)
-            num_bytes = ask(reference, HOST_STORE, self._config.rollout.start_timeout_s).num_bytes
         settings = self._config.rollout
+        pulls = {name: store.pull.remote(policy_version) for name, store in self._stores.items()}
+        num_bytes = sum(ask(pull, name, settings.start_timeout_s).num_bytes for name, pull in pulls.items())
         limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
         ask(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
         return num_bytes

@@ -11,7 +11,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.evaluation import rollout_metrics
 from megatron_bapo.controller.exit_codes import INTERRUPTED
 from megatron_bapo.controller.interrupts import Interrupts
-from megatron_bapo.controller.launcher import prepare, rollout_plane
+from megatron_bapo.controller.launcher import check_this_machine, prepare, rollout_plane
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -37,6 +37,7 @@ def run_rollouts(config: Config) -> int:
     directory = RunDirectory(config.run_dir)
     directory.create()
     with directory.locked():
+        check_this_machine(config)
         prepare(config, directory, prompts, rollout_only=True)
         display = ProgressDisplay(config.trainer.total_steps, console=console)
         with Interrupts() as interrupts, display:

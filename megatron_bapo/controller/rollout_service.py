@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet
+from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, EngineHome
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import FunctionFailed, RunError
@@ -48,7 +48,9 @@ T = TypeVar("T")
 class RolloutService:
     """One per run. Its methods run one at a time, but for what they await."""
 
-    def __init__(self, config: Config, engines: dict[str, Any], starts: dict[str, Any], store: Path) -> None:
+    def __init__(
+        self, config: Config, engines: dict[str, Any], starts: dict[str, Any], homes: Sequence[EngineHome]
+    ) -> None:
         """`engines` are handles by name, `starts` the references that tell when each has started."""
         self._directory = RunDirectory(config.run_dir)
         redirect_output(self._directory.logs / "rollout-service.log")
@@ -81,7 +83,7 @@ class RolloutService:
                 self._environment,
             ),
         )
-        self._fleet = EngineFleet(config, engines, store)
+        self._fleet = EngineFleet(config, engines, homes)
         self._health = EngineHealth(
             self._router,
             self._fleet,

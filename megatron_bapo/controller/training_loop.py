@@ -10,24 +10,18 @@
       └─ probe: engine's log-probs against the trainer's, or the run ends
     metrics, checkpoint
 
-Started by the launcher: torchrun -m megatron_bapo.controller.training_loop RUN_DIR --ray ADDRESS --store FOLDER
 With --rollouts-from FOLDER in place of --ray, groups come from files, and nothing is published.
 """
 
 from __future__ import annotations
 
-import argparse
-import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config, OptimizerConfig
-from megatron_bapo.controller.cluster import connect
 from megatron_bapo.controller.device_turns import DeviceTurns
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
@@ -41,22 +35,19 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.parallel.device_check import check_device
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.platform import memory_snapshot, now_s, start_distributed
-from megatron_bapo.parallel.telemetry import Telemetry, start_telemetry
+from megatron_bapo.parallel.platform import memory_snapshot, now_s
+from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
-from megatron_bapo.trainer.fused_paths import fused_paths
+from megatron_bapo.trainer.checkpoint import save_checkpoint
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
-from megatron_bapo.trainer.weight_publisher import WeightTransport, weight_transport
-from megatron_bapo.trainer.worker import Worker, create_reference, create_worker
+from megatron_bapo.trainer.weight_publisher import WeightTransport
+from megatron_bapo.trainer.worker import Worker, create_reference
 
 WEIGHT_SYNC = "bringing the weights to the engines"
 
@@ -324,62 +315,3 @@ def _policy_lr(run: Run, done_in_step: int) -> float:
     trainer = run.config.trainer
     update = run.state.step * trainer.updates_per_step + done_in_step
     return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)
-
-
-def start_run(config: Config, source: str | Path, store_folder: Path) -> Run:
-    """Join the trainer's process group, build the policy, and continue from the newest checkpoint if there is one.
-
-    `source` of the rollouts is the Ray cluster's address, or a folder of files.
-    """
-    directory = RunDirectory(config.run_dir)
-    check_device()
-    start_distributed(config.trainer.collective_timeout_s, store_file=store_folder / "ranks")
-    groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
-    client = None
-    if groups.is_main and isinstance(source, str):
-        connect(source)
-        client = RolloutClient(config)
-    turns = DeviceTurns(config, groups, client)
-    worker = create_worker(config, config.model_path, groups)
-    if groups.is_main:
-        print("fused paths:", ", ".join(f"{what} by {path}" for what, path in fused_paths(worker).items()), flush=True)
-    saved = directory.newest_checkpoint
-    state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
-    rollouts = client
-    if groups.is_main and isinstance(source, Path):
-        rollouts = RecordedRollouts(config, source, state.step)
-    if rollouts is not None and state.data:
-        rollouts.restore_data_state(state.data)
-    recorder = Recorder(config, directory, state) if groups.is_main else None
-    transport = weight_transport(worker, store_folder) if isinstance(source, str) else None
-    return Run(config, directory, worker, transport, turns, state, rollouts, recorder, start_telemetry())
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="One trainer rank; started by the launcher under torchrun.")
-    parser.add_argument("run_dir", type=Path)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--ray", help="address of the run's Ray cluster")
-    source.add_argument("--rollouts-from", type=Path, help="folder of rollouts to train on")
-    parser.add_argument("--store", required=True, type=Path, help="folder of the weight store")
-    arguments = parser.parse_args()
-    directory = RunDirectory(arguments.run_dir)
-    run = None
-    try:
-        config = load_config(directory.config, [])
-        run = start_run(config, arguments.ray or arguments.rollouts_from, arguments.store)
-        train(run)
-    except Exception as error:  # the process border: the launcher shows the first rank's message
-        traceback.print_exc()
-        directory.record_failure(error)
-        return 1
-    finally:
-        if run is not None and run.telemetry is not None:
-            run.telemetry.close()
-        if run is not None and run.recorder is not None:
-            run.recorder.close()
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -86,6 +86,14 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     return values
 
 
+def gather_by_rank(value: Any, groups: ParallelGroups) -> list[Any]:
+    """Every global rank's value, in the order of the ranks, on all of them."""
+    found = [(groups.global_rank, value)]
+    for axis in (groups.tensor, groups.data_context, groups.pipeline):
+        found = [pair for part in gather_objects(found, axis) for pair in part]
+    return [value for _, value in sorted(found, key=lambda pair: pair[0])]
+
+
 def barrier(groups: ParallelGroups) -> None:
     """Return when every rank has called it: each axis in turn waits for what the axes before have gathered."""
     arrived = torch.zeros(1, device=local_device())

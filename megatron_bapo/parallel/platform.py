@@ -49,8 +49,8 @@ def runs_triton() -> bool:
 def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     """Join the process group that torchrun describes in the environment: NCCL on GPUs, gloo on CPUs.
 
-    With `store_file` the ranks, all on this machine, meet in a file instead of a TCP store, which would listen on every
-    interface.
+    With `store_file` the ranks, all on this machine, meet in a file instead of torchrun's TCP store, which would listen
+    on every interface.
     """
     if has_gpu():
         # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this

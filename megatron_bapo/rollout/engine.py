@@ -38,15 +38,16 @@ MEMORY = ("weights", "kv_cache")
 """What an engine frees when it sleeps, by vLLM's tags; keys and values are worth nothing without weights."""
 
 
-def engine_devices(config: Config, index: int, devices: Sequence[str]) -> list[str]:
+def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: Sequence[str]) -> list[str]:
     """Those of a machine's GPUs that an engine sees, its own ones first; none where there are none.
 
+    `slot` counts the machine's engines, `num_trainer_ranks` are on it, too.
     vLLM takes the first ones. A colocated engine sees the others because it may read parameters from there.
     """
     if not devices:
         return []
     num_ranks = config.num_engine_ranks // config.rollout.num_engines
-    first = index * num_ranks + (0 if config.rollout.colocate else config.parallel.world_size)
+    first = slot * num_ranks + (0 if config.rollout.colocate else num_trainer_ranks)
     own = list(devices[first : first + num_ranks])
     return own + [device for device in devices if config.rollout.colocate and device not in own]
 

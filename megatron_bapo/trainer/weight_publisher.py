@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +10,11 @@ from typing import Any, Protocol
 
 from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.model.weight_layouts import (
+    TRAINER_HOST,
     EngineLayout,
     Placement,
     engine_route,
     every_gpu_a_host,
-    one_host,
-    two_hosts,
     weight_plan,
 )
 from megatron_bapo.model.weight_slices import LocalSlices
@@ -45,11 +44,16 @@ class WeightTransport(Protocol):
         ...
 
 
-def weight_transport(worker: Worker, folder: Path) -> WeightTransport:
-    """The configured one; `folder` is that of the run's weight store."""
+def weight_transport(
+    worker: Worker, folder: Path, sender_hosts: Sequence[int], engine_hosts: Sequence[int]
+) -> WeightTransport:
+    """The configured one; `folder` is that of this host's weight store.
+
+    `sender_hosts` are the trainer ranks' hosts by rank, `engine_hosts` those that have engines.
+    """
     match worker.config.weight_sync.transport:
         case "store":
-            return WeightPublisher(worker, WeightStore(folder))
+            return WeightPublisher(worker, WeightStore(folder), sender_hosts, engine_hosts)
         case "cuda_ipc":
             return ParameterSharing(worker, folder)
         case "nccl":
@@ -59,28 +63,41 @@ def weight_transport(worker: Worker, folder: Path) -> WeightTransport:
 class WeightPublisher:
     """Through the weight store of this rank's host."""
 
-    def __init__(self, worker: Worker, store: WeightStore) -> None:
-        config, self.store = worker.config, store
+    def __init__(
+        self,
+        worker: Worker,
+        store: WeightStore,
+        sender_hosts: Sequence[int] | None = None,
+        engine_hosts: Sequence[int] = (TRAINER_HOST,),
+    ) -> None:
+        """Without `sender_hosts` all trainer ranks are on one host."""
+        self.store = store
         self._model, self._groups = worker.model, worker.groups
         self._slices = LocalSlices(worker.model, worker.groups)
-        place = one_host if config.weight_sync.engine_store == "shared" else two_hosts
-        self.plan = _plan(worker, place(config.parallel, EngineLayout.of(config.rollout)))
+        senders = tuple(sender_hosts or [TRAINER_HOST] * worker.config.parallel.world_size)
+        readers = (tuple(engine_hosts),) * EngineLayout.of(worker.config.rollout).num_ranks
+        self.plan = _plan(worker, Placement(senders, readers))
+        self._host = senders[worker.groups.global_rank]
+        self._is_first_on_host = senders.index(self._host) == worker.groups.global_rank
 
     def deliver(self, policy_version: int, load: Load | None) -> int:
         self.publish(policy_version)
-        num_bytes = 0
-        if load is not None:
-            num_bytes = load()
+        num_bytes = 0 if load is None else load()
+        barrier(self._groups)  # until then engines may want what changed since the version before
+        if self._is_first_on_host:
             self.store.discard_before(policy_version)
         return num_bytes
 
     def publish(self, policy_version: int) -> int:
-        """Write a version: every rank its slices, nothing is gathered; then rank 0 commits. The bytes of this rank."""
+        """Write a version: every rank its slices, nothing is gathered; then each host's first rank commits.
+
+        The bytes of this rank.
+        """
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
         num_bytes = self.store.write(policy_version, self.plan, self._groups.global_rank, self._slices)
         barrier(self._groups)
-        if self._groups.is_main:
-            self.store.commit(policy_version, self.plan)
+        if self._is_first_on_host:
+            self.store.commit(policy_version, self.plan, self._host)
         barrier(self._groups)  # a rank that went on to the next version would take this one for given up
         return num_bytes
 

@@ -23,7 +23,7 @@ ROLES = {
     "ray::Engine": "engine",
     "VLLM::EngineCore": "vLLM's core",
     "ray::RolloutService": "rollout service",
-    "controller.training_loop": "trainer",
+    "controller.trainer_rank": "trainer",
     "rewards.worker": "reward",
     "raylet/raylet": "raylet",
     "gcs_server": "Ray's control store",

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.controller.engine_fleet import EngineFleet
+from megatron_bapo.controller.engine_fleet import EngineFleet, EngineHome
 from megatron_bapo.errors import RunError
 from tests.unit.config.examples import config
 
@@ -18,6 +18,6 @@ from tests.unit.config.examples import config
     ids=str,
 )
 def test_an_engine_that_could_not_join_in_is_not_started(values: dict[str, Any], reason: str, tmp_path: Path):
-    fleet = EngineFleet(config(**values), {"engine 0": object()}, tmp_path)
+    fleet = EngineFleet(config(**values), {"engine 0": object()}, [EngineHome(tmp_path, ())])
     with pytest.raises(RunError, match=reason):
         asyncio.run(fleet.restart("engine 0"))

@@ -8,9 +8,10 @@ TWO_BY_TWO = {"rollout__num_engines": 2, "rollout__tensor_parallel_size": 2, "pa
 
 def test_engines_have_the_gpus_behind_the_trainers_and_colocated_ones_see_all() -> None:
     apart, together = config(**TWO_BY_TWO), config(**TWO_BY_TWO, rollout__colocate=True)
-    assert [engine_devices(apart, index, GPUS) for index in (0, 1)] == [["4", "5"], ["6", "7"]]
-    assert engine_devices(together, 1, GPUS[:4]) == ["2", "3", "0", "1"]
-    assert engine_devices(apart, 0, []) == []
+    assert [engine_devices(apart, slot, 4, GPUS) for slot in (0, 1)] == [["4", "5"], ["6", "7"]]
+    assert engine_devices(together, 1, 4, GPUS[:4]) == ["2", "3", "0", "1"]
+    assert engine_devices(apart, 0, 0, GPUS)[0] == "0"
+    assert engine_devices(apart, 0, 4, []) == []
 
 
 def test_ray_leaves_an_engine_the_gpus_that_it_was_given() -> None:

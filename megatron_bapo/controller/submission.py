@@ -1,0 +1,190 @@
+"""A run as a Slurm job: how many nodes it takes, sbatch's command line, and what Slurm says about the job."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_bapo.config.checks import check_config, check_planned
+from megatron_bapo.config.cluster import ClusterConfig, NodesConfig
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.placement import Node, Role, place_run
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.plan import Plan
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+MAX_NODES = 512
+_COMMAND_TIMEOUT_S = 60.0
+_FIELDS = {
+    "JobState": "state",
+    "Reason": "reason",
+    "NodeList": "nodes",
+    "RunTime": "running for",
+    "TimeLimit": "time limit",
+    "Restarts": "restarts",
+    "ExitCode": "exit code",
+    "StdOut": "log",
+}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is given to Slurm."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    """Over the submitter's own."""
+    folder: Path
+    """Of the job's logs."""
+
+    def shown(self) -> str:
+        """As a shell would take it."""
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " \\\n    ".join([*settings, shlex.join(self.command)])
+
+
+def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
+    """What is allowed but probably not meant. Raises UserError where the run breaks a rule or cannot fit the GPUs."""
+    if cluster.gpu is None:
+        return check_config(config)
+    architecture, where = architecture_of(config.model)
+    warnings = check_planned(config, architecture, where)
+    assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node)
+    placement = "colocated" if config.rollout.colocate else "separate"
+    plan = Plan(config, architecture, cluster.gpu, placement, assumptions)
+    if not plan.fits:
+        ways_out = advice(plan)
+        would_fit = [f"this would fit: {' '.join(ways_out)}"] if ways_out else ["`plan --search` ranks what fits"]
+        raise UserError("\n  ".join([f"it does not fit on {plan.num_gpus} {cluster.gpu}:", *plan.problems, *would_fit]))
+    return warnings
+
+
+def num_nodes(config: Config, cluster: ClusterConfig) -> tuple[int, ...]:
+    """Of each component of the job: the trainer's nodes, and those of engines alone where the cluster has them."""
+    if cluster.rollout_nodes is None:
+        return (cluster.num_nodes or _fewest(config, cluster, "any", []),)
+    engines = [_node(cluster.rollout_nodes, "rollout", index) for index in range(MAX_NODES)]
+    trainers = cluster.num_nodes or _fewest(config, cluster, "trainer", engines)
+    placed = place_run(config, [*(_node(cluster, "trainer", index) for index in range(trainers)), *engines])
+    used = [node for node in placed.nodes if node.role == "rollout"]
+    return trainers, max(1, len(used)) if cluster.rollout_nodes.gpus_per_node else 1
+
+
+def _fewest(config: Config, nodes: NodesConfig, role: Role, others: list[Node]) -> int:
+    error = None
+    for number in range(1, MAX_NODES + 1):
+        try:
+            place_run(config, [*(_node(nodes, role, index) for index in range(number)), *others])
+        except UserError as refusal:
+            error = refusal
+        else:
+            return number
+    raise UserError(f"with {MAX_NODES} nodes: {error}")
+
+
+def _node(nodes: NodesConfig, role: Role, index: int) -> Node:
+    name = f"{role} {index}"
+    return Node(name, name, nodes.gpus_per_node, role)
+
+
+def submission(config: Config, config_file: Path, overrides: Sequence[str], cluster: ClusterConfig) -> Submission:
+    """The job of a configuration; nothing is written or started."""
+    if config.rollout.colocate and cluster.rollout_nodes is not None:
+        raise UserError(
+            "rollout.colocate=true puts the engines on the trainer's GPUs, and the cluster has rollout_nodes for them; "
+            "set rollout.colocate=false, or choose a cluster without rollout_nodes"
+        )
+    script = LAUNCH / "slurm.sbatch"
+    if not script.is_file():
+        raise UserError(f"there is no {script}: submit from a checkout of the project")
+    folder = (config.run_dir / "slurm").absolute()
+    components = num_nodes(config, cluster)
+    kinds: list[NodesConfig] = [cluster, *([cluster.rollout_nodes] if cluster.rollout_nodes is not None else [])]
+    command = [
+        *("sbatch", "--parsable", f"--output={folder}/%j.log", f"--chdir={Path.cwd()}", "--export=ALL"),
+        f"--signal=B:USR1@{cluster.signal_s}",
+    ]
+    for index, (number, nodes) in enumerate(zip(components, kinds, strict=True)):
+        command += [*([":"] if index else []), *_node_options(number, nodes, cluster)]
+    python = cluster.python or sys.executable
+    environment = {**cluster.env, "BAPO_LAUNCH": str(LAUNCH), "BAPO_LOGS": str(folder), "BAPO_PYTHON": python}
+    if cluster.interface is not None:
+        environment["BAPO_INTERFACE"] = cluster.interface
+    if cluster.container is not None:
+        mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", f"{LAUNCH}:{LAUNCH}", *cluster.container.mounts])
+        options = [
+            f"--container-image={cluster.container.image}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={Path.cwd()}",
+        ]
+        environment["BAPO_CONTAINER_OPTIONS"] = "\n".join(options)
+    return Submission((*command, str(script), str(config_file), *overrides), environment, folder)
+
+
+def _node_options(number: int, nodes: NodesConfig, cluster: ClusterConfig) -> Iterator[str]:
+    yield f"--nodes={number}"
+    yield f"--time={cluster.time_limit}"
+    if nodes.gpus_per_node:
+        yield f"--gpus-per-node={nodes.gpus_per_node}"
+    named = {
+        "partition": nodes.partition or cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "cpus-per-task": nodes.cpus_per_node,
+        "mem": nodes.memory,
+    }
+    yield from (f"--{name}={value}" for name, value in named.items() if value is not None)
+    yield from cluster.sbatch_options
+
+
+def submit(job: Submission) -> str:
+    """Hand the job to Slurm; its number."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    return _slurm(*job.command, environment=job.environment).strip().partition(";")[0]
+
+
+def status(job: str) -> dict[str, str]:
+    """What Slurm knows of a job, by what it is."""
+    described = _slurm("scontrol", "show", "job", job, "--oneliner").splitlines()[0]
+    found = dict(re.findall(r"(\w+)=(\S*)", described))
+    return {shown: found[field] for field, shown in _FIELDS.items() if found.get(field) not in (None, "", "(null)")}
+
+
+def logs(job: str) -> list[Path]:
+    """The job's own log, and what is beside it of its nodes."""
+    log = Path(status(job)["log"])
+    return [log, *sorted(log.parent.glob(f"{log.stem}-*"))]
+
+
+def cancel(job: str, *, now: bool) -> None:
+    """Have the job save its state and end; `now` without saving."""
+    _slurm("scancel", *([] if now else ["--batch", "--signal=USR2"]), job)
+
+
+def _slurm(*command: str, environment: dict[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            env={**os.environ, **(environment or {})},
+        )
+    except FileNotFoundError:
+        raise UserError(f"{command[0]} is not here: log in to a node with Slurm's commands") from None
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"Slurm did not answer {command[0]} within {_COMMAND_TIMEOUT_S:.0f} s; see `scontrol ping`"
+        ) from None
+    if done.returncode != 0:
+        raise UserError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout

@@ -1,0 +1,178 @@
+"""Two "hosts" on this machine: network namespaces joined by a cable (veth), and Slurm nodes in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
+CABLE = "bapo0"
+SLURM_CONF = """
+ClusterName=bapo
+SlurmctldHost={hostname}({first})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={munge}/socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SwitchType=switch/none
+SchedulerParameters=bf_interval=1
+MpiDefault=none
+ReturnToService=2
+SlurmctldPort=17910
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdSpoolDir={folder}/spool-%n
+StateSaveLocation={folder}/state
+SlurmdTimeout=300
+KillWait=5
+MessageTimeout=10
+NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
+NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 CPUs=1 RealMemory=1000
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class TwoHosts:
+    """Names and addresses; a command runs on a host by the prefix `on`."""
+
+    def __init__(self) -> None:
+        self.names = tuple(f"bapo-{side}-{os.getpid()}" for side in "ab")
+        self.addresses = ("10.77.0.1", "10.77.0.2")
+
+    def on(self, host: int) -> list[str]:
+        # `ip netns exec` would hide the control groups, which slurmd wants.
+        return ["nsenter", f"--net=/run/netns/{self.names[host]}"]
+
+    def processes(self, host: int) -> list[int]:
+        found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def cut_cable(self) -> None:
+        _ip("-n", self.names[0], "link", "set", CABLE, "down")
+
+    def mend_cable(self) -> None:
+        _ip("-n", self.names[0], "link", "set", CABLE, "up")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=30)
+
+
+@contextmanager
+def two_hosts() -> Iterator[TwoHosts]:
+    hosts = TwoHosts()
+    try:
+        for name in hosts.names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        first, second = hosts.names
+        _ip("link", "add", CABLE, "netns", first, "type", "veth", "peer", "name", CABLE, "netns", second)
+        for name, address in zip(hosts.names, hosts.addresses, strict=True):
+            _ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
+            _ip("-n", name, "link", "set", CABLE, "up")
+        yield hosts
+    finally:
+        for host, name in enumerate(hosts.names):
+            for pid in hosts.processes(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            _ip("netns", "delete", name)
+
+
+class SlurmCluster:
+    """Debian's Slurm with a node on each host."""
+
+    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
+        self.hosts, self.folder = hosts, folder
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons: dict[str, subprocess.Popen] = {}
+
+    def start(self, name: str, *command: str) -> None:
+        if name in self.daemons:
+            self.daemons[name].wait(timeout=10)
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.daemons[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **self.environment}, start_new_session=True
+            )
+
+    def start_node(self, host: int) -> None:
+        name = f"n{host + 1}"
+        self.start(name, *self.hosts.on(host), "slurmd", "-D", "-N", name)
+
+    def call(self, *command: str) -> str:
+        """What a Slurm command prints."""
+        done = subprocess.run(
+            [*self.hosts.on(0), *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **self.environment},
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def wait_for(self, what: str, *command: str, limit_s: float = 30.0) -> None:
+        """Until a command's output has this in it."""
+        deadline, found = time.monotonic() + limit_s, ""
+        while what not in found:
+            assert time.monotonic() < deadline, f"{' '.join(command)} gives {found!r}, and not {what!r}"
+            time.sleep(0.3)
+            with suppress(AssertionError):
+                found = self.call(*command)
+
+
+@contextmanager
+def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
+    """With munged, slurmctld and two slurmd of its own: configuration, state and sockets are in `folder`."""
+    cluster = SlurmCluster(hosts, folder)
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir(parents=True)
+    munge = Path(tempfile.mkdtemp(prefix="bapo-munge-"))  # where its user may go
+    munge.chmod(0o755)
+    shutil.chown(munge, "munge", "munge")
+    first, second = hosts.addresses
+    settings = SLURM_CONF.format(hostname=socket.gethostname(), first=first, second=second, folder=folder, munge=munge)
+    (folder / "slurm.conf").write_text(settings)
+    try:
+        cluster.start(
+            "munged",
+            *(
+                "setpriv",
+                "--reuid=munge",
+                "--regid=munge",
+                "--clear-groups",
+                "munged",
+                "--foreground",
+                "--force",
+                f"--socket={munge}/socket",
+            ),
+            *(f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"),
+        )
+        cluster.start("slurmctld", *hosts.on(0), "slurmctld", "-D")
+        cluster.start_node(0)
+        cluster.start_node(1)
+        cluster.wait_for("2 idle", "sinfo", "--noheader", "--format=%D %t")
+        yield cluster
+    finally:
+        for daemon in reversed(cluster.daemons.values()):
+            if daemon.poll() is None:
+                os.killpg(daemon.pid, signal.SIGTERM)
+        for daemon in cluster.daemons.values():
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(daemon.pid, signal.SIGKILL)
+                daemon.wait()
+        shutil.rmtree(munge)

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.config.cluster import ClusterConfig, load_cluster
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.controller import submission
+from megatron_bapo.controller.submission import check_fits, num_nodes
+from megatron_bapo.errors import UserError
+from tests.unit.config.examples import config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
+RECIPE = CONFIGS / "recipes" / "qwen2.5-32b_16gpus.yaml"
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_shipped_cluster_makes_a_job(path: Path) -> None:
+    cluster = load_cluster(path.stem, path.parent)
+    settings = config(parallel__world_size=8, rollout__num_engines=2)
+    job = submission.submission(settings, Path("config.yaml"), ["seed=2"], cluster)
+    assert job.command[:2] == ("sbatch", "--parsable")
+    assert job.command[-3:] == (str(submission.LAUNCH / "slurm.sbatch"), "config.yaml", "seed=2")
+    assert (":" in job.command) == (cluster.rollout_nodes is not None)
+    assert job.environment["BAPO_LAUNCH"] == str(submission.LAUNCH)
+
+
+def test_a_job_has_as_few_nodes_as_have_the_gpus() -> None:
+    settings = config(parallel__world_size=16, rollout__num_engines=6, rollout__tensor_parallel_size=2)
+    assert num_nodes(settings, ClusterConfig()) == (4,)
+    apart = ClusterConfig.model_validate({"rollout_nodes": {"gpus_per_node": 4}})
+    assert num_nodes(settings, apart) == (2, 3)
+    assert num_nodes(load_config(RECIPE), ClusterConfig()) == (2,)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would() -> None:
+    too_long = load_config(RECIPE, ["trainer.max_tokens_per_gpu=400000"])
+    with pytest.raises(UserError, match=r"it does not fit on 16 H100:\n.*needs .* GiB.*\n  this would fit: "):
+        check_fits(too_long, ClusterConfig())
+    assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
+
+
+def test_colocated_engines_need_no_nodes_of_their_own() -> None:
+    cluster = ClusterConfig.model_validate({"rollout_nodes": {}})
+    with pytest.raises(UserError, match=r"set rollout\.colocate=false"):
+        submission.submission(config(rollout__colocate=True), Path("c.yaml"), [], cluster)
+
+
+def test_an_unknown_cluster_or_key_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("partitions: gpu\n")
+    with pytest.raises(UserError, match=r"there is no .*nope.yaml; known: mine"):
+        load_cluster("nope", tmp_path)
+    with pytest.raises(UserError, match=r"partitions=gpu: unknown key; did you mean partition\?"):
+        load_cluster("mine", tmp_path)
+
+
+def test_a_container_gets_the_folder_of_the_job_and_the_scripts() -> None:
+    cluster = ClusterConfig.model_validate(
+        {"container": {"image": "a.sqsh", "mounts": ["/m:/m:ro"]}, "interface": "ib0"}
+    )
+    job = submission.submission(config(), Path("c.yaml"), [], cluster)
+    image, mounts, workdir = job.environment["BAPO_CONTAINER_OPTIONS"].splitlines()
+    assert image == "--container-image=a.sqsh"
+    assert mounts.startswith(f"--container-mounts={Path.cwd()}:{Path.cwd()},{submission.LAUNCH}:")
+    assert mounts.endswith(",/m:/m:ro")
+    assert workdir == f"--container-workdir={Path.cwd()}"
+    assert job.environment["BAPO_INTERFACE"] == "ib0"
+
+
+def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="scontrol is not here"):
+        submission.status("1")

@@ -1,0 +1,65 @@
+"""The scripts of launch/ and tools/ by shellcheck, and what they refuse before they start anything."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
+RAY_NODE = ROOT / "launch" / "ray_node.sh"
+
+
+def test_shellcheck_finds_nothing() -> None:
+    assert len(SCRIPTS) >= 6
+    checker = Path(sys.executable).with_name("shellcheck")
+    checked = subprocess.run([checker, *SCRIPTS], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_there_are_no_hyperparameters_in_scripts() -> None:
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert not [key for key in ("batch_size", "world_size=", "lr=", "total_steps", "rollout.") if key in text]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RAY_ADDRESS": "head"}, "RAY_ADDRESS=head must be HOST:PORT"),
+        ({}, "RAY_AUTH_TOKEN_PATH must name a file with the cluster's secret"),
+        ({"RAY_AUTH_TOKEN_PATH": "open"}, "open is open to others: chmod 600 it"),
+    ],
+    ids=str,
+)
+def test_ray_is_not_started_without_an_address_and_a_protected_secret(
+    environment: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "open").write_text("secret")
+    (tmp_path / "open").chmod(0o644)
+    done = subprocess.run(
+        [RAY_NODE],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "RAY_ADDRESS": "127.0.0.1:6379", **environment},
+    )
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "secret" not in done.stderr.replace("cluster's secret", "")
+
+
+def test_the_kuberay_job_has_token_authentication_and_as_many_nodes_as_it_waits_for() -> None:
+    job = yaml.safe_load((ROOT / "launch" / "kuberay.yaml").read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    num_nodes = 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
+    *_, config, option, waited_for = job["spec"]["entrypoint"].split()
+    assert (option, int(waited_for)) == ("--num-nodes", num_nodes)
+    assert (ROOT / config).is_file()
+    versions = (ROOT / "requirements.txt").read_text()
+    assert f"ray[default]=={cluster['rayVersion']}" in versions or f"ray=={cluster['rayVersion']}" in versions
