@@ -77,7 +77,7 @@ def _meeting(node: TrainerNode, store: Path) -> Sequence[str]:
         return "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous")
     return (
         *("--nnodes", str(node.rendezvous.num_nodes), "--rdzv-endpoint", node.rendezvous.endpoint),
-        *("--rdzv-id", str(node.run_dir), "--rdzv-conf", f"is_host={int(node.rendezvous.is_here)}"),
+        *("--rdzv-id", node.run_dir.name, "--rdzv-conf", f"is_host={int(node.rendezvous.is_here)}"),
     )
 
 
