@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
@@ -48,17 +48,11 @@ def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def groups() -> Iterator["ParallelGroups"]:
+def groups() -> "ParallelGroups":
     """The mesh of one rank."""
-    from bench import gpu
-    from megatron_bapo.parallel.megatron import parallel_state
+    from tests.gpu.policies import one_rank
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
-        with gpu.one_rank() as (groups, _):
-            yield groups
-            parallel_state.destroy_model_parallel()
+    return one_rank()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
