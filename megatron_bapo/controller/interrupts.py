@@ -1,6 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGUSR1 (from a scheduler) and a closed terminal: the first asks for a clean stop, the second ends
-at once.
-"""
+"""Ctrl-C, SIGTERM, a scheduler's SIGUSR1 and a closed terminal: first a clean stop is asked for, then one at once."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Interrupts:
-    """Catches SIGINT, SIGTERM and SIGHUP while it is entered; the previous handlers come back afterwards."""
+    """Catches them while it is entered; the previous handlers come back afterwards."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -39,6 +37,9 @@ class Interrupts:
         self.requested = True
 
 
-def end_with_parent() -> None:
-    """In a new child, before it executes: get SIGTERM when the parent dies, however it dies (prctl(2))."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """This process gets the signal when its parent dies, however it dies (prctl(2)).
+
+    A gentler one does not reach what waits for a lost host: that is in a call that no signal handler interrupts.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

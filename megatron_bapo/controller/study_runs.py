@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -82,7 +83,7 @@ def _launch(run: StudyRun) -> subprocess.Popen[bytes]:
             env={"OMP_NUM_THREADS": "1", **os.environ},
             # Ctrl-C reaches the study alone, which passes it on once.
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it stops cleanly
         )
 
 

@@ -12,6 +12,7 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import connect
 from megatron_bapo.controller.device_turns import DeviceTurns
+from megatron_bapo.controller.interrupts import end_with_parent
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -86,6 +87,7 @@ def main() -> int:
     parser.add_argument("--host", required=True, type=int, help="this host's number among those that have weights")
     parser.add_argument("--engine-hosts", required=True, type=int, nargs="*", help="numbers of the engines' hosts")
     arguments = parser.parse_args()
+    end_with_parent()
     directory = RunDirectory(arguments.run_dir)
     run = None
     try:
