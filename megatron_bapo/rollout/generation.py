@@ -222,11 +222,9 @@ async def grow(
     async def attempt(request: GenerationRequest, failures: list[str]) -> Generated:
         """The answer, or what is known of it from an engine that was lost; then `failures` are not over."""
         while True:
-            attempt_id = f"{request.request_id}#{len(failures)}"
+            sent = replace(request, request_id=f"{request.request_id}#{len(failures)}")
             try:
-                engine, generated = await send(
-                    replace(request, request_id=attempt_id), order=group.order, prefer=group.engine
-                )
+                engine, generated = await send(sent, order=group.order, prefer=group.engine)
                 _check(group, request, generated)
             except RunError as error:
                 failures.append(str(error))

@@ -5,7 +5,9 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -58,13 +60,14 @@ def check_tool(monkeypatch: pytest.MonkeyPatch, script: str, arguments: list[str
     if "argparse" not in (ROOT / script).read_text():
         assert arguments == []
         return
-    parse = argparse.ArgumentParser.parse_args
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, name)
 
-    def parse_and_stop(parser: argparse.ArgumentParser) -> None:
-        parse(parser)
-        raise Parsed
+        def parse_and_stop(parser: argparse.ArgumentParser, parse: Callable[..., Any] = parse) -> None:
+            parse(parser)
+            raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse_and_stop)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / script), run_name="__main__")

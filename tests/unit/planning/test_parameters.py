@@ -18,6 +18,8 @@ BILLIONS = {
     "DeepSeek-R1-Distill-Qwen-7B": 7.616,
     "DeepSeek-R1-Distill-Qwen-32B": 32.764,
     "OctoThinker-3B-Long-Zero": 3.213,
+    "Qwen2.5-1.5B": 1.544,
+    "Qwen2.5-3B": 3.086,
     "Qwen2.5-7B": 7.616,
     "Qwen2.5-32B": 32.764,
     "Qwen3-8B": 8.191,

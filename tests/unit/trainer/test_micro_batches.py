@@ -127,7 +127,7 @@ def test_an_environments_tokens_are_context_and_never_labels(size: int):
     spans = (VersionSpan(0, 3),)
     masked = replace(turns.trajectory, loss_mask=mask, behaviour_log_probs=log_probs, version_spans=spans)
     examples = [EXAMPLES[0], replace(turns, trajectory=masked, advantage=np.array([1.0, 2.0, 3.0])), EXAMPLES[2]]
-    rule = padding_rule(1, size, sequence_parallel=False, fp8=False, packing=True)
+    rule = padding_rule(1, size, sequence_parallel=False, fp8_multiple=None, packing=True)
     parts = [lay_out(rule, examples, rank, size) for rank in range(size)]
 
     index_N = torch.cat([part.response_index_N for part in parts]).argsort()
