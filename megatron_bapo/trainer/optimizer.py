@@ -62,7 +62,7 @@ class _Piece:
         if state != "main":
             return adam.state[self.handle][state].view(-1)
         offloaded = isinstance(adam, HybridDeviceOptimizer)
-        return (adam.param_to_inner_param[self.handle] if offloaded else self.handle).view(-1)
+        return (adam.param_to_inner_param[self.handle] if offloaded else self.handle).detach().view(-1)
 
 
 class Optimizer:

@@ -8,7 +8,7 @@ from tests.e2e.faulted_run import Fault, FaultedRun, drawn_by_lot
 
 REPLACED_WITHIN_S = 120.0
 """Noticed within 6 s, started within the rest, twice where the replacement is killed, too; two cores."""
-NUM_RANDOM = 4
+NUM_RANDOM = 2
 
 
 def test_engines_and_rewards_that_fail_at_any_moment_cost_a_run_no_prompt(tmp_path: Path) -> None:

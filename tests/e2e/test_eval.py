@@ -51,6 +51,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
             assert time.monotonic() < deadline, "no answer came"
             time.sleep(0.05)
         family = family_of(killed)
+        stores = weight_stores(family)
     finally:
         killed.kill()
         killed.communicate(timeout=RUN_LIMIT_S)
@@ -63,7 +64,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "folder": folder / "eval",
         "kept": kept,
         "continued": (continued.returncode, output, errors),
-        "left": leftovers(family, weight_stores()),
+        "left": leftovers(family, stores),
     }
 
 
