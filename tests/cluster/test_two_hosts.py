@@ -213,7 +213,8 @@ def _check_preemption(cluster: SlurmCluster, run_dir: Path, config: Path, target
     saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]
     assert total_steps > saved == max(train_steps(run_dir)) > before
     assert "the state is saved" in (run_dir / "slurm" / f"{job}.log").read_text()
-    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm would wait two minutes
+    # Slurm would wait two minutes; within the second in which the job was taken off a node, the node refuses it.
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     wait_for_state(cluster, job, "COMPLETED", START_LIMIT_S)
     assert train_steps(run_dir) == list(range(1, total_steps + 1))
     assert "state        COMPLETED" in bapo(cluster, "status", job)
