@@ -92,6 +92,7 @@ def state_bytes(worker: Worker) -> dict[str, int]:
         "main_parameters": total(main, without=kept),
         "moments": total(moments),
         "offloaded": total(host, without=kept),
+        "quantised": 0,  # FP8 parameters exist on GPUs alone
     }
 
 

@@ -16,7 +16,7 @@ from tests.parallel.examples import make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS
 from tests.parallel.tensors import largest, largest_difference, load_folder, same_bits, save_random_model
-from tests.tolerances import BF16_MEAN_PARAMETER, GRADIENT, LOG_PROB, PARAMETER
+from tests.tolerances import BF16_MEAN_PARAMETER, BF16_ROUNDED_APART, GRADIENT, LOG_PROB, PARAMETER
 
 CLIP_GRAD = 0.05
 NUM_TOKENS = 20
@@ -157,7 +157,9 @@ def test_overlap_has_several_buckets_and_experts_an_optimizer_of_their_own(resul
 def test_in_bfloat16_every_way_gives_the_parameters_of_plain_data_parallelism(results: Path, name: str) -> None:
     ours, theirs = (checkpoint(results, n, "weights") for n in (name, "dp2-bf16"))
     assert largest_difference(ours, theirs) < PARAMETER
-    assert same_bits(load_folder(results / name / "continued"), load_folder(results / "dp2-bf16" / "continued"))
+    ours, theirs = (load_folder(results / n / "continued") for n in (name, "dp2-bf16"))
+    apart = torch.cat([(ours[n] != theirs[n]).flatten() for n in theirs]).float().mean().item()
+    assert apart < BF16_ROUNDED_APART
 
 
 def test_in_bfloat16_the_main_parameters_are_fp32_and_stay_near_those_of_an_fp32_model(results: Path) -> None:
