@@ -107,7 +107,7 @@ def make_minibatch(rng: np.random.Generator) -> list[Example]:
 
 def with_own_log_probs(worker: Worker, examples: list[Example]) -> list[Example]:
     """The examples as the worker's policy would have sampled them."""
-    micro_batches = worker.lay_out([[example] for example in examples])
+    micro_batches = worker.lay_out(examples, [[index] for index in range(len(examples))])
     return [
         replace(e, trajectory=replace(e.trajectory, behaviour_log_probs=scores.log_probs_N.numpy()))
         for e, scores in zip(examples, score(worker, micro_batches, temperature=1.0), strict=True)

@@ -115,7 +115,7 @@ def on_two_cores(folder: Path) -> tuple[list[tuple[object, ...]], dict[str, floa
     workload, _ = recorded_workload(*calibration)
     rows, ratios, sync_s = [], {}, 0.0
     for name, overrides in {"sync": (), **OTHERS}.items():
-        settings = load_config(folder / "config.yaml", overrides).rollout
+        settings = load_config(folder / "config.yaml", [f"run_dir={folder}", *overrides]).rollout
         predicted_s = simulated_step_s(settings, workload)
         print(f"{name}: {predicted_s:.2f} s a step predicted", flush=True)
         measured_s = step_s(calibration[0].folder if name == "sync" else trained(folder, name, overrides))

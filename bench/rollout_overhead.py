@@ -15,6 +15,7 @@ import pickle
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -32,12 +33,13 @@ from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.weight_layouts import engine_route
+from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.messages import Completion, Generated
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
-from megatron_bapo.rollout.scoring import ScoringPool
+from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.weight_sync.transport import WeightStore
 
@@ -62,12 +64,12 @@ async def in_this_process(config: Config, store: Path) -> AsyncIterator[Producer
     def decode(token_ids: np.ndarray) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    stream, scoring = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle), ScoringPool(config.reward)
-    given = Surroundings(stream, tokenized, router, scoring.score, decode, print)
+    stream, scorer = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle), Scorer(config.reward)
+    given = Surroundings(stream, tokenized, router, partial(score_group, scorer=scorer), decode, print)
     try:
         yield Producer(config.rollout, config.prompts_per_step, config.seed, given)
     finally:
-        scoring.close()
+        scorer.close()
         await engine.shutdown()
 
 
