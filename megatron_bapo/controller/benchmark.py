@@ -22,7 +22,6 @@ from typing import Any
 from rich.console import Console
 
 from megatron_bapo.config.checks import differences, prompt_source_problems
-from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import Config
@@ -30,7 +29,7 @@ from megatron_bapo.controller.cluster import ask, finished
 from megatron_bapo.controller.evaluated_model import EvaluatedModel, find_model
 from megatron_bapo.controller.exit_codes import INTERRUPTED
 from megatron_bapo.controller.interrupts import Interrupts
-from megatron_bapo.controller.launcher import POLL_S, rollout_plane
+from megatron_bapo.controller.launcher import POLL_S, check_this_machine, rollout_plane
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory
@@ -39,7 +38,6 @@ from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.metrics.benchmark import problems_of, results
 from megatron_bapo.metrics.benchmark_table import print_results
 from megatron_bapo.metrics.sinks import AnswerRow, JsonlSink, read_rows, replace_text
-from megatron_bapo.parallel.platform import visible_devices
 from megatron_bapo.records import Prompt
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -142,7 +140,7 @@ def _checked_problems(config: EvalConfig, model: EvaluatedModel, console: Consol
     if broken:
         raise UserError("\n".join(["the configuration breaks these rules:", *(f"  {problem}" for problem in broken)]))
     serving = model.serving(config)
-    check_devices(serving, len(visible_devices()))
+    check_this_machine(serving)
     found = load_prompts(config.data.validation, name="validation", system_prompt=config.data.system_prompt)
     if found.num_skipped:
         console.print(f"{found.num_skipped} malformed lines skipped, first: {found.skipped_reasons[0]}")

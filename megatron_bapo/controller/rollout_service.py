@@ -232,8 +232,7 @@ class RolloutService:
         return text
 
     def _record(self, answered: AnsweredRequest) -> None:
-        with self._directory.requests.open("a") as file:
-            file.write(json.dumps({"step": self._producer.num_batches + 1} | asdict(answered)) + "\n")
+        _append(self._directory.requests, {"step": self._producer.num_batches + 1} | asdict(answered))
 
     def _set_aside(self, reason: SetAside) -> None:
         _append(self._directory.set_aside, {"prompt_id": reason.prompt_id, "failures": reason.failures})

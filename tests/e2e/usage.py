@@ -24,7 +24,7 @@ ROLES = {
     "VLLM::EngineCore": "vLLM's core",
     "ray::RolloutService": "rollout service",
     "controller.trainer_rank": "trainer",
-    "rewards.worker": "reward",
+    "functions.worker": "reward",
     "raylet/raylet": "raylet",
     "gcs_server": "Ray's control store",
 }
