@@ -56,7 +56,7 @@ def test_every_way_to_roll_out_has_recipes() -> None:
     assert all((rollouts[name].mode == "async") == ("async" in name) for name in NAMES if "partial" not in name)
     budgets = {name: found.partial_rollout.token_budget for name, found in rollouts.items()}
     assert {name: budget for name, budget in budgets.items() if budget} == {
-        name: 1024 * int(name[-2]) for name in NAMES if "partial" in name
+        name: 1024 * int(name.removesuffix("k").rpartition("_")[2]) for name in NAMES if "partial" in name
     }
 
 
