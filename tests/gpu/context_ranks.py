@@ -1,4 +1,4 @@
-"""Run by torchrun: log-probs and the first update's gradients under one way of context parallelism.
+"""Run by `launch`: log-probs and the first update's gradients under one way of context parallelism.
 
 A case is {"name", "world_size", "model", "cp_comm_type"}.
 """

@@ -1,4 +1,4 @@
-"""Run by torchrun: the same updates by every way to find clip bounds.
+"""Run by `launch`: the same updates by every way to find clip bounds.
 
 A case is {"name", "world_size", "model", "parallel", "max_tokens"}. For each way, `out/NAME/WAY/` gets the parameters
 after two passes over four minibatches, and `out/NAME/metrics.json` what each update reported.

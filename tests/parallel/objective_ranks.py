@@ -1,4 +1,4 @@
-"""Run by torchrun: two updates on one rollout batch under each objective.
+"""Run by `launch`: two updates on one rollout batch under each objective.
 
 A case is {"name", "world_size", "model", "reference", "parallel", "algorithm", "fault"}. `out/NAME/` gets what the
 batch was found to be (`examples.safetensors`), the first update's gradients, the parameters after the second, and

@@ -1,4 +1,4 @@
-"""Run by torchrun: trains a checkpoint for two updates, one that is skipped for a NaN, and a third.
+"""Run by `launch`: trains a checkpoint for two updates, one that is skipped for a NaN, and a third.
 
 A case is {"name", "world_size", "model", "parallel", "dtype", "optimizer"}, with "resume_from" where it has it.
 `out/NAME/` gets the checkpoint of the second update and the parameters after the third; then another case's checkpoint

@@ -1,4 +1,4 @@
-"""Run by torchrun: what ranks really hold, to compare with what the planner says of them.
+"""Run by `launch`: what ranks really hold, to compare with what the planner says of them.
 
 A case is {"name", "world_size", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
 rank's place and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one

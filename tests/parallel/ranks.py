@@ -1,4 +1,4 @@
-"""Run by torchrun: the cases of the layout matrix.
+"""Run by `launch`: the cases of the layout matrix.
 
 A case is {"name", "world_size", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
 its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and

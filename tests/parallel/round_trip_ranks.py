@@ -1,4 +1,4 @@
-"""Run by torchrun: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
+"""Run by `launch`: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
 
 The model comes from a Hugging Face folder of the same weights. These and Adam's moments are made NaN before the
 checkpoint is read.

@@ -1,4 +1,4 @@
-"""Run by torchrun: for each case `out/NAME/RANK.pt` gets {path: results}.
+"""Run by `launch`: for each case `out/NAME/RANK.pt` gets {path: results}.
 
 A case is {"name", "world_size", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
 "entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The paths are `token_loss`, plain and

@@ -1,4 +1,4 @@
-"""Run by torchrun: trains a little and publishes every version, for engines of several layouts.
+"""Run by `launch`: trains a little and publishes every version, for engines of several layouts.
 
 A case is {"name", "world_size", "model", "parallel", "store", "engines", "first_version"}; "engines" are `rollout`
 sections. Each of three times it publishes the same weights once for every engine layout, under successive versions, and
