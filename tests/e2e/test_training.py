@@ -260,20 +260,27 @@ def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> Non
     assert "Traceback" not in errors
 
 
-def test_a_reward_function_that_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
-    (tmp_path / "broken_reward.py").write_text(
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """How runs ended that cannot succeed, side by side: a run that starts leaves cores idle."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken_reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
     )
-    process = start(tmp_path / "run", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
-    code, output, errors = finish(process)
+    reward = start(folder / "reward", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
+    engine = start(folder / "engine", "rollout.kv_cache_gib=0.0000001", "warm_start.num_steps=10000")
+    return {"reward": finish(reward), "engine": finish(engine)}
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_its_message(broken: dict) -> None:
+    code, output, errors = broken["reward"]
     assert code == 2, output
     assert "broken_reward:score" in errors
     assert "ZeroDivisionError" in errors
 
 
-def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", "rollout.kv_cache_gib=0.0000001", "warm_start.num_steps=10000")
-    code, output, errors = finish(process)
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(broken: dict) -> None:
+    code, output, errors = broken["engine"]
     assert code != 0, output
     assert "engine 0" in errors or "vLLM" in errors
     assert "Traceback" not in errors
