@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,6 +21,9 @@ def peak_allocated_bytes(task: Callable[[], object], mapped_files: Iterable[Path
     sizes = {file.stat().st_size for file in mapped_files}
     profiler = recorded.profiler
     assert profiler is not None
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    results = profiler.kineto_results
+    assert results is not None
+    # nbytes is not in torch's stub of the class.
+    events: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(change for change in changes if abs(change) not in sizes), default=0)

@@ -37,7 +37,7 @@ PROMPTS_PER_MINIBATCH, ANSWERS_PER_PROMPT = 4, 4
 PROMPT_TOKENS, ANSWER_TOKENS = 24, 60
 WRONG_IS_LONGER = 1.3
 LEARNING_RATE = 3e-4
-MODEL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 4096}
+MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 4096}
 WAYS: dict[str, dict[str, Any]] = {
     "GRPO": {"objective": "ppo"},
     "score": {"clip_bounds": {"method": "score"}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def require_gpu() -> None:
         raise SystemExit("this bench measures a GPU, and there is none here; `make bench` has those for CPUs")
 
 
-def seconds_of(tasks: dict[str, Callable[[], object]], *, num_repeats: int = 5) -> dict[str, float]:
+def seconds_of(tasks: Mapping[str, Callable[[], object]], *, num_repeats: int = 5) -> dict[str, float]:
     """Medians, the device's queued work included."""
     return medians_s(tasks, num_repeats=num_repeats, num_warmups=2, clock=now_s)
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -155,7 +155,7 @@ def main() -> None:
         for size in TENSOR_PARALLEL_SIZES:
             folder = root / f"tp{size}"
             folder.mkdir()
-            mp.spawn(_rank, args=(size, folder), nprocs=size)
+            spawn(_rank, args=(size, folder), nprocs=size)
             results = json.loads((folder / "results.json").read_text())
             for task, (seconds, peak) in results.items():
                 rows.append((size, task, seconds, peak / 2**20))

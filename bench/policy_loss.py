@@ -112,7 +112,11 @@ def whole_loss(
 
     def bapo() -> None:
         low, high = bounds(current_T, tokens)
-        log_probs_T = run(lambda *args: policy_loss(*args[:2], tokens[args[2]], low, high, BAPO, fused=fused))
+        log_probs_T = run(
+            lambda log_probs_C, entropy_C, chunk: policy_loss(
+                log_probs_C, entropy_C, tokens[chunk], low, high, BAPO, fused=fused
+            )
+        )
         policy_statistics(log_probs_T, tokens, low, high, BAPO)
 
     return {"plain": plain, "bapo": bapo}

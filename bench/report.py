@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def medians_s(
-    tasks: dict[str, Callable[[], object]],
+    tasks: Mapping[str, Callable[[], object]],
     *,
     num_repeats: int,
     num_warmups: int = 1,

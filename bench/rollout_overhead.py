@@ -57,7 +57,8 @@ async def in_this_process(config: Config, store: Path) -> AsyncIterator[Producer
     facts = await engine.start(
         config.model_path.absolute(), config.rollout, config.model.dtype, config.max_model_len, config.seed, route
     )
-    router.add("engine 0", engine, facts.kv_cache_tokens)
+    # Its load_weights gives the bytes that were read, which the scheduler does not ask for.
+    router.add("engine 0", engine, facts.kv_cache_tokens)  # pyright: ignore[reportArgumentType]
     prompts = load_task_prompts(config).train
     tokenized = {prompt.prompt.prompt_id: prompt for prompt in tokenize(prompts, tokenizer, config.data)}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from megatron_bapo.trainer.worker import create_worker
 NUM_SEQUENCES = 16
 MAX_TOKENS = 1024
 LEARNING_RATE = 1e-5
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "4M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 8192},
     "16M": {"hidden_size": 320, "intermediate_size": 896, "num_hidden_layers": 8, "vocab_size": 16384},
 }
@@ -40,7 +41,7 @@ LENGTHS = {
 }
 
 
-def make_model(folder: Path, shape: dict[str, int]) -> Qwen3ForCausalLM:
+def make_model(folder: Path, shape: dict[str, Any]) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(**shape, num_attention_heads=6, num_key_value_heads=2, head_dim=64, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config)

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import spawn
 from transformers.utils.logging import disable_progress_bar
 
 from bench.hf_io import local_names_bridge
@@ -239,7 +239,7 @@ class Results:
 
 def _trainers_part(name: str, folder: Path, checkpoint: Path, results: Results) -> None:
     with closing(WeightStore.create()) as store:
-        mp.spawn(_trainers, args=(folder, checkpoint, store.folder), nprocs=NUM_RANKS)
+        spawn(_trainers, args=(folder, checkpoint, store.folder), nprocs=NUM_RANKS)
     found = json.loads((folder / "results.json").read_text())
     for task, (seconds, num_bytes, peak) in found.items():
         results.rows.append((name, task, seconds, num_bytes / 2**20, round(peak / 2**20, 1)))

@@ -113,7 +113,7 @@ class Engine:
         """
         from megatron_bapo.rollout.vllm_adapter import VllmServer
 
-        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed)
+        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, scratch=route.folder)
         self._timeout_s = settings.request_timeout_s
         await self.connect(route)
         self._expected_shapes = _checkpoint_shapes(model_path)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -39,13 +42,16 @@ DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 class VllmServer:
     """Owns vLLM's processes."""
 
-    def __init__(self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int) -> None:
-        """Load the checkpoint.
+    def __init__(
+        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, scratch: Path
+    ) -> None:
+        """Load the checkpoint. `scratch` is a folder for vLLM's temporary files.
 
         Raises UserError for settings that vLLM refuses, RunError when its processes do not come up.
         """
         try:
-            self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
+            with _temporary_files_in(scratch):
+                self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
         except ValueError as error:
             raise UserError(f"vLLM refuses {model_path} with these rollout settings: {error}") from error
         except RuntimeError as error:
@@ -152,6 +158,20 @@ class VllmServer:
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self._llm.shutdown()
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """For what is started meanwhile: vLLM leaves its rendezvous files, and when it is killed its sockets, behind."""
+    cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = cached
+        del os.environ["TMPDIR"]
+        if variable is not None:
+            os.environ["TMPDIR"] = variable
 
 
 def _engine_args(

@@ -2,6 +2,7 @@
 
 import ipaddress
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,12 @@ def open_to_the_network(family: list[psutil.Process]) -> list[str]:
     ]
 
 
+def vllms_sockets(family: list[psutil.Process]) -> set[Path]:
+    """Their names are UUIDs."""
+    paths = {Path(connection.laddr) for process in family for connection in process.net_connections("unix")}
+    return {path for path in paths if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", path.name)}
+
+
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """A run that Ctrl-C stops after its first step and that the same command then completes, but for the weights' way.
@@ -119,11 +126,15 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening, stores = open_to_the_network(family), weight_stores(family)
+    sockets, rendezvous = vllms_sockets(family), [path for store in stores for path in store.glob("vllm_dist_*")]
     process.send_signal(signal.SIGINT)
     return {
         "run_dir": run_dir,
         "first": finish(process),
         "listening": listening,
+        "stores": stores,
+        "sockets": sockets,
+        "rendezvous": rendezvous,
         "steps_before": train_steps(run_dir),
         "left": leftovers(family, stores),
         "second": finish(start(run_dir, "weight_sync.engine_store=own", "weight_sync.full_every=2")),
@@ -140,6 +151,13 @@ def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing_running(resumed: dic
 
 def test_nothing_listens_beyond_the_loopback_interface(resumed: dict) -> None:
     assert resumed["listening"] == []
+
+
+def test_vllms_temporary_files_are_in_the_weight_store_which_goes_with_the_run(resumed: dict) -> None:
+    """Where they are also after an engine was killed."""
+    assert resumed["sockets"]
+    assert {socket.parent for socket in resumed["sockets"]} <= resumed["stores"]
+    assert resumed["rendezvous"]
 
 
 def test_the_same_command_continues_and_completes(resumed: dict) -> None:
@@ -242,20 +260,27 @@ def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> Non
     assert "Traceback" not in errors
 
 
-def test_a_reward_function_that_raises_ends_the_run_with_its_message(tmp_path: Path) -> None:
-    (tmp_path / "broken_reward.py").write_text(
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """How runs ended that cannot succeed, side by side: a run that starts leaves cores idle."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken_reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
     )
-    process = start(tmp_path / "run", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
-    code, output, errors = finish(process)
+    reward = start(folder / "reward", "reward.type=function", "reward.function=broken_reward:score", "warm_start=null")
+    engine = start(folder / "engine", "rollout.kv_cache_gib=0.0000001", "warm_start.num_steps=10000")
+    return {"reward": finish(reward), "engine": finish(engine)}
+
+
+def test_a_reward_function_that_raises_ends_the_run_with_its_message(broken: dict) -> None:
+    code, output, errors = broken["reward"]
     assert code == 2, output
     assert "broken_reward:score" in errors
     assert "ZeroDivisionError" in errors
 
 
-def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    process = start(tmp_path / "run", "rollout.kv_cache_gib=0.0000001", "warm_start.num_steps=10000")
-    code, output, errors = finish(process)
+def test_an_engine_that_cannot_start_ends_the_run_with_its_reason(broken: dict) -> None:
+    code, output, errors = broken["engine"]
     assert code != 0, output
     assert "engine 0" in errors or "vLLM" in errors
     assert "Traceback" not in errors

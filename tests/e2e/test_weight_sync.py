@@ -102,7 +102,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
         cases = [
             {
                 "name": name,
-                "world_size": parallel["world_size"],
                 "model": str(root / model),
                 "parallel": parallel,
                 "store": str(stores[model].folder),

@@ -120,7 +120,8 @@ def test_transformer_engines_layers_give_what_the_local_ones_give(
 def test_two_context_parallel_gpus_give_what_one_gives(
     models: dict[str, Path], tmp_path: Path, figures: Figures, cp_comm_type: str
 ) -> None:
-    case = {"name": cp_comm_type, "world_size": 2, "model": str(models["dense"]), "cp_comm_type": cp_comm_type}
+    parallel = {"world_size": 2, "context_parallel_size": 2, "cp_comm_type": cp_comm_type}
+    case = {"name": cp_comm_type, "model": str(models["dense"]), "parallel": parallel}
     launch("../gpu/context_ranks.py", [case], tmp_path, 2, site=ROOT)
     ours = np.load(tmp_path / cp_comm_type / "log_probs.npy")
     one = fused(models["dense"])

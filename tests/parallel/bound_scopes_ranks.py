@@ -1,6 +1,6 @@
-"""Run by torchrun: the same updates by every way to find clip bounds.
+"""Run by `launch`: the same updates by every way to find clip bounds.
 
-A case is {"name", "world_size", "model", "parallel", "max_tokens"}. For each way, `out/NAME/WAY/` gets the parameters
+A case is {"name", "model", "parallel", "max_tokens"}. For each way, `out/NAME/WAY/` gets the parameters
 after two passes over four minibatches, and `out/NAME/metrics.json` what each update reported.
 """
 
@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from examples import LEARNING_RATE, make_config, make_examples
-from launching import TIMEOUT_S, run_cases
+from running import run_cases
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.config.algorithm import ClipBoundsSettings
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face
-from megatron_bapo.parallel.groups import ParallelGroups, create_groups
-from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.speculation import MIN_MEASURED, Speculation
@@ -87,18 +86,16 @@ def run_way(case: dict, out: Path, way: str, groups: ParallelGroups) -> dict:
     torch.manual_seed(0)
     config = config_of(case, out, way)
     worker = create_worker(config, config.model_path, groups)
-    separate = bounds_of_micro_batches(worker) if case["world_size"] == 1 else []
+    separate = bounds_of_micro_batches(worker) if config.parallel.world_size == 1 else []
     updates = train(worker, way)
     save_hugging_face(worker.model, groups, config.model_path, out / way)
     return {"updates": updates, "bounds_of_micro_batches": separate}
 
 
-def run_case(case: dict, out: Path) -> None:
-    groups = create_groups(config_of(case, out, "score").parallel, seed=0, timeout_s=TIMEOUT_S)
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     found = {way: run_way(case, out, way, groups) for way in WAYS}
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(found))
-    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

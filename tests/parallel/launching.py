@@ -1,20 +1,12 @@
-"""How a test runs a list of cases on several ranks: `launch` in the test, `run_cases` in the script that it starts."""
+"""Runs a list of cases on several ranks, by a script that hands them to `run_cases`."""
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
-from megatron_bapo.parallel.platform import start_distributed
-
 HERE = Path(__file__).parent
-TIMEOUT_S = 300
-"""Of a collective; also how long ranks may wait for a case while smaller ones run."""
 
 
 def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site: Path | None = None) -> None:
@@ -24,36 +16,8 @@ def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site:
     """
     case_file = root / f"cases-{world_size}.json"
     case_file.write_text(json.dumps(cases))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--standalone"),
-        *(str(HERE / script), str(case_file), str(root)),
-    ]
+    command = [sys.executable, str(HERE / script), str(case_file), str(root), str(world_size)]
     folders = [*([str(site)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run_cases(run_case: Callable[[dict, Path], None]) -> None:
-    """`run_case(case, out / name)` for each case of the file that torchrun passes on, by its first `world_size` ranks.
-
-    Rank 0 takes part in every case, so a case finds the files of those above it complete.
-    """
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    for case in cases:
-        if int(os.environ["RANK"]) < case["world_size"]:
-            os.environ["WORLD_SIZE"] = str(case["world_size"])
-            start_distributed(TIMEOUT_S, store_file=out / f"rendezvous-{case['name']}")
-            folder = out / case["name"]
-            folder.mkdir(exist_ok=True)
-            run_case(case, folder)
-            release_models()
-            dist.destroy_process_group()
-
-
-def release_models() -> None:
-    """Free what a case built: the threads of process groups that live on in models would pile up over the cases."""
-    for dispatcher in [thing for thing in gc.get_objects() if type(thing).__name__ == "MoEAlltoAllTokenDispatcher"]:
-        # It keeps its last micro-batch's graph, whose hooks keep the model: a circle through C++ that gc does not see.
-        vars(dispatcher).clear()
-    gc.collect()

@@ -1,6 +1,6 @@
-"""Run by torchrun: two updates on one rollout batch under each objective.
+"""Run by `launch`: two updates on one rollout batch under each objective.
 
-A case is {"name", "world_size", "model", "reference", "parallel", "algorithm", "fault"}. `out/NAME/` gets what the
+A case is {"name", "model", "reference", "parallel", "algorithm", "fault"}. `out/NAME/` gets what the
 batch was found to be (`examples.safetensors`), the first update's gradients, the parameters after the second, and
 metrics.
 """
@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from examples import LEARNING_RATE, make_config, make_examples
 from faults import FAULTS
-from launching import TIMEOUT_S, run_cases
+from running import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt
 from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.micro_batches import Example
@@ -54,11 +53,10 @@ def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
     }
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], "float32", packing=True)
     tree = config.model_dump() | {"algorithm": case["algorithm"], "rollout": {"n": GROUP_SIZE, "temperature": 0.8}}
     config = Config.model_validate(tree)
-    groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
     worker = create_worker(config, config.model_path, groups)
     reference = None
     if config.algorithm.needs_reference:
@@ -82,7 +80,6 @@ def run_case(case: dict, out: Path) -> None:
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(found))
-    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

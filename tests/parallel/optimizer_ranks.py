@@ -1,6 +1,6 @@
-"""Run by torchrun: trains a checkpoint for two updates, one that is skipped for a NaN, and a third.
+"""Run by `launch`: trains a checkpoint for two updates, one that is skipped for a NaN, and a third.
 
-A case is {"name", "world_size", "model", "parallel", "dtype", "optimizer"}, with "resume_from" where it has it.
+A case is {"name", "model", "parallel", "dtype", "optimizer"}, with "resume_from" where it has it.
 `out/NAME/` gets the checkpoint of the second update and the parameters after the third; then another case's checkpoint
 is loaded, saved again and continued. `facts.json` says what files do not show.
 """
@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from examples import LEARNING_RATE, make_config, make_examples
-from launching import TIMEOUT_S, run_cases
+from running import run_cases
 
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.model.hf_export import save_hugging_face
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.offload import TrainerMemory
@@ -106,10 +105,9 @@ def offloaded(worker: Worker) -> dict[str, bool]:
     }
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=case["optimizer"])})
-    groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
     worker = create_worker(config, config.model_path, groups)
     reservoir = TokenReservoir(NUM_TOKENS, seed=(0,))
     updates = [update(worker, reservoir) for _ in range(2)]
@@ -135,7 +133,6 @@ def run_case(case: dict, out: Path) -> None:
     }
     if groups.is_main:
         (out / "facts.json").write_text(json.dumps(facts))
-    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Run by torchrun: what ranks really hold, to compare with what the planner says of them.
+"""Run by `launch`: what ranks really hold, to compare with what the planner says of them.
 
-A case is {"name", "world_size", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
+A case is {"name", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
 rank's place and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one
 micro-batch's forward pass saves in every model chunk, without parameters and each storage once.
 """
@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from examples import LEARNING_RATE, make_config, make_examples, with_offload_and_reference
-from launching import TIMEOUT_S, run_cases
+from running import run_cases
 
 from megatron_bapo.model.vocab_parallel import token_loss
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.megatron import HybridDeviceOptimizer, parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.megatron import HybridDeviceOptimizer
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import supervised_update
@@ -128,11 +128,10 @@ def activation_bytes(worker: Worker) -> tuple[list[int], int]:
     return by_chunk, output
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     if case["offload_and_reference"]:
         config = with_offload_and_reference(config)
-    groups = create_groups(config.parallel, seed=0, timeout_s=TIMEOUT_S)
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
     supervised_update(worker, examples, LEARNING_RATE)
@@ -148,7 +147,6 @@ def run_case(case: dict, out: Path) -> None:
         "numel": [[p.numel() for p in chunk.gpt.parameters()] for chunk in worker.model.chunks],
     }
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(facts))
-    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

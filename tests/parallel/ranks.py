@@ -1,6 +1,6 @@
-"""Run by torchrun: the cases of the layout matrix.
+"""Run by `launch`: the cases of the layout matrix.
 
-A case is {"name", "world_size", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
+A case is {"name", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
 its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
 the parameters after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and
 the metrics.
@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from examples import LEARNING_RATE, make_config, make_examples
 from faults import FAULTS
-from launching import run_cases
+from running import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage_file
 from megatron_bapo.parallel.collectives import barrier
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker, score_sequence
@@ -39,18 +38,16 @@ def write_gradients(worker: Worker, folder: Path) -> None:
     write_stage_file(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     with FAULTS[case["fault"]]():
-        _run_case(case, out)
-    parallel_state.destroy_model_parallel()
+        _run_case(case, out, groups)
 
 
-def _run_case(case: dict, out: Path) -> None:
+def _run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     packed, padded = (
         make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=packing)
         for packing in (True, False)
     )
-    groups = create_groups(packed.parallel, seed=0, timeout_s=120)
     if groups.is_main:
         for name in ("gradients", "gradients-padded", "held"):
             (out / name).mkdir(parents=True)

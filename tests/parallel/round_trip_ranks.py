@@ -1,4 +1,4 @@
-"""Run by torchrun: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
+"""Run by `launch`: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
 
 The model comes from a Hugging Face folder of the same weights. These and Adam's moments are made NaN before the
 checkpoint is read.
@@ -8,19 +8,18 @@ from pathlib import Path
 
 import torch
 from examples import make_config
-from launching import run_cases
+from running import run_cases
 
 from megatron_bapo.model.hf_export import save_hugging_face
-from megatron_bapo.parallel.groups import create_groups
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.optimizer import STATES
 from megatron_bapo.trainer.worker import create_worker
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     source = Path(case["model"])
     config = make_config(source, out, case["parallel"], "float32", packing=True)
-    groups = create_groups(config.parallel, seed=0, timeout_s=120)
     worker = create_worker(config, source, groups)
     save_hugging_face(worker.model, groups, source, out / "imported")
     for _, parameter in worker.model.named_parameters():

@@ -38,7 +38,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [
         {
             "name": name,
-            "world_size": LAYOUTS[layout].world_size,
             "model": str(root / model),
             "parallel": LAYOUTS[layout].parallel,
             "max_tokens": max_tokens,

@@ -68,7 +68,6 @@ def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None
     resumed = {} if layout.resume_from is None else {"resume_from": f"{model}-{layout.resume_from}"}
     return {
         "name": name,
-        "world_size": layout.world_size,
         "model": str(root / model),
         "parallel": layout.parallel,
         "dtype": layout.dtype,

@@ -35,12 +35,11 @@ FAULTS = {FAULTY: "sequence-mean-of-one-rank"}
 
 
 def case(algorithm: str, layout: str, fault: str | None = None) -> dict:
-    settings = {"algorithm": ALGORITHMS[algorithm], "parallel": LAYOUTS[layout].parallel, "fault": fault}
-    return {**settings, "world_size": LAYOUTS[layout].world_size}
+    return {"algorithm": ALGORITHMS[algorithm], "parallel": LAYOUTS[layout].parallel, "fault": fault}
 
 
 CASES = {
-    **{f"{a}-{layout}": case(a, layout) for a in ALGORITHMS for layout in ("one-process", *SEVERAL_RANKS)},
+    **{f"{a}-{layout}": case(a, layout) for layout in ("one-process", *SEVERAL_RANKS) for a in ALGORITHMS},
     FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
 }
 

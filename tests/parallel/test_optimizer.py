@@ -36,7 +36,6 @@ TP2, PP2, EP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipe
 
 def case(world_size: int, way: dict, layout: dict | None = None, *, model: str = "qwen3", **values: Any) -> dict:
     return {
-        "world_size": world_size,
         "model": model,
         "parallel": {"world_size": world_size, **way["parallel"], **(layout or {})},
         "optimizer": {"clip_grad": CLIP_GRAD, **way.get("optimizer", {})},
@@ -68,7 +67,7 @@ CASES = {
 }
 """A case stands below the one whose checkpoint it continues."""
 EXACT = [name for name, settings in CASES.items() if settings["dtype"] == "float32"]
-SEVERAL_RANKS = [name for name in EXACT if CASES[name]["world_size"] > 1]
+SEVERAL_RANKS = [name for name in EXACT if CASES[name]["parallel"]["world_size"] > 1]
 RESUMED = {name: settings["resume_from"] for name, settings in CASES.items() if "resume_from" in settings}
 OFFLOADED = [name for name in CASES if "offload" in name]
 STATES = ("weights", "exp_avg", "exp_avg_sq")

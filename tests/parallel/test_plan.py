@@ -60,7 +60,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {
             "name": f"{model}-{name}",
             "model": str(root / model),
-            "world_size": LAYOUTS[name].world_size,
             "parallel": parallel(name),
             "dtype": LAYOUTS[name].dtype,
             "offload_and_reference": False,

@@ -26,7 +26,6 @@ def test_smollm2_through_three_tensor_ranks_and_two_interleaved_stages_is_bit_id
     run_tool("convert_hf_to_megatron", source, "--output", checkpoint)
     case = {
         "name": out.name,
-        "world_size": 6,
         "model": str(source),
         "checkpoint": str(checkpoint),
         "parallel": LAYOUT.parallel,

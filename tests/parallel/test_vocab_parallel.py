@@ -10,7 +10,7 @@ from tests.parallel.vocab_parallel_examples import exact_results, make_token_exa
 from tests.tolerances import GRADIENT, LOG_PROB
 
 DEFAULTS = {
-    "world_size": 2,
+    "parallel": {"world_size": 2, "tensor_model_parallel_size": 2},
     "num_tokens": 37, "vocab_size": 96, "num_rows": 48, "chunk_size": 7, "temperature": 1.0,
     "entropy_requires_grad": False,
 }  # fmt: skip

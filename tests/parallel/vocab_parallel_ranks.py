@@ -1,6 +1,6 @@
-"""Run by torchrun: for each case `out/NAME/RANK.pt` gets {path: results}.
+"""Run by `launch`: for each case `out/NAME/RANK.pt` gets {path: results}.
 
-A case is {"name", "world_size", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
+A case is {"name", "parallel", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
 "entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The paths are `token_loss`, plain and
 with Triton's kernels, and `log_probs_and_entropy`.
 """
@@ -8,12 +8,11 @@ with Triton's kernels, and `log_probs_and_entropy`.
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from launching import run_cases
+from running import run_cases
 from vocab_parallel_examples import HIDDEN_SIZE, make_token_example
 
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
-from megatron_bapo.parallel.groups import Axis
+from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
 
@@ -40,12 +39,9 @@ def run_path(path: str, case: dict, axis: Axis) -> dict[str, torch.Tensor | None
     }
 
 
-def run_case(case: dict, out: Path) -> None:
-    world = dist.group.WORLD
-    assert world is not None
-    axis = Axis(world, dist.get_rank(), dist.get_world_size())
-    results = {path: run_path(path, case, axis) for path in PATHS}
-    torch.save(results, out / f"{axis.rank}.pt")
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
+    results = {path: run_path(path, case, groups.tensor) for path in PATHS}
+    torch.save(results, out / f"{groups.tensor.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Run by torchrun: trains a little and publishes every version, for engines of several layouts.
+"""Run by `launch`: trains a little and publishes every version, for engines of several layouts.
 
-A case is {"name", "world_size", "model", "parallel", "store", "engines", "first_version"}; "engines" are `rollout`
+A case is {"name", "model", "parallel", "store", "engines", "first_version"}; "engines" are `rollout`
 sections. Each of three times it publishes the same weights once for every engine layout, under successive versions, and
 trains on. Its folder gets the trainer's log-probs of the sequences by version and the bytes that each rank wrote.
 """
@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from examples import LEARNING_RATE, make_config, make_examples
-from launching import run_cases
+from running import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.parallel.collectives import barrier
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.weight_publisher import WeightPublisher
 from megatron_bapo.trainer.worker import create_worker, score_sequence
@@ -27,9 +26,8 @@ from megatron_bapo.weight_sync.transport import WeightStore
 NUM_SYNCS = 3
 
 
-def run_case(case: dict, out: Path) -> None:
+def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], "float32", packing=True)
-    groups = create_groups(config.parallel, seed=0, timeout_s=120)
     worker = create_worker(config, config.model_path, groups)
     publishers = [
         WeightPublisher(
@@ -54,7 +52,6 @@ def run_case(case: dict, out: Path) -> None:
     if groups.is_main:
         save_file(log_probs | {"sequence": torch.from_numpy(sequence.astype(np.int32))}, out / "scores.safetensors")
     barrier(groups)
-    parallel_state.destroy_model_parallel()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""In a script that `launch` has started: its cases, on ranks of their own."""
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from multiprocessing.connection import wait
+from operator import itemgetter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made, in every rank)
+import torch.distributed as dist
+
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.controller.interrupts import end_with_parent
+from megatron_bapo.parallel.groups import ParallelGroups, create_groups
+from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.platform import has_gpu, start_distributed
+
+TIMEOUT_S = 300
+"""Of a collective; also how long ranks may wait for a case while smaller ones run."""
+RunCase = Callable[[dict, Path, ParallelGroups], None]
+
+
+def run_cases(run_case: RunCase) -> None:
+    """`run_case(case, out / name, groups)` for each case, by as many of the ranks as its layout takes.
+
+    A case's "parallel" is that section of the configuration; neighbours of one layout share its process groups. Rank 0
+    takes part in every case, so a case finds the files of those above it complete.
+    """
+    gc.collect()
+    gc.freeze()  # half a million objects of imports, which each case's collection would walk
+    # Forks import nothing again; a GPU that is in use does not survive one.
+    context = multiprocessing.get_context("spawn" if has_gpu() else "fork")
+    with TemporaryDirectory() as meeting:
+        ranks = [
+            context.Process(target=_run_rank, args=(run_case, rank, Path(meeting))) for rank in range(int(sys.argv[3]))
+        ]
+        for rank in ranks:
+            rank.start()
+        running = {rank.sentinel: rank for rank in ranks}
+        while running:
+            for sentinel in wait(running):
+                (rank := running.pop(sentinel)).join()
+                if rank.exitcode != 0:
+                    for other in running.values():
+                        other.kill()
+                    sys.exit(1)
+
+
+def _run_rank(run_case: RunCase, rank: int, meeting: Path) -> None:
+    end_with_parent()
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    for number, (parallel, same_layout) in enumerate(groupby(cases, itemgetter("parallel"))):
+        layout = ParallelConfig.model_validate(parallel)
+        if rank < layout.world_size:
+            os.environ["WORLD_SIZE"] = str(layout.world_size)
+            start_distributed(TIMEOUT_S, store_file=meeting / str(number))
+            _run_layout(layout, same_layout, out, run_case)
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def _run_layout(layout: ParallelConfig, cases: Iterable[dict], out: Path, run_case: RunCase) -> None:
+    groups = create_groups(layout, seed=0, timeout_s=TIMEOUT_S)
+    for case in cases:
+        folder = out / case["name"]
+        folder.mkdir(exist_ok=True)
+        run_case(case, folder, groups)
+        _release_models()
+
+
+def _release_models() -> None:
+    """Free what a case built: the threads of process groups that live on in models would pile up over the cases."""
+    for dispatcher in [thing for thing in gc.get_objects() if type(thing).__name__ == "MoEAlltoAllTokenDispatcher"]:
+        # It keeps its last micro-batch's graph, whose hooks keep the model: a circle through C++ that gc does not see.
+        vars(dispatcher).clear()
+    gc.collect()
