@@ -41,6 +41,18 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
+def claim_device() -> None:
+    """Make this rank's GPU the current one; comes before anything else uses a GPU. Nothing without one.
+
+    Otherwise every rank of a host leaves a context on its first GPU.
+    """
+    if has_gpu():
+        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
+        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(local_device())
+
+
 def runs_triton() -> bool:
     """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
     return has_gpu() and find_spec("triton") is not None
@@ -52,12 +64,8 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     With `store_file` the ranks, all on this machine, meet in a file instead of torchrun's TCP store, which would listen
     on every interface.
     """
-    if has_gpu():
-        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
-        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(local_device())
-    else:
+    claim_device()
+    if not has_gpu():
         torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
