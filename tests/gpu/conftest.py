@@ -1,30 +1,23 @@
 """What `make gpu-check` prints and leaves: one table, and results/gpu/<file>.json for each test file, with versions."""
 
-import json
 import os
-import platform
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench.results import save, versions
 from megatron_bapo.parallel.platform import has_gpu
-from megatron_bapo.parallel.telemetry import open_nvml
 
 if TYPE_CHECKING:
     from megatron_bapo.parallel.groups import ParallelGroups
 
-RESULTS = Path(__file__).parents[2] / "results" / "gpu"
 NO_GPU_IS_FINE = "NO_GPU_IS_FINE"
-PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "vllm", "nvidia-ml-py", "apex")
 LIMIT_S = 480
 """For all checks together on one H200."""
 
@@ -74,12 +67,11 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    versions = _versions()
     seconds = monotonic() - _start
     table = Table(
         *(Column(name, overflow="fold") for name in ("file", "check", "outcome", "figures")),
         box=box.SIMPLE_HEAD,
-        title=f"GPU checks on {versions['gpu']}: {seconds:.0f} s of {LIMIT_S}",
+        title=f"GPU checks on {versions()['gpu']}: {seconds:.0f} s of {LIMIT_S}",
         title_justify="left",
     )
     for file, checks in _checks.items():
@@ -102,20 +94,4 @@ def _file(nodeid: str) -> str:
 
 
 def _save(nodeid: str) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    content = {"versions": _versions(), "checks": _checks[_file(nodeid)]}
-    (RESULTS / f"{_file(nodeid)}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@cache
-def _versions() -> dict[str, str]:
-    versions = {"gpu": torch.cuda.get_device_name(), "python": platform.python_version()}
-    versions["cuda"] = str(torch.version.cuda)
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "absent"
-    if (nvml := open_nvml()) is not None:
-        versions["driver"] = str(nvml.nvmlSystemGetDriverVersion())
-    return versions
+    save(_file(nodeid), {"checks": _checks[_file(nodeid)]})
