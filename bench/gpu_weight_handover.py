@@ -51,7 +51,7 @@ def make_parameters(plan: WeightPlan) -> dict[str, torch.Tensor]:
 
 def receive(folder: Path) -> tuple[int, float]:
     """In the engine's process: bytes of the parameters, and seconds to copy all of them."""
-    reader = SharedParameters(folder, 0, open_storage)
+    reader = SharedParameters(folder, 0, open_storage, local_device())
     own = {name: torch.empty_like(tensor) for name, tensor in reader.read(VERSION)}
 
     def take() -> None:

@@ -21,6 +21,9 @@ from megatron_bapo.errors import RunError
 SNAPSHOT_ENTRIES = 1_000_000
 """Allocations and frees that a memory snapshot keeps, the latest; some 100 bytes of stack each."""
 
+SMALLEST_PIECE = 1 << 20
+"""Bytes of host memory that are not worth cutting up."""
+
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
@@ -131,9 +134,15 @@ def memory_snapshot(file: Path) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def host_buffer(num_bytes: int) -> torch.Tensor:
-    """Uninitialised bytes in host memory, page-locked where a GPU copies from and to them."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_gpu())
+def host_buffers(num_bytes: int) -> list[torch.Tensor]:
+    """So many uninitialised bytes of host memory, in pieces, page-locked where a GPU copies from and to them.
+
+    Torch takes page-locked memory in powers of two: one piece would cost up to twice its size.
+    """
+    sizes = []
+    while (left := num_bytes - sum(sizes)) > 0:
+        sizes.append(left if left <= SMALLEST_PIECE else 1 << left.bit_length() - 1)
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu()) for size in sizes]
 
 
 def release_cached_memory() -> None:

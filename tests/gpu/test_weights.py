@@ -38,7 +38,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def take(folder: Path, version: int, pause_s: float) -> dict[str, np.ndarray]:
     """In an engine's process: all parameters, read some time after their checksums were compared."""
-    source = SharedParameters(folder, 0, open_storage)
+    source = SharedParameters(folder, 0, open_storage, local_device())
     source.verify(version)
     time.sleep(pause_s)
     found = {name: as_bytes(tensor) for name, tensor in source.read(version)}
