@@ -82,7 +82,7 @@ bench: $(BENCH_SITE)/.complete
 	@for name in $(BENCHES); do \
 		PYTHONPATH=$(CURDIR):$(CURDIR)/$(BENCH_SITE) $(BIN)/python -m bench.$$name || exit 1; done
 
-# Fails where no GPU is found, unless NO_GPU_IS_FINE=1. Leaves results/gpu/.
+# Fails where no GPU is found, unless NO_GPU_IS_FINE=1. Both leave results/gpu/.
 gpu-check: setup
 	$(BIN)/python -m pytest tests/gpu
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from bench.report import medians_s
+from bench.report import medians_s, report
+from bench.results import save
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.platform import has_gpu, local_device, now_s, start_distributed
@@ -27,6 +28,19 @@ def require_gpu() -> None:
 def seconds_of(tasks: Mapping[str, Callable[[], object]], *, num_repeats: int = 5) -> dict[str, float]:
     """Medians, the device's queued work included."""
     return medians_s(tasks, num_repeats=num_repeats, num_warmups=2, clock=now_s)
+
+
+def report_and_save(
+    name: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    ratios: dict[str, float],
+    figures: dict[str, float],
+) -> None:
+    """What every bench prints; ratios and figures also go to results/gpu/, with versions."""
+    report(name, columns, rows, ratios=ratios, figures=figures)
+    save(name, {"ratios": ratios, "figures": figures})
 
 
 def matrix_flops(size: int = MATRIX_SIZE) -> float:

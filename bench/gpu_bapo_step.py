@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu import one_rank, require_gpu, seconds_of
+from bench.gpu import one_rank, report_and_save, require_gpu, seconds_of
 from bench.gpu_train_step import STEP_TOKENS, TOKENS, layers, make_batch, make_config
-from bench.report import report
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.architecture import read_architecture
@@ -100,7 +99,7 @@ def main() -> None:
                 key = f"{name}_{part}".replace(" ", "_")
                 rows.append([name, part, value, share])
                 ratios[key], figures[f"{key}_s"] = round(share, 3), round(value, 4)
-    report("gpu_bapo_step", ["layers", "part", "s", "of the update"], rows, ratios=ratios, figures=figures)
+    report_and_save("gpu_bapo_step", ["layers", "part", "s", "of the update"], rows, ratios=ratios, figures=figures)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from bench.gpu import copy_bytes_per_s, require_gpu, seconds_of
+from bench.gpu import copy_bytes_per_s, report_and_save, require_gpu, seconds_of
 from bench.policy_loss import loss_alone, whole_loss
-from bench.report import report
 from megatron_bapo.model.vocab_kernels import FusedShard
 from megatron_bapo.model.vocab_parallel import OutputLayer, Softmax, token_loss
 from megatron_bapo.parallel.groups import Axis
@@ -122,7 +121,7 @@ def main() -> None:
         rows.append([f"{view}, BAPO over PPO-clip", "s", found["bapo"], found["bapo"] / found["plain"]])
         ratios[key] = round(found["bapo"] / found["plain"], 3)
         figures |= {f"{key}_{name}_s": value for name, value in found.items()}
-    report("gpu_kernels", ["what", "unit", "measured", "ratio"], rows, ratios=ratios, figures=figures)
+    report_and_save("gpu_kernels", ["what", "unit", "measured", "ratio"], rows, ratios=ratios, figures=figures)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu import matrix_flops, one_rank, require_gpu, seconds_of
-from bench.report import report
+from bench.gpu import matrix_flops, one_rank, report_and_save, require_gpu, seconds_of
 from bench.train_step import make_examples
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
@@ -141,7 +140,7 @@ def main() -> None:
                     ratio = found["TE FP8"].tokens_per_s / found["TE bf16"].tokens_per_s
                     ratios[f"{model}_{length}_fp8_over_bf16"] = round(ratio, 3)
     columns = ["shape", "micro-batch", "layers", "tokens/s", f"of {ceiling / 1e12:.0f} TFLOP/s"]
-    report("gpu_train_step", columns, rows, ratios=ratios, figures=figures)
+    report_and_save("gpu_train_step", columns, rows, ratios=ratios, figures=figures)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu import copy_bytes_per_s, require_gpu, seconds_of
-from bench.report import report
+from bench.gpu import copy_bytes_per_s, report_and_save, require_gpu, seconds_of
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
@@ -52,7 +51,7 @@ def make_parameters(plan: WeightPlan) -> dict[str, torch.Tensor]:
 
 def receive(folder: Path) -> tuple[int, float]:
     """In the engine's process: bytes of the parameters, and seconds to copy all of them."""
-    reader = SharedParameters(folder, 0, open_storage)
+    reader = SharedParameters(folder, 0, open_storage, local_device())
     own = {name: torch.empty_like(tensor) for name, tensor in reader.read(VERSION)}
 
     def take() -> None:
@@ -82,7 +81,7 @@ def main() -> None:
     num_bytes, seconds = measure(FOLDER / MODEL)
     speed = 2 * num_bytes / seconds
     rows = [["copy", copied / 1e9, 1.0], [f"hand-over of {num_bytes / 1e9:.1f} GB", speed / 1e9, speed / copied]]
-    report(
+    report_and_save(
         "gpu_weight_handover",
         ["what", "GB/s", "of a copy"],
         rows,

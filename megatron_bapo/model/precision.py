@@ -37,7 +37,10 @@ def fp8_settings(fp8: Fp8Config | None) -> dict[str, Any]:
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
     """What the model multiplies by: the parameter itself or, kept in FP8, its values in the model's dtype."""
     parameter = parameter.detach()
-    return dequantize_fp8_tensor(parameter) if is_float8tensor(parameter) else parameter
+    if not is_float8tensor(parameter):
+        return parameter
+    with torch.cuda.device_of(parameter):  # Transformer Engine takes the thread's current device, here a pool's thread
+        return dequantize_fp8_tensor(parameter)
 
 
 def set_values(parameter: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -265,7 +265,7 @@ def _gather(own: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1:
         return own[None]
     gathered = own.new_empty(axis.size, *own.shape)
-    dist.all_gather_single(gathered, own[None], group=axis.group)
+    dist.all_gather(list(gathered), own, group=axis.group)
     return gathered
 
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.parallel.platform import (
+    claim_device,
     device_uuid,
     free_memory_bytes,
     local_device,
@@ -111,6 +112,7 @@ def check_device() -> None:
     host, ranks_per_host = socket.gethostname(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if problem := count_problem(local_rank, ranks_per_host, num_visible):
         raise RunError(f"{host}: {problem}")
+    claim_device()
     uuid, reading = device_uuid(), None
     assert uuid is not None, "a visible GPU has a UUID"
     if (nvml := open_nvml()) is not None:

@@ -21,6 +21,9 @@ from megatron_bapo.errors import RunError
 SNAPSHOT_ENTRIES = 1_000_000
 """Allocations and frees that a memory snapshot keeps, the latest; some 100 bytes of stack each."""
 
+SMALLEST_PIECE = 1 << 20
+"""Bytes of host memory that are not worth cutting up."""
+
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
@@ -41,6 +44,18 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
+def claim_device() -> None:
+    """Make this rank's GPU the current one; comes before anything else uses a GPU. Nothing without one.
+
+    Otherwise every rank of a host leaves a context on its first GPU.
+    """
+    if has_gpu():
+        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
+        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(local_device())
+
+
 def runs_triton() -> bool:
     """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
     return has_gpu() and find_spec("triton") is not None
@@ -52,12 +67,8 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     With `store_file` the ranks, all on this machine, meet in a file instead of torchrun's TCP store, which would listen
     on every interface.
     """
-    if has_gpu():
-        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
-        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        torch.cuda.set_device(local_device())
-    else:
+    claim_device()
+    if not has_gpu():
         torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -123,9 +134,15 @@ def memory_snapshot(file: Path) -> Iterator[None]:
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def host_buffer(num_bytes: int) -> torch.Tensor:
-    """Uninitialised bytes in host memory, page-locked where a GPU copies from and to them."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_gpu())
+def host_buffers(num_bytes: int) -> list[torch.Tensor]:
+    """So many uninitialised bytes of host memory, in pieces, page-locked where a GPU copies from and to them.
+
+    Torch takes page-locked memory in powers of two: one piece would cost up to twice its size.
+    """
+    sizes = []
+    while (left := num_bytes - sum(sizes)) > 0:
+        sizes.append(left if left <= SMALLEST_PIECE else 1 << left.bit_length() - 1)
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu()) for size in sizes]
 
 
 def release_cached_memory() -> None:

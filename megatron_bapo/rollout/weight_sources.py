@@ -41,7 +41,7 @@ def weight_source(route: WeightRoute, layout: EngineLayout, rank: int, device: t
         case "store":
             return _FromStore(WeightStore(route.folder), layout, rank)
         case "cuda_ipc":
-            return SharedParameters(route.folder, place, open_storage)
+            return SharedParameters(route.folder, place, open_storage, device)
         case "nccl":
             return _FromGroup(route, place, device)
 
@@ -89,7 +89,7 @@ class _FromGroup:
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         plan = plan_of(self._route, version)
         slices = receive_slices(plan, self._place, self._group, self._device)
-        yield from whole_tensors(plan, plan.needed_on(self._place), slices)
+        yield from whole_tensors(plan, plan.needed_on(self._place), slices, self._device)
 
     def finish(self, version: int) -> None:
         """Nobody overwrites what this rank has received."""

@@ -20,7 +20,21 @@ def gpu_step_metrics(telemetry: Telemetry | None, groups: ParallelGroups) -> dic
     """
     if (peak_memory := take_peak_memory()) is None:
         return {}
-    return reduced_over_ranks(gpu_metrics(telemetry.take() if telemetry else [], peak_memory), groups)
+    own = gpu_metrics(telemetry.take() if telemetry else [], peak_memory)
+    num_ranks = groups.tensor.size * groups.data_context.size * groups.pipeline.size
+    return reduced_over_ranks(with_each_rank(own, groups.global_rank, num_ranks), groups)
+
+
+def with_each_rank(metrics: dict[str, Metric], rank: int, num_ranks: int) -> dict[str, Metric]:
+    """The metrics, and beside them each rank's own as `.../rank_N`: this rank's here, nothing seen of the others'."""
+    if num_ranks == 1:
+        return metrics
+    by_rank = {
+        f"{name}/rank_{other}": metric if other == rank else unseen(metric)
+        for other in range(num_ranks)
+        for name, metric in metrics.items()
+    }
+    return metrics | by_rank
 
 
 def reduced_over_ranks(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
@@ -41,6 +55,17 @@ def seen(metric: Metric) -> bool:
             return value > -float("inf")
         case Sum():
             return True
+
+
+def unseen(metric: Metric) -> Metric:
+    """What adds nothing to a metric of this kind."""
+    match metric:
+        case Mean():
+            return Mean(0.0, 0.0)
+        case Sum():
+            return Sum(0.0)
+        case Max() | Last():
+            return type(metric)(-float("inf"))
 
 
 def gpu_metrics(readings: Sequence[GpuReading], peak_memory: tuple[int, int] | None) -> dict[str, Metric]:

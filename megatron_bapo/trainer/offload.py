@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.model.build import PolicyModel, finish_param_gather
-from megatron_bapo.parallel.platform import host_buffer, local_device, release_cached_memory
+from megatron_bapo.parallel.platform import host_buffers, local_device, release_cached_memory
 from megatron_bapo.trainer.worker import Worker
 
 
@@ -28,7 +28,7 @@ class Storages:
                 storages[storage.data_ptr()] = storage
         self._storages = list(storages.values())
         self._sizes = [storage.size() for storage in self._storages]
-        self._copies = [host_buffer(size) for size in self._sizes] if keep_values else None
+        self._copies = [host_buffers(size) for size in self._sizes] if keep_values else None
         self.is_offloaded = False
 
     @property
@@ -44,8 +44,9 @@ class Storages:
         if self.is_offloaded:
             return
         if self._copies is not None:
-            for storage, copy in zip(self._storages, self._copies, strict=True):
-                copy.copy_(_bytes(storage), non_blocking=True)
+            for storage, copies in zip(self._storages, self._copies, strict=True):
+                for part, copy in _parts(storage, copies):
+                    copy.copy_(part, non_blocking=True)
         release_cached_memory()  # the copies are done before what they read is freed
         for storage in self._storages:
             storage.resize_(0)
@@ -60,7 +61,8 @@ class Storages:
             if self._copies is None:
                 _bytes(storage).zero_()
             else:
-                _bytes(storage).copy_(self._copies[index], non_blocking=True)
+                for part, copy in _parts(storage, self._copies[index]):
+                    part.copy_(copy, non_blocking=True)
         release_cached_memory()  # a copy is complete before the next offload writes where it comes from
         self.is_offloaded = False
 
@@ -100,6 +102,11 @@ def _gradient_buffers(model: PolicyModel) -> Iterator[torch.Tensor]:
     for chunk in model.chunks:
         ddp: Any = chunk.ddp
         yield from (buffer.grad_data for buffer in ddp.buffers + ddp.expert_parallel_buffers)
+
+
+def _parts(storage: torch.UntypedStorage, copies: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each copy's part of the storage, and the copy."""
+    return zip(_bytes(storage).split([copy.numel() for copy in copies]), copies, strict=True)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -74,7 +74,8 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, l
     if load:
         # Through the optimizer, whose fp32 values then are the file's and not what the model rounds them to.
         load_hugging_face(model, model_path, groups, write=optimizer.write_weights)
-    return Worker(config, groups, model, optimizer, config.trainer.fused_kernels and kernels_work(groups))
+    fused_kernels = config.trainer.fused_kernels and kernels_work(groups, model.config.params_dtype)
+    return Worker(config, groups, model, optimizer, fused_kernels)
 
 
 def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:

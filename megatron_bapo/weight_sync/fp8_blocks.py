@@ -29,7 +29,8 @@ def quantise(weight_NK: torch.Tensor, *, power_of_two: bool = False) -> tuple[to
     num_rows, num_columns = weight_NK.shape
     scales = _amax(weight_NK) / LARGEST
     if power_of_two:
-        scales = torch.exp2(torch.ceil(torch.log2(scales)))
+        # By their bits: logarithms are rounded, and by other devices otherwise.
+        scales = (scales.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
     scaled = weight_NK.float() * _spread(1.0 / scales, num_rows, num_columns)
     return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
 

@@ -48,10 +48,10 @@ def offer_parameters(
 
 
 class SharedParameters:
-    """Reads what trainer ranks offer, for the engine rank on the GPU `place`."""
+    """Reads what trainer ranks offer, for the engine rank on the GPU `place`, which knows it as `device`."""
 
-    def __init__(self, folder: Path, place: int, open_storage: Open) -> None:
-        self._folder, self._place, self._open = folder, place, open_storage
+    def __init__(self, folder: Path, place: int, open_storage: Open, device: torch.device) -> None:
+        self._folder, self._place, self._open, self._device = folder, place, open_storage, device
 
     def plan(self, version: int) -> WeightPlan:
         return announced_plan(self._folder, version)
@@ -72,7 +72,7 @@ class SharedParameters:
         """The tensors of which this engine rank needs a part, that part filled in."""
         plan = self.plan(version)
         slices = ((part, view) for _, part, view, _ in self._slices(version, plan))
-        yield from whole_tensors(plan, plan.needed_on(self._place), slices)
+        yield from whole_tensors(plan, plan.needed_on(self._place), slices, self._device)
 
     def finish(self, version: int) -> None:
         """The trainer waits for all engines before it changes its parameters."""

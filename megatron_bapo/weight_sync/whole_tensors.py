@@ -12,17 +12,18 @@ from megatron_bapo.weight_sync.version_file import view_of
 
 
 def whole_tensors(
-    plan: WeightPlan, numbers: Sequence[int], slices: Iterable[tuple[Slice, torch.Tensor]]
+    plan: WeightPlan, numbers: Sequence[int], slices: Iterable[tuple[Slice, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the given buckets once its slices are there, on their device; elsewhere it is uninitialised.
+    """Every tensor of the given buckets on a device, once its slices are there; elsewhere it is uninitialised.
 
-    Values are copied: vLLM may hold what it gets until a layer is complete, and the slices' memory is not its own.
+    Values are copied: vLLM may hold what it gets until a layer is complete, and the slices' memory is not its own, nor
+    need it be of the same GPU.
     """
     missing = Counter(part.name for number in numbers for part in plan.buckets[number].slices)
     unfinished: dict[str, torch.Tensor] = {}
     for part, value in slices:
         if part.name not in unfinished:
-            unfinished[part.name] = value.new_empty(plan.shapes[part.name])
+            unfinished[part.name] = torch.empty(plan.shapes[part.name], dtype=value.dtype, device=device)
         view_of(unfinished[part.name], part.box).copy_(value)
         missing[part.name] -= 1
         if not missing[part.name]:

@@ -1,29 +1,23 @@
 """What `make gpu-check` prints and leaves: one table, and results/gpu/<file>.json for each test file, with versions."""
 
-import json
 import os
-import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from bench.results import save, versions
 from megatron_bapo.parallel.platform import has_gpu
-from megatron_bapo.parallel.telemetry import open_nvml
 
 if TYPE_CHECKING:
     from megatron_bapo.parallel.groups import ParallelGroups
 
-RESULTS = Path(__file__).parents[2] / "results" / "gpu"
 NO_GPU_IS_FINE = "NO_GPU_IS_FINE"
-PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "vllm", "nvidia-ml-py", "apex")
 LIMIT_S = 480
 """For all checks together on one H200."""
 
@@ -32,7 +26,10 @@ _checks: dict[str, dict[str, dict[str, object]]] = {}
 _start = monotonic()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # A file that lacks a package does not keep the others from running, nor does a warning of what only GPUs load.
+    config.option.continue_on_collection_errors = True
+    config.addinivalue_line("filterwarnings", "default")
     if not has_gpu():
         fine = os.environ.get(NO_GPU_IS_FINE) == "1"
         pytest.exit(
@@ -59,31 +56,29 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         reason = f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
         _check(report.nodeid).update(outcome=report.outcome + reason, seconds=round(report.duration, 2))
+        _save(report.nodeid)  # now: a machine may be taken away, or a limit of time run out, before the end
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A file that cannot be imported has a row, too."""
     if report.failed:
         _check(f"{report.nodeid}::all checks").update(outcome=f"not run: {report.longreprtext.splitlines()[-1]}")
+        _save(report.nodeid)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    versions = _versions()
     seconds = monotonic() - _start
     table = Table(
         *(Column(name, overflow="fold") for name in ("file", "check", "outcome", "figures")),
         box=box.SIMPLE_HEAD,
-        title=f"GPU checks on {versions['gpu']}: {seconds:.0f} s of {LIMIT_S}",
+        title=f"GPU checks on {versions()['gpu']}: {seconds:.0f} s of {LIMIT_S}",
         title_justify="left",
     )
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for file, checks in _checks.items():
         for name, found in checks.items():
             numbers = {key: value for key, value in found.items() if key != "outcome"}
             shown = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in numbers.items())
             table.add_row(file, name, str(found.get("outcome", "not run")), shown)
-        content = {"versions": versions, "checks": checks}
-        (RESULTS / f"{file}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     console = Console(width=160)
     with console.capture() as captured:
         console.print(table)
@@ -91,18 +86,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _check(nodeid: str) -> dict[str, object]:
-    file, _, name = nodeid.partition("::")
-    return _checks.setdefault(Path(file).stem.removeprefix("test_"), {}).setdefault(name, {})
+    return _checks.setdefault(_file(nodeid), {}).setdefault(nodeid.partition("::")[2], {})
 
 
-def _versions() -> dict[str, str]:
-    versions = {"gpu": torch.cuda.get_device_name(), "python": platform.python_version()}
-    versions["cuda"] = str(torch.version.cuda)
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "absent"
-    if (nvml := open_nvml()) is not None:
-        versions["driver"] = str(nvml.nvmlSystemGetDriverVersion())
-    return versions
+def _file(nodeid: str) -> str:
+    return Path(nodeid.partition("::")[0]).stem.removeprefix("test_")
+
+
+def _save(nodeid: str) -> None:
+    save(_file(nodeid), {"checks": _checks[_file(nodeid)]})

@@ -39,8 +39,6 @@ from tests.gpu.policies import (
 from tests.parallel.tensors import load_folder, same_bits
 from tests.tolerances import FP8_K3, FP8_LOSS, FP8_MEAN_LOG_PROB
 
-# Upstream's, of kernels and names that it is about to replace.
-pytestmark = pytest.mark.filterwarnings("default")
 RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxfp8")
 CAPABILITY = compute_capability() or (0, 0)
 RUNNABLE = [recipe for recipe in RECIPES if capability_problem(recipe, CAPABILITY) is None]

@@ -33,7 +33,7 @@ def poison(num_bytes: int = 1 << 30) -> None:
 
 def test_triton_is_here_and_its_kernels_agree_with_torch() -> None:
     assert runs_triton()
-    assert kernel_problem() is None
+    assert kernel_problem(torch.bfloat16) is None
 
 
 @FUSED

@@ -1,19 +1,18 @@
 """The device check and telemetry against the driver and the GPU that are here."""
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
+from bench.results import save
 from megatron_bapo.parallel import device_check
 from megatron_bapo.parallel.device_check import reading_problems, run_trial, trial_problems
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.parallel.telemetry import start_telemetry
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
-from tests.gpu.conftest import RESULTS
 
 Figures = Callable[..., None]
 
@@ -36,8 +35,7 @@ def test_telemetry_reads_this_gpu_and_leaves_the_reading(groups: ParallelGroups,
     telemetry.close()
     assert len(readings) >= 2
     last = readings[-1]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "nvml.json").write_text(json.dumps(asdict(last), indent=2) + "\n", encoding="utf-8")
+    save("nvml", asdict(last))
     known = {name: value for name, value in asdict(last).items() if isinstance(value, int | float)}
     figures(**known)
     assert list(reading_problems(last)) == []

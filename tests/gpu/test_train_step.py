@@ -17,8 +17,6 @@ from megatron_bapo.trainer.offload import TrainerMemory
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 
-# Megatron-Core warns of its own defaults and of its own calls.
-pytestmark = pytest.mark.filterwarnings("ignore")
 Figures = Callable[..., None]
 MAX_TOKENS, VOCAB_SIZE = 2048, 8192
 

@@ -37,8 +37,6 @@ from tests.parallel.tensors import largest_difference, load_folder, same_bits
 from tests.tolerances import BF16_LOG_PROB, BF16_MEAN_LOG_PROB, GPU_GRADIENT_COSINE
 from tests.unit.model.shards import architecture
 
-# Upstream's, of kernels and names that it is about to replace.
-pytestmark = pytest.mark.filterwarnings("default")
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "unit" / "model" / "transformer_engine_parameters.json"
 Figures = Callable[..., None]

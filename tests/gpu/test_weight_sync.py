@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from megatron_bapo.parallel.platform import (
     visible_devices,
 )
 from megatron_bapo.rollout.engine import Engine, engine_environment
-from megatron_bapo.trainer.offload import Storages
 from megatron_bapo.weight_sync.fp8_blocks import dequantise, quantise
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, withdraw
@@ -209,23 +207,3 @@ def test_an_fp8_engine_requantises_every_version_in_blocks_of_the_documented_lay
         assert sorted(scales.flatten().tolist()) == sorted(expected_scales.flatten().tolist())
     figures(log_prob_diff_max=worst, weight_error=(dequantise(expected, expected_scales) - weight).abs().max().item())
     assert worst < FP8_ENGINE_LOG_PROB
-
-
-def test_offload_empties_the_gpu_and_brings_every_bit_back(figures: Figures) -> None:
-    release_cached_memory()
-    before = torch.cuda.memory_reserved()
-    tensors = [torch.randn(GIB // 4, device="cuda") for _ in range(4)]
-    views, copies = [tensor[7:] for tensor in tensors], [tensor.cpu() for tensor in tensors]
-    storages, seconds = Storages(tensors), {}
-    for _ in range(2):
-        start = perf_counter()
-        storages.offload()
-        seconds["offload"] = perf_counter() - start
-        assert torch.cuda.memory_reserved() == before
-        start = perf_counter()
-        storages.onload()
-        seconds["onload"] = perf_counter() - start
-    for tensor, view, copy in zip(tensors, views, copies, strict=True):
-        assert torch.equal(tensor.cpu(), copy)
-        assert torch.equal(view.cpu(), copy[7:])
-    figures(**{f"{name}_gb_s": storages.num_bytes / 1e9 / value for name, value in seconds.items()})

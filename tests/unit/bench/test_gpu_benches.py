@@ -1,15 +1,17 @@
 """Every GPU bench at a toy size on whatever device is here, and what it says where there is no GPU."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from transformers import Qwen2Config
 
-from bench import gpu, gpu_bapo_step, gpu_kernels, gpu_train_step, gpu_weight_handover
+from bench import gpu, gpu_bapo_step, gpu_kernels, gpu_train_step, gpu_weight_handover, results
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import parallel_state
@@ -62,6 +64,15 @@ def test_every_gpu_bench_is_run_by_make_gpu_bench() -> None:
     ).stdout
     assert {f.stem for f in (root / "bench").glob("gpu_*.py")} == set(BENCHES)
     assert all(name in printed for name in BENCHES)
+
+
+def test_what_is_found_is_left_with_the_versions_that_it_holds_for(tmp_path: Path) -> None:
+    results.save("some_bench", {"ratios": {"of_copy": 0.5}}, tmp_path / "gpu")
+    left = json.loads((tmp_path / "gpu" / "some_bench.json").read_text())
+    assert left["ratios"] == {"of_copy": 0.5}
+    assert left["versions"]["torch"] == version("torch")
+    assert set(results.PACKAGES) <= set(left["versions"])
+    assert (left["versions"]["gpu"] == "none") == (not has_gpu())
 
 
 def test_ceilings_are_measured() -> None:

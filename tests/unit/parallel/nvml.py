@@ -9,16 +9,18 @@ import pynvml
 
 
 class ScriptedNvml:
-    """nvidia-ml-py's constants and errors; what is asked of a device comes from `nvml_h200.json`, in its answers' form.
+    """nvidia-ml-py's constants and errors; what is asked of a device comes from `nvml_readings.json`, as it answers.
 
-    There, 0 is a sound GPU under load, 1 one that is hot and broken, 2 a slice (MIG), of which little is told. A list
-    stands for a call's further arguments: [[[arguments], answer], ...]. What is not there is not supported.
+    There, 0 is an H200 under load, 1 one that is hot and broken; both are made up. 2 is an A100 cut into slices (MIG),
+    3 a workstation's RTX PRO 6000 without ECC: what real ones told nvidia-smi, which asks NVML (drivers 535.54.03 and
+    590.44.01; testdata of influxdata/telegraf, plugins/inputs/nvidia_smi). A list stands for a call's further
+    arguments: [[[arguments], answer], ...]. What is not there is not supported.
     """
 
     NVMLError = pynvml.NVMLError
 
     def __init__(self, index: int) -> None:
-        recorded = json.loads(Path(__file__).with_name("nvml_h200.json").read_text(encoding="utf-8"))
+        recorded = json.loads(Path(__file__).with_name("nvml_readings.json").read_text(encoding="utf-8"))
         self._calls: dict[str, Any] = recorded["gpus"][index]
 
     def __getattr__(self, name: str) -> Any:

@@ -17,8 +17,10 @@ def test_a_sound_gpu_passes() -> None:
     assert list(reading_problems(SOUND)) == list(reading_warnings(SOUND)) == []
 
 
-def test_a_gpu_that_tells_nothing_is_not_blamed() -> None:
-    assert list(reading_problems(read_gpu(ScriptedNvml(2), handle=None))) == []
+@pytest.mark.parametrize("index", [2, 3])
+def test_a_gpu_is_not_blamed_for_what_it_does_not_tell(index: int) -> None:
+    found = read_gpu(ScriptedNvml(index), handle=None)
+    assert list(reading_problems(found)) == list(reading_warnings(found)) == []
 
 
 def test_errors_and_repairs_that_are_due_disqualify_a_gpu_and_heat_is_warned_about() -> None:

@@ -31,12 +31,12 @@ def test_a_reading_has_every_number_in_its_unit() -> None:
 
 
 def test_what_a_gpu_does_not_tell_is_none() -> None:
-    found = reading(2)
-    assert (found.name, found.memory_used_gib) == ("NVIDIA H200 MIG 1g.18gb", 0.5)
-    assert {found.utilization, found.power_w, found.temperature_c, found.uncorrected_ecc, found.repair_pending} == {
-        None
-    }
-    assert found.slowdowns == ()
+    sliced, without_ecc = reading(2), reading(3)
+    assert (sliced.power_w, sliced.sm_clock_mhz, sliced.uncorrected_ecc) == (pytest.approx(67.03), 1275.0, 0)
+    assert (sliced.utilization, sliced.repair_pending, sliced.repair_failed) == (None, None, None)
+    assert (without_ecc.utilization, without_ecc.repair_pending) == (0.0, False)
+    assert (without_ecc.corrected_ecc, without_ecc.uncorrected_ecc) == (None, None)
+    assert sliced.slowdowns == without_ecc.slowdowns == ()
 
 
 def test_slow_clocks_carry_their_reason() -> None:

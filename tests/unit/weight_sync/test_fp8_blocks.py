@@ -47,7 +47,9 @@ def test_a_block_of_zeros_stays_zero_and_gets_a_scale_that_can_be_multiplied_wit
 
 def test_power_of_two_scales_clip_nothing_and_are_powers_of_two() -> None:
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 256)
+    weight[0, 128] = 448 * (2**13 + 2**-10)  # its scale is one bit above a power of two
     numbers, scales = quantise(weight, power_of_two=True)
+    assert scales[0, 1] == 2**14
     assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
     assert numbers.float().abs().max() <= LARGEST
     # Half a unit in the last of three bits, and the smallest number where values are far below the block's largest.

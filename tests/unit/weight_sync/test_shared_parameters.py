@@ -10,6 +10,7 @@ from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import SharedParameters, offer_parameters
 from tests.unit.weight_sync.examples import halves, reading
 
+CPU = torch.device("cpu")
 SHAPES = {"a": (4, 6), "b": (2, 2), "c": (8, 4)}
 
 
@@ -24,14 +25,26 @@ def test_engine_ranks_see_what_parameters_hold_at_their_places_in_flat_buffers(t
         assert num_bytes == plan.num_bytes(plan.sent_by(rank))
     assert announced_plan(tmp_path, 7) == plan
     for reader in (0, 1):
-        source = SharedParameters(tmp_path, reader, open_storage)
+        source = SharedParameters(tmp_path, reader, open_storage, CPU)
         assert source.verify(7) == sum(tensor.nbytes for tensor in expected.values()) // 2
         found = dict(source.read(7))
         for name, tensor in expected.items():
             assert torch.equal(found[name].chunk(2, 1)[reader], tensor.chunk(2, 1)[reader])
     buffer[28] += 1
     with pytest.raises(RunError, match=r"b of policy version 7, read from trainer rank 0, is not what that rank has"):
-        [SharedParameters(tmp_path, reader, open_storage).verify(7) for reader in (0, 1)]
+        [SharedParameters(tmp_path, reader, open_storage, CPU).verify(7) for reader in (0, 1)]
+
+
+def test_tensors_are_made_where_the_engine_rank_is_and_not_where_their_slices_are(tmp_path: Path) -> None:
+    plan = halves(SHAPES, dim=0, reader_dim=0)
+    tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for rank in (0, 1):
+        offer_parameters(tmp_path, 1, plan, rank, reading(tensors), share_storage)
+    elsewhere = torch.device("meta")
+    found = dict(SharedParameters(tmp_path, 0, open_storage, elsewhere).read(1))
+    assert {name: (tuple(t.shape), t.device) for name, t in found.items()} == {
+        name: (shape, elsewhere) for name, shape in SHAPES.items()
+    }
 
 
 def test_a_version_that_was_withdrawn_is_not_read(tmp_path: Path) -> None:
@@ -40,7 +53,7 @@ def test_a_version_that_was_withdrawn_is_not_read(tmp_path: Path) -> None:
     offer_parameters(tmp_path, 3, plan, 0, reading(tensors), share_storage)
     withdraw(tmp_path, 3, 0)
     with pytest.raises(RunError, match="trainer rank 0 has not announced policy version 3"):
-        SharedParameters(tmp_path, 0, open_storage).verify(3)
+        SharedParameters(tmp_path, 0, open_storage, CPU).verify(3)
 
 
 def test_a_route_travels_as_json(tmp_path: Path) -> None:

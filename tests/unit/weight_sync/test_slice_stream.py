@@ -30,7 +30,7 @@ def test_two_ranks_send_to_two_engine_ranks_what_each_needs(tmp_path: Path, dim:
         group = transfer_group(f"file://{tmp_path / 'group'}", rank, 4, timeout_s=20.0)
         if rank < 2:
             return send_slices(plan, rank, reading(content), group, CPU)
-        return dict(whole_tensors(plan, plan.needed_on(rank), receive_slices(plan, rank, group, CPU)))
+        return dict(whole_tensors(plan, plan.needed_on(rank), receive_slices(plan, rank, group, CPU), CPU))
 
     with ThreadPoolExecutor(4) as executor:
         *sent, first, second = executor.map(take_part, range(4))

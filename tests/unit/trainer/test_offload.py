@@ -1,0 +1,93 @@
+"""State that gives way to engines: emptied storages, and what is in them afterwards. On whatever device is here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config
+
+from bench import gpu, gpu_train_step
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.megatron import parallel_state
+from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.trainer.offload import Storages, TrainerMemory
+from megatron_bapo.trainer.policy_update import update_policy
+from megatron_bapo.trainer.worker import Worker, create_worker
+
+# Megatron-Core warns of its own defaults and of its own calls.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[ParallelGroups]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
+        with gpu.one_rank() as (groups, _):
+            yield groups
+            parallel_state.destroy_model_parallel()
+
+
+def make_worker(folder: Path, groups: ParallelGroups, dtype: str) -> Worker:
+    Qwen2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True,
+    ).save_pretrained(folder)  # fmt: skip
+    config = gpu_train_step.make_config(folder, 64, 4, {}, dtype=dtype)
+    return create_worker(config, folder, groups, load=False)
+
+
+def state_of(worker: Worker) -> list[torch.Tensor]:
+    parameters = (parameter for _, parameter in worker.model.named_parameters())
+    return [tensor.detach().clone() for tensor in (*parameters, *worker.optimizer.states())]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def test_views_of_a_storage_have_their_values_again_however_often_it_is_emptied() -> None:
+    tensor = torch.randn(3_000_001, device=local_device())
+    view, expected = tensor[7:], tensor.clone()
+    storages = Storages([tensor, view, torch.zeros(0, device=local_device())])
+    assert storages.num_bytes == tensor.nbytes  # one storage, not two, and none of an empty tensor
+    for _ in range(2):
+        storages.offload()
+        storages.offload()
+        assert tensor.untyped_storage().size() == 0
+        storages.onload()
+        assert torch.equal(tensor, expected)
+        assert torch.equal(view, expected[7:])
+
+
+def test_what_need_not_be_kept_comes_back_as_zeros() -> None:
+    tensor = torch.randn(100, device=local_device())
+    storages = Storages([tensor], keep_values=False)
+    storages.offload()
+    storages.onload()
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_that_has_given_way_goes_on_as_if_it_had_not(
+    dtype: str, tmp_path: Path, groups: ParallelGroups
+) -> None:
+    examples = gpu_train_step.make_batch(64, 1, vocab_size=96)
+    usual, giving = (make_worker(tmp_path, groups, dtype) for _ in range(2))
+    for (_, ours), (_, theirs) in zip(giving.model.named_parameters(), usual.model.named_parameters(), strict=True):
+        giving.optimizer.write_weights(ours, theirs.detach())
+
+    def update() -> None:
+        for worker in (usual, giving):
+            update_policy(worker, examples, lr=1e-2, on_policy=True)
+
+    update()
+    memory, before = TrainerMemory(giving), state_of(giving)
+    memory.offload()
+    assert all(parameter.untyped_storage().size() == 0 for _, parameter in giving.model.named_parameters())
+    memory.onload()
+    assert same(state_of(giving), before)
+    update()
+    assert same(state_of(giving), state_of(usual))
+    assert not same(state_of(giving), before)
