@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 # Ray reads them when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop; the
 # third keeps it from having actors stand back behind the trainer (Ray's default niceness is 15), the fourth keeps no
-# history of calls, which grows by 3 KB with each. By the fifth the retries of a call take a while.
+# history of calls, which grows by 3 KB with each. The fifth has a call wait before it is asked again.
 os.environ.update(
     {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -100,11 +100,12 @@ def place(
 ) -> Any:
     """Start an actor of a plain class, without waiting for it; with `node_id` on that node or nowhere.
 
-    One that cannot be reached is asked again for a while; what other nodes ask of it must bear being asked twice. A
-    stateless one that dies is started again, and asked again, too.
+    One on a node of the cluster that cannot be reached is asked again for a while, so what other nodes ask it must bear
+    being asked twice. A stateless one that dies is started again, and asked again, too.
     """
     options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
-    options["max_task_retries"] = MAX_RETRIES
+    if node_id is not None or stateless:
+        options["max_task_retries"] = MAX_RETRIES
     if node_id is not None:
         # What runs where is decided in placement.py, by GPUs; Ray's count of cores has no say.
         options |= {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
