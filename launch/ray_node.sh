@@ -32,7 +32,9 @@ role=${BAPO_ROLE:-any} limit_s=${BAPO_HEAD_TIMEOUT_S:-60}
 # Servers listen for other nodes, all of them behind the token; a node that ends waits for nobody.
 export RAY_AUTH_MODE=token RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
-export RAY_task_retry_delay_ms=1000 # actors ask again that often whom they cannot reach, as the launcher does
+# What controller/cluster.py sets for the launcher: actors, and trainer ranks under them, stand back behind nobody; no
+# history of calls; a second before a call is repeated.
+export RAY_worker_niceness=0 RAY_task_events_report_interval_ms=0 RAY_task_retry_delay_ms=1000
 unset RAY_AUTH_TOKEN
 
 # shellcheck disable=SC2016  # the inner shell expands its own arguments

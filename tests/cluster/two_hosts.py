@@ -36,7 +36,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmdTimeout=300
-KillWait=5
+KillWait=1
 MessageTimeout=10
 NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
 NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 CPUs=1 RealMemory=1000
