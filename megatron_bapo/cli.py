@@ -250,6 +250,8 @@ def submit(
         resolved, target = load_config(config, overrides or []), load_cluster(cluster, CLUSTERS)
         warnings = submission.check_fits(resolved, target)
         check_resumable(resolved, RunDirectory(resolved.run_dir))
+        if not dry_run and target.container is None:  # elsewhere files are where the container has them
+            check_config(resolved)
         job = submission.submission(resolved, config, overrides or [], target)
         _print_plan(resolved, warnings)
         typer.echo(job.shown())

@@ -16,10 +16,12 @@ SUFFIX = ".yaml"
 
 
 class ContainerConfig(Section):
-    """Where steps run in a container, by Slurm's Pyxis plugin."""
+    """Where steps run in a container."""
 
+    runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """Slurm's Pyxis plugin, or Apptainer on the nodes."""
     image: str
-    """For example docker://registry#user/image:tag, or the path of a .sqsh file."""
+    """With pyxis [REGISTRY#]IMAGE[:TAG] or the path of a .sqsh file, with apptainer the path of a .sif file."""
     mounts: tuple[str, ...] = ()
     """SOURCE:TARGET[:FLAGS] each. The folder that a job is submitted in is always mounted."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 # Ray reads them when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop; the
 # third keeps it from having actors stand back behind the trainer (Ray's default niceness is 15), the fourth keeps no
-# history of calls, which grows by 3 KB with each.
+# history of calls, which grows by 3 KB with each. The fifth has a call wait before it is asked again.
 os.environ.update(
     {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -20,11 +20,12 @@ os.environ.update(
         "RAY_AUTH_MODE": "token",
         "RAY_worker_niceness": "0",
         "RAY_task_events_report_interval_ms": "0",
+        "RAY_task_retry_delay_ms": "1000",
     }
 )
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_bapo.errors import RunError, UserError
@@ -32,14 +33,15 @@ from megatron_bapo.errors import RunError, UserError
 Name = TypeVar("Name", bound=Hashable)
 SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Where it is 1, Ray's servers listen for other machines."""
-MAX_RETRIES = 3
-"""Of a call whose actor died under it, where the actor may be started again."""
+MAX_RETRIES = 30
+"""Of a call whose actor cannot be reached, or died and may be started again, one a second. Connections themselves last
+through interruptions of some 20 s (RAY_grpc_keepalive_timeout_ms)."""
 MAX_CALLS = 100_000
 """Calls of one actor that may be under way at a time, where they are coroutines."""
 
 
 class ActorDied(RunError):
-    """The process behind a handle has ended."""
+    """The process behind a handle has ended, or could not be reached, however often."""
 
 
 @contextmanager
@@ -98,14 +100,17 @@ def place(
 ) -> Any:
     """Start an actor of a plain class, without waiting for it; with `node_id` on that node or nowhere.
 
-    A stateless one that dies is started again, and what it was asked is asked again.
+    One on a node of the cluster that cannot be reached is asked again for a while, so what other nodes ask it must bear
+    being asked twice. A stateless one that dies is started again, and asked again, too.
     """
     options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    if node_id is not None or stateless:
+        options["max_task_retries"] = MAX_RETRIES
     if node_id is not None:
         # What runs where is decided in placement.py, by GPUs; Ray's count of cores has no say.
         options |= {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
     if stateless:
-        options |= {"max_restarts": -1, "max_task_retries": MAX_RETRIES}
+        options["max_restarts"] = -1
     if any(map(inspect.iscoroutinefunction, vars(actor_class).values())):
         # Calls that only wait for others cost nothing, and Ray's own limit would hold probes back behind a thousand
         # requests. An actor without coroutines would get so many threads.
@@ -156,7 +161,8 @@ async def answer(reference: Any, who: str) -> Any:
 def _cause(error: RayActorError | RayTaskError, who: str) -> Exception:
     if isinstance(error, RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return ActorDied(f"{who} died: {lines[-1] if lines else 'no reason given'}; see the run's logs folder")
+        what = "cannot be reached" if isinstance(error, ActorUnavailableError) else "died"
+        return ActorDied(f"{who} {what}: {lines[-1] if lines else 'no reason given'}; see the run's logs folder")
     if isinstance(error.cause, UserError | RunError):
         return error.cause
     return RunError(f"{who} failed with {type(error.cause).__name__}: {error.cause}; see the run's logs folder")

@@ -25,7 +25,7 @@ from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ActorDied, ask, connect, disconnect, finished, nodes, place
 from megatron_bapo.controller.engine_fleet import EngineHome
-from megatron_bapo.controller.host_store import place_host_store, server_name
+from megatron_bapo.controller.host_store import StoreHome
 from megatron_bapo.controller.node_agent import ENVIRONMENT, NodeAgent
 from megatron_bapo.controller.placement import Node, RunPlacement, place_run
 from megatron_bapo.controller.run_state import RunDirectory
@@ -33,7 +33,6 @@ from megatron_bapo.controller.trainer_process import Rendezvous, TrainerNode
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine
 from megatron_bapo.rollout.engine import engine_devices
-from megatron_bapo.weight_sync.relay import StoreServer
 
 ROLE_LABEL = "megatron-bapo/role"
 NODES_TIMEOUT_S = 600.0
@@ -227,7 +226,7 @@ def node_agents(placement: RunPlacement, directory: RunDirectory) -> Iterator[di
 
 
 def engine_homes(
-    config: Config, placement: RunPlacement, agents: dict[Node, Any], stores: dict[int, Path], hosts: Hosts
+    config: Config, placement: RunPlacement, agents: dict[Node, Any], stores: dict[int, StoreHome], hosts: Hosts
 ) -> list[EngineHome]:
     """By number of the engine."""
     homes = []
@@ -235,35 +234,18 @@ def engine_homes(
         name, agent = _agent_name(node), agents[node]
         devices = ask(agent.devices.remote(), name, _AGENT_S)
         seen = engine_devices(config, placement.slot(index), placement.num_ranks_on(node), devices)
-        homes.append(EngineHome(stores[hosts.of_engines(node)], tuple(seen), node.node_id, agent))
+        homes.append(EngineHome(stores[hosts.of_engines(node)].folder, tuple(seen), node.node_id, agent))
     return homes
 
 
-def create_stores(agents: dict[Node, Any], placement: RunPlacement, hosts: Hosts) -> dict[int, Path]:
-    """The folder of every host's weight store, by the host's number."""
+def create_stores(agents: dict[Node, Any], placement: RunPlacement, hosts: Hosts) -> dict[int, StoreHome]:
+    """Every host's weight store, by the host's number."""
     owners = {hosts.of_trainer(node): node for node in placement.trainer_nodes}
     owners |= {hosts.of_engines(node): node for node in placement.engine_nodes}
     made = {host: agents[node].create_store.remote() for host, node in owners.items()}
-    return {host: ask(made[host], _agent_name(node), _AGENT_S) for host, node in owners.items()}
-
-
-def place_relays(
-    config: Config, directory: RunDirectory, placement: RunPlacement, stores: dict[int, Path], hosts: Hosts
-) -> list[Any]:
-    """What fills the engines' stores from the trainer's; none where they share one."""
-    senders = {hosts.of_trainer(node): node for node in placement.trainer_nodes}
-    fillers = {hosts.of_engines(node): node for node in placement.engine_nodes}
-    fillers = {host: node for host, node in fillers.items() if host not in senders}
-    if not fillers:
-        return []
-    servers = {
-        host: place(StoreServer, stores[host], name=server_name(host), node_id=node.node_id, stateless=True)
-        for host, node in senders.items()
+    return {
+        host: StoreHome(ask(made[host], _agent_name(node), _AGENT_S), node.node_id) for host, node in owners.items()
     }
-    filled = [
-        place_host_store(config, directory, host, stores[host], servers, node.node_id) for host, node in fillers.items()
-    ]
-    return [*servers.values(), *filled]
 
 
 def start_trainers(
@@ -271,7 +253,7 @@ def start_trainers(
     source: tuple[str, str],
     placement: RunPlacement,
     agents: dict[Node, Any],
-    stores: dict[int, Path],
+    stores: dict[int, StoreHome],
     hosts: Hosts,
 ) -> ClusterTrainer:
     """Torchrun on each of the trainer's nodes; they meet at the first one."""
@@ -288,6 +270,6 @@ def start_trainers(
             tuple(sorted({hosts.of_engines(other) for other in placement.engine_nodes})),
             Rendezvous(num_nodes, endpoint, node == first) if num_nodes > 1 else None,
         )
-        started = agents[node].start_trainer.remote(told, stores[host], _trainer_log(directory, node))
+        started = agents[node].start_trainer.remote(told, stores[host].folder, _trainer_log(directory, node))
         ask(started, _agent_name(node), _AGENT_S)
     return ClusterTrainer(agents, placement, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,17 @@ from megatron_bapo.controller.cluster import ask, place
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.weight_sync.plan import WeightPlan
-from megatron_bapo.weight_sync.relay import Pulled, pull
+from megatron_bapo.weight_sync.relay import Pulled, StoreServer, pull
 from megatron_bapo.weight_sync.transport import Checksums, WeightStore
+
+
+@dataclass(frozen=True)
+class StoreHome:
+    """Where a host's weight store is."""
+
+    folder: Path
+    node_id: str | None = None
+    """None on the machine of a run that has only one."""
 
 
 def server_name(host: int) -> str:
@@ -23,27 +33,36 @@ def host_store_name(host: int) -> str:
     return f"engines' weight store of host {host}"
 
 
-def place_host_store(
-    config: Config,
-    directory: RunDirectory,
-    host: int,
-    folder: Path,
-    servers: Mapping[int, Any],
-    node_id: str | None = None,
-) -> Any:
-    """Start a `HostStore` without waiting for it: its handle."""
-    return place(
-        HostStore,
-        folder,
-        host,
-        servers,
-        name=host_store_name(host),
-        node_id=node_id,
-        stateless=True,
-        full_every=config.weight_sync.full_every,
-        timeout_s=config.rollout.start_timeout_s,
-        log_file=directory.logs / f"weight-store-{host}.log",
-    )
+def place_relays(config: Config, directory: RunDirectory, stores: Mapping[int, StoreHome], num_senders: int) -> list:
+    """Start, without waiting, what fills the engines' stores from the trainer's: the handles.
+
+    `stores` are by number of the host; the first `num_senders` are the trainer's. None are started for these alone.
+    """
+    receivers = {host: store for host, store in stores.items() if host >= num_senders}
+    if not receivers:
+        return []
+    servers = {
+        host: place(
+            StoreServer, stores[host].folder, name=server_name(host), node_id=stores[host].node_id, stateless=True
+        )
+        for host in range(num_senders)
+    }
+    filled = [
+        place(
+            HostStore,
+            store.folder,
+            host,
+            servers,
+            name=host_store_name(host),
+            node_id=store.node_id,
+            stateless=True,
+            full_every=config.weight_sync.full_every,
+            timeout_s=config.rollout.start_timeout_s,
+            log_file=directory.logs / f"weight-store-{host}.log",
+        )
+        for host, store in receivers.items()
+    ]
+    return [*servers.values(), *filled]
 
 
 class HostStore:

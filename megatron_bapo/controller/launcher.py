@@ -27,12 +27,11 @@ from megatron_bapo.controller.cluster_planes import (
     engine_homes,
     joined_cluster,
     node_agents,
-    place_relays,
     start_trainers,
 )
 from megatron_bapo.controller.engine_fleet import EngineHome, place_engine
 from megatron_bapo.controller.exit_codes import INTERRUPTED
-from megatron_bapo.controller.host_store import place_host_store, server_name
+from megatron_bapo.controller.host_store import StoreHome, place_relays
 from megatron_bapo.controller.interrupts import Interrupts
 from megatron_bapo.controller.placement import RunPlacement
 from megatron_bapo.controller.progress import ProgressDisplay
@@ -51,7 +50,6 @@ from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
 from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
-from megatron_bapo.weight_sync.relay import StoreServer
 from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
@@ -198,8 +196,9 @@ def _on_cluster(
         # Held: an actor lives as long as its handle.
         _actors, starting, source = [], {}, ("--rollouts-from", str(rollouts_from))
         if rollouts_from is None:
-            _actors, starting = _place_actors(config, engine_homes(config, placement, agents, stores, hosts))
-            _actors += place_relays(config, directory, placement, stores, hosts)
+            homes, rank_0 = engine_homes(config, placement, agents, stores, hosts), placement.trainer_nodes[0]
+            _actors, starting = _place_actors(config, homes, rank_0.node_id)
+            _actors += place_relays(config, directory, stores, len(placement.trainer_nodes))
             source = ("--ray", os.environ["RAY_ADDRESS"])
         yield start_trainers(directory, source, placement, agents, stores, hosts), starting
 
@@ -210,35 +209,37 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
 
     Yields the cluster's address, and by name the references that tell when each actor has started.
     """
-    num_actors, engine_store = config.rollout.num_engines + 1, store
+    stores, num_actors = {TRAINER_HOST: StoreHome(store.folder)}, config.rollout.num_engines + 1
     with ExitStack() as stack:
         if config.weight_sync.engine_store == "own":
-            engine_store = stack.enter_context(closing(WeightStore.create()))
+            stores[ENGINE_HOST] = StoreHome(stack.enter_context(closing(WeightStore.create())).folder)
             num_actors += 2
         namespace = str(config.run_dir)
         address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib, namespace))
         seen, world_size = visible_devices(), config.parallel.world_size
         homes = [
-            EngineHome(engine_store.folder, tuple(engine_devices(config, index, world_size, seen)))
+            EngineHome(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, seen)))
             for index in range(config.rollout.num_engines)
         ]
         # Held: an actor lives as long as its handle.
         _actors, starting = _place_actors(config, homes)
-        if engine_store is not store:
-            server = place(StoreServer, store.folder, name=server_name(TRAINER_HOST), stateless=True)
-            servers = {TRAINER_HOST: server}
-            _actors += [server, place_host_store(config, directory, ENGINE_HOST, engine_store.folder, servers)]
+        _actors += place_relays(config, directory, stores, num_senders=1)
         yield address, starting
 
 
-def _place_actors(config: Config, homes: Sequence[EngineHome]) -> tuple[list[Any], dict[str, Any]]:
-    """Place engines and service: their handles, and by name the references that tell when each has started."""
+def _place_actors(
+    config: Config, homes: Sequence[EngineHome], node_id: str | None = None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Place engines and service: their handles, and by name the references that tell when each has started.
+
+    The service is on the main rank's node, `node_id`, so that no network is between these.
+    """
     engines: dict[str, Any] = {}
     starting: dict[str, Any] = {}
     for index, home in enumerate(homes):
         name = f"engine {index}"
         engines[name], starting[name] = place_engine(config, index, home, name)
-    service = place(RolloutService, config, engines, dict(starting), homes, name=SERVICE)
+    service = place(RolloutService, config, engines, dict(starting), homes, name=SERVICE, node_id=node_id)
     starting[SERVICE] = service.probe_token_ids.remote()
     return [*engines.values(), service], starting
 

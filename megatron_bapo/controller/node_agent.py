@@ -56,7 +56,8 @@ class NodeAgent:
         return store.folder
 
     async def start_trainer(self, node: TrainerNode, store: Path, log_file: Path) -> None:
-        self._trainer = start_trainer(node, store, log_file)
+        if self._trainer is None:  # else this was asked before, and the answer was lost on its way
+            self._trainer = start_trainer(node, store, log_file)
 
     async def until_trainer_ends(self) -> int:
         """Torchrun's exit code; where none was started this only ends with the machine."""

@@ -9,10 +9,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
 from megatron_bapo.config.checks import check_config, check_planned
-from megatron_bapo.config.cluster import ClusterConfig, NodesConfig
+from megatron_bapo.config.cluster import ClusterConfig, ContainerConfig, NodesConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.placement import Node, Role, place_run
 from megatron_bapo.errors import RunError, UserError
@@ -65,6 +66,10 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
         ways_out = advice(plan)
         would_fit = [f"this would fit: {' '.join(ways_out)}"] if ways_out else ["`plan --search` ranks what fits"]
         raise UserError("\n  ".join([f"it does not fit on {plan.num_gpus} {cluster.gpu}:", *plan.problems, *would_fit]))
+    if cluster.python is None and cluster.container is None and not any(distributions(name="vllm")):
+        warnings.append(
+            f"{sys.executable}, which the nodes will use, has no CUDA: run make setup on one of the nodes with GPUs"
+        )
     return warnings
 
 
@@ -120,13 +125,9 @@ def submission(config: Config, config_file: Path, overrides: Sequence[str], clus
     if cluster.interface is not None:
         environment["BAPO_INTERFACE"] = cluster.interface
     if cluster.container is not None:
-        mounts = ",".join([f"{Path.cwd()}:{Path.cwd()}", f"{LAUNCH}:{LAUNCH}", *cluster.container.mounts])
-        options = [
-            f"--container-image={cluster.container.image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={Path.cwd()}",
-        ]
-        environment["BAPO_CONTAINER_OPTIONS"] = "\n".join(options)
+        environment["BAPO_CONTAINER"] = "\n".join(_container(cluster.container, cluster))
+        if cluster.container.runtime == "apptainer":
+            environment |= {f"APPTAINERENV_{name}": value for name, value in cluster.env.items()}
     return Submission((*command, str(script), str(config_file), *overrides), environment, folder)
 
 
@@ -146,10 +147,35 @@ def _node_options(number: int, nodes: NodesConfig, cluster: ClusterConfig) -> It
     yield from cluster.sbatch_options
 
 
+def _container(container: ContainerConfig, cluster: ClusterConfig) -> list[str]:
+    """What stands before the command of a step: srun's options by Pyxis, or Apptainer's command.
+
+    What `env` of the cluster sets counts more than what the image sets, by an option or by APPTAINERENV_* variables.
+    Sources: github.com/NVIDIA/pyxis/wiki/Usage, apptainer.org/docs/user/main/cli/apptainer_exec.html.
+    """
+    here = Path.cwd()
+    mounts = [f"{here}:{here}", f"{LAUNCH}:{LAUNCH}", *container.mounts]
+    if container.runtime == "apptainer":
+        gpus = ["--nv"] if cluster.gpus_per_node else []
+        return ["apptainer", "exec", *gpus, f"--bind={','.join(mounts)}", f"--pwd={here}", container.image]
+    options = [
+        f"--container-image={container.image}",
+        # Each step is a container with a /tmp of its own, and Ray's processes meet by sockets there.
+        f"--container-mounts={','.join(['/tmp:/tmp', *mounts])}",
+        f"--container-workdir={here}",
+    ]
+    return [*options, f"--container-env={','.join(cluster.env)}"] if cluster.env else options
+
+
 def submit(job: Submission) -> str:
     """Hand the job to Slurm; its number."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    return _slurm(*job.command, environment=job.environment).strip().partition(";")[0]
+    try:
+        return _slurm(*job.command, environment=job.environment).strip().partition(";")[0]
+    except UserError as refusal:
+        raise UserError(
+            f"{refusal}\npartition, account, qos, GPUs and time limit are the cluster file's; sinfo shows partitions"
+        ) from None
 
 
 def status(job: str) -> dict[str, str]:

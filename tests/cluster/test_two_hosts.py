@@ -6,7 +6,7 @@ weights go from both hosts' stores to that of the engine's.
 
 import json
 import os
-import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,58 +16,35 @@ from pathlib import Path
 import psutil
 
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.planning.known_models import FOLDER as ARCHITECTURES
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
+from tests.cluster.launched import (
+    ENVIRONMENT,
+    LAUNCH,
+    START_LIMIT_S,
+    train_steps,
+    wait_for_step,
+    write_config,
+    write_token,
+)
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
-from tests.e2e.test_training import CONFIG as SMALLEST
 from tests.tolerances import ENGINE_LOG_PROB
 
-# Nulls take back what the smallest run of tests/e2e has.
-CONFIG = """
-extends: smallest.yaml
-data: {validation: null}
-warm_start: null
-trainer: {total_steps: 100000, train_batch_size: 16, ppo_mini_batch_size: 8}
-checkpoint: {every_steps: 5}
-weight_sync: {full_every: 2}
-logging: {dump_rollouts: null}
-"""
-CLUSTER = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signal_s: 60}"
-LAUNCH = Path(__file__).parents[2] / "launch"
-START_LIMIT_S = 240
+TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signal_s: 60}"
+# The trainer on the first component of the job, the engine on the second.
+HETEROGENEOUS = "{gpus_per_node: 0, gpu: null, num_nodes: 1, rollout_nodes: {gpus_per_node: 0}, time_limit: '30'}"
+RECIPE = LAUNCH.parent / "configs" / "recipes" / "r1-distill-qwen-32b_64gpus.yaml"
+PROMPTS = ("skywork_or1_math.parquet", "aime_2024.parquet")
+BLIP_S = 7.0
+# Ray closes a silent connection within 5 s (by default 30), so that the blip ends calls; it gives a host up 12 s later.
+IMPATIENT = {
+    "RAY_grpc_keepalive_time_ms": "2000",
+    "RAY_grpc_keepalive_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "12",
+    "BAPO_HEAD_TIMEOUT_S": "12",
+}
 LOSS_LIMIT_S = 60
 """From the loss of a host to the end of everything on both."""
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(LAUNCH.parent),
-    "BAPO_PYTHON": sys.executable,
-    "BAPO_OBJECT_STORE_BYTES": str(100 << 20),
-    "BAPO_HEAD_TIMEOUT_S": "6",
-    # Ray would take a minute to give up a silent host.
-    "RAY_health_check_initial_delay_ms": "2000",
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "4",
-}
-
-
-def write_config(folder: Path, run_dir: Path) -> Path:
-    (folder / "smallest.yaml").write_text(SMALLEST.format(run_dir=run_dir))
-    config = folder / "config.yaml"
-    config.write_text(CONFIG)
-    return config
-
-
-def train_steps(run_dir: Path) -> list[int]:
-    metrics = run_dir / "metrics.jsonl"
-    return [row["step"] for row in read_rows(metrics)] if metrics.exists() else []
-
-
-def wait_for_step(run_dir: Path, step: int, logs: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while step not in train_steps(run_dir):
-        shown = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in logs.rglob("*.log"))
-        assert time.monotonic() < deadline, f"step {step} did not come\n{shown}"
-        time.sleep(0.2)
 
 
 def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0) -> None:
@@ -84,10 +61,10 @@ def weight_stores() -> set[Path]:
     return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
-def test_a_cut_cable_ends_the_run_on_both_hosts_with_the_name_of_the_lost_one(hosts: TwoHosts, tmp_path: Path) -> None:
-    run_dir, token, stores_before = tmp_path / "run", tmp_path / "token", weight_stores()
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+def test_a_cable_that_is_cut_for_seconds_changes_nothing_and_one_that_stays_cut_ends_the_run_by_the_hosts_name(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    run_dir, token, stores_before = tmp_path / "run", write_token(tmp_path), weight_stores()
     config = write_config(tmp_path, run_dir)
     nodes = []
     for rank, address in enumerate(hosts.addresses):
@@ -95,9 +72,16 @@ def test_a_cut_cable_ends_the_run_on_both_hosts_with_the_name_of_the_lost_one(ho
         environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
         with (tmp_path / f"node-{rank}.log").open("wb") as log:
             command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), str(config)]
-            nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT | environment, cwd=tmp_path))
+            environment |= ENVIRONMENT | IMPATIENT
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path))
     wait_for_step(run_dir, 2, tmp_path)
     processes = on_both(hosts)
+    hosts.cut_cable()
+    time.sleep(BLIP_S)
+    before = max(train_steps(run_dir))
+    hosts.mend_cable()
+    wait_for_step(run_dir, before + 3, tmp_path)
+    assert not (run_dir / "engine_events.jsonl").exists()
     hosts.cut_cable()
     start_s = time.monotonic()
     try:
@@ -154,24 +138,35 @@ def wait_for_state(cluster: SlurmCluster, job: str, state: str, limit_s: float) 
         time.sleep(0.5)
 
 
-def test_a_slurm_job_ends_with_its_node_and_is_preempted_and_continues_to_its_last_step(
+def test_a_slurm_job_is_preempted_and_continues_and_ends_with_its_node_and_a_heterogeneous_one_finishes_the_run(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o755)
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, run_dir)
-    (tmp_path / "two_nodes.yaml").write_text(CLUSTER)
-    target = ("--cluster", tmp_path / "two_nodes.yaml")
+    two_nodes, heterogeneous = tmp_path / "two_nodes.yaml", tmp_path / "heterogeneous.yaml"
+    two_nodes.write_text(TWO_NODES)
+    heterogeneous.write_text(HETEROGENEOUS)
     stores_before = weight_stores()
     with slurm_cluster(hosts, tmp_path / "slurm") as cluster:
         daemons = set(on_both(hosts))
-        refused = bapo(cluster, "submit", config, "rollout.n=3", *target, expected=2)
-        assert "must be a multiple of rollout.n=3" in refused
-        assert "sbatch --parsable" in bapo(cluster, "submit", config, *target, "--dry-run")
+        assert "sbatch --parsable" in bapo(cluster, "submit", config, "--cluster", two_nodes, "--dry-run")
         assert not run_dir.exists()
-        _check_a_lost_node(cluster, run_dir, config, target)
-        _check_preemption(cluster, run_dir, config, target)
+        job = submitted(cluster, config, "--cluster", two_nodes)
+        _check_a_32b_run_is_queued(cluster)
+        _check_preemption(cluster, run_dir, job)
+        _check_a_lost_node(cluster, run_dir, job)
+        total_steps = max(train_steps(run_dir)) + 3
+        job = submitted(cluster, config, "--cluster", heterogeneous, f"trainer.total_steps={total_steps}")
+        wait_for_state(cluster, job, "COMPLETED", START_LIMIT_S)
+        assert "state        COMPLETED" in bapo(cluster, "status", job)
+        assert train_steps(run_dir) == list(range(1, total_steps + 1))
         wait_until_gone(on_both(hosts, besides=daemons | set(hosts_daemons(cluster))))
+    assert "2 trainer ranks; " in (run_dir / "slurm" / f"{job}.log").read_text()
+    environment = (run_dir / "slurm" / f"{job}-environment.txt").read_text()
+    assert "SLURM_HET_SIZE=2" in environment
+    assert "TOKEN" not in environment
+    assert not list((run_dir / "slurm").glob(".token-*"))
     check_weights_crossed(run_dir)
     assert weight_stores() <= stores_before
 
@@ -184,10 +179,40 @@ def submitted(cluster: SlurmCluster, config: Path, *arguments: object) -> str:
     return bapo(cluster, "submit", config, *arguments).split("job ")[-1].split(";")[0]
 
 
-def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, config: Path, target: tuple) -> None:
+def _check_a_32b_run_is_queued(cluster: SlurmCluster) -> None:
+    """A recipe as it is, on a cluster whose GPU nodes are away: refused while files are missing, then it waits."""
+    cluster.environment["SBATCH_PARTITION"] = "gpu"
+    refused = bapo(cluster, "submit", RECIPE, "--cluster", "h100", expected=2)
+    model, data = cluster.folder / "models" / "DeepSeek-R1-Distill-Qwen-32B", cluster.folder / "data"
+    assert f"model.path=models/{model.name} must be an existing folder" in refused
+    shutil.copytree(ARCHITECTURES / model.name, model)
+    data.mkdir()
+    for file in (model / "model.safetensors", model / "tokenizer.json", *map(data.joinpath, PROMPTS)):
+        file.touch()
+    job = submitted(cluster, RECIPE, "--cluster", "h100")
+    assert bapo_status(cluster, job)["state"] == "PENDING"
+    assert "NumNodes=8" in cluster.call("scontrol", "show", "job", job)
+    bapo(cluster, "cancel", job, "--now")
+    del cluster.environment["SBATCH_PARTITION"]
+
+
+def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
+    """The job saves its state when it is preempted, queues again, and goes on from there."""
+    wait_for_step(run_dir, 1, run_dir)
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
+    wait_for_state(cluster, job, "PENDING", LOSS_LIMIT_S)
+    assert bapo_status(cluster, job)["Restarts"] == "1"
+    saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]
+    assert saved == max(train_steps(run_dir))
+    assert "the state is saved" in (run_dir / "slurm" / f"{job}.log").read_text()
+    # Slurm would wait two minutes; within the second in which the job was taken off a node, the node refuses it.
+    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+    wait_for_step(run_dir, saved + 1, run_dir)
+    assert train_steps(run_dir)[: saved + 1] == list(range(1, saved + 2))
+
+
+def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
     """Slurmd of the second node and all that runs there are killed: the job says so, and the node comes back."""
-    job = submitted(cluster, config, *target)
-    wait_for_step(run_dir, 6, run_dir)  # one behind a checkpoint
     for pid in cluster.hosts.processes(1):
         os.kill(pid, signal.SIGKILL)
     log, message = run_dir / "slurm" / f"{job}.log", f"node {cluster.hosts.addresses[1]} is lost"
@@ -198,27 +223,4 @@ def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, config: Path, targe
     cluster.start_node(1)  # Slurm, too, waits for it
     wait_for_state(cluster, job, "FAILED", 2 * LOSS_LIMIT_S)
     assert message in bapo(cluster, "logs", job)
-    cluster.wait_for("2 idle", "sinfo", "--noheader", "--format=%D %t")
-
-
-def _check_preemption(cluster: SlurmCluster, run_dir: Path, config: Path, target: tuple) -> None:
-    """The same run goes on, saves when it is preempted, queues again, and goes on to its last step."""
-    before = max(train_steps(run_dir))
-    total_steps = before + 25
-    job = submitted(cluster, config, *target, f"trainer.total_steps={total_steps}")
-    wait_for_step(run_dir, before + 1, run_dir)
-    cluster.call("scancel", "--batch", "--signal=USR1", job)
-    wait_for_state(cluster, job, "PENDING", LOSS_LIMIT_S)
-    assert bapo_status(cluster, job)["Restarts"] == "1"
-    saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]
-    assert total_steps > saved == max(train_steps(run_dir)) > before
-    assert "the state is saved" in (run_dir / "slurm" / f"{job}.log").read_text()
-    # Slurm would wait two minutes; within the second in which the job was taken off a node, the node refuses it.
-    cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
-    wait_for_state(cluster, job, "COMPLETED", START_LIMIT_S)
-    assert train_steps(run_dir) == list(range(1, total_steps + 1))
-    assert "state        COMPLETED" in bapo(cluster, "status", job)
-    environment = (run_dir / "slurm" / f"{job}-environment.txt").read_text()
-    assert "SLURM_JOB_NUM_NODES=2" in environment
-    assert "TOKEN" not in environment
-    assert not list((run_dir / "slurm").glob(".token-*"))
+    cluster.wait_for("2 idle", "sinfo", "--noheader", "--partition=all", "--format=%D %t")

@@ -36,11 +36,14 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmdTimeout=300
-KillWait=5
+KillWait=1
 MessageTimeout=10
 NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
 NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 CPUs=1 RealMemory=1000
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+GresTypes=gpu
+NodeName=g[1-8] NodeHostname={hostname} NodeAddr={first} Port=[17921-17928] Gres=gpu:8 CPUs=1 RealMemory=1000 State=DOWN
+PartitionName=gpu Nodes=g[1-8] MaxTime=INFINITE State=UP
 """
 
 
@@ -163,7 +166,7 @@ def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
         cluster.start("slurmctld", *hosts.on(0), "slurmctld", "-D")
         cluster.start_node(0)
         cluster.start_node(1)
-        cluster.wait_for("2 idle", "sinfo", "--noheader", "--format=%D %t")
+        cluster.wait_for("2 idle", "sinfo", "--noheader", "--partition=all", "--format=%D %t")
         yield cluster
     finally:
         for daemon in reversed(cluster.daemons.values()):

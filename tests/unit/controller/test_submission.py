@@ -54,17 +54,32 @@ def test_an_unknown_cluster_or_key_is_named_with_those_that_there_are(tmp_path: 
         load_cluster("mine", tmp_path)
 
 
-def test_a_container_gets_the_folder_of_the_job_and_the_scripts() -> None:
-    cluster = ClusterConfig.model_validate(
-        {"container": {"image": "a.sqsh", "mounts": ["/m:/m:ro"]}, "interface": "ib0"}
-    )
-    job = submission.submission(config(), Path("c.yaml"), [], cluster)
-    image, mounts, workdir = job.environment["BAPO_CONTAINER_OPTIONS"].splitlines()
-    assert image == "--container-image=a.sqsh"
-    assert mounts.startswith(f"--container-mounts={Path.cwd()}:{Path.cwd()},{submission.LAUNCH}:")
-    assert mounts.endswith(",/m:/m:ro")
-    assert workdir == f"--container-workdir={Path.cwd()}"
-    assert job.environment["BAPO_INTERFACE"] == "ib0"
+CONTAINER = {"image": "a.sqsh", "mounts": ["/m:/m:ro"]}
+
+
+def container_words(runtime: str, **cluster: object) -> list[str]:
+    described = {"container": {**CONTAINER, "runtime": runtime}, "env": {"NCCL_DEBUG": "WARN", "A": "b,c"}, **cluster}
+    job = submission.submission(config(), Path("c.yaml"), [], ClusterConfig.model_validate(described))
+    assert (job.environment.get("APPTAINERENV_A") == "b,c") == (runtime == "apptainer")
+    return job.environment["BAPO_CONTAINER"].splitlines()
+
+
+def test_pyxis_gets_the_jobs_folders_and_what_the_image_must_not_override() -> None:
+    here = Path.cwd()
+    assert container_words("pyxis") == [
+        "--container-image=a.sqsh",
+        f"--container-mounts=/tmp:/tmp,{here}:{here},{submission.LAUNCH}:{submission.LAUNCH},/m:/m:ro",
+        f"--container-workdir={here}",
+        "--container-env=NCCL_DEBUG,A",
+    ]
+    assert len(container_words("pyxis", env={})) == 3
+
+
+def test_apptainer_is_the_command_before_the_steps_own() -> None:
+    here = Path.cwd()
+    binds = f"--bind={here}:{here},{submission.LAUNCH}:{submission.LAUNCH},/m:/m:ro"
+    assert container_words("apptainer") == ["apptainer", "exec", "--nv", binds, f"--pwd={here}", "a.sqsh"]
+    assert "--nv" not in container_words("apptainer", gpus_per_node=0)
 
 
 def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
@@ -51,6 +52,15 @@ def test_ray_is_not_started_without_an_address_and_a_protected_secret(
     assert done.returncode == 2
     assert expected in done.stderr
     assert "secret" not in done.stderr.replace("cluster's secret", "")
+
+
+def test_the_kuberay_job_is_one_by_kuberays_own_definition() -> None:
+    definition = yaml.safe_load(Path(__file__).with_name("rayjob.schema.yaml").read_text())
+    job = yaml.safe_load((ROOT / "launch" / "kuberay.yaml").read_text())
+    check = Draft202012Validator(definition).iter_errors
+    assert [error.message for error in check(job)] == []
+    job["spec"]["rayClusterSpec"]["authOption"] = job["spec"]["rayClusterSpec"].pop("authOptions")
+    assert ["'authOption' was unexpected" in error.message for error in check(job)] == [True]
 
 
 def test_the_kuberay_job_has_token_authentication_and_as_many_nodes_as_it_waits_for() -> None:

@@ -1,0 +1,84 @@
+"""A run as a job of a Ray cluster: submitted to its job server, seen in its log, and stopped with its state saved."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.client import HTTPConnection
+from pathlib import Path
+
+from tests.cluster.launched import ENVIRONMENT, LAUNCH, train_steps, wait_for_step, write_config, write_token
+
+LIMIT_S = 60
+
+
+def free_ports(num: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def job_server(folder: Path) -> Iterator[dict[str, str]]:
+    """A Ray head with a job server on the loopback interface: what `ray job` has to have in its environment."""
+    port, job_port = free_ports(2)
+    token = {"RAY_AUTH_TOKEN_PATH": str(write_token(folder))}
+    temporary = tempfile.mkdtemp(prefix="bapo-")  # short: Ray's sockets are in it
+    head = {"RAY_ADDRESS": f"127.0.0.1:{port}", "BAPO_JOB_PORT": str(job_port), "RAY_TMPDIR": temporary}
+    with (folder / "node.log").open("wb") as log:
+        command = str(LAUNCH / "ray_node.sh")
+        node = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT | token | head, cwd=folder)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not listens(job_port):
+            assert node.poll() is None, (folder / "node.log").read_text()
+            assert time.monotonic() < deadline, (folder / "node.log").read_text()
+            time.sleep(0.2)
+        yield ENVIRONMENT | token | {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": f"http://127.0.0.1:{job_port}"}
+    finally:
+        node.terminate()
+        node.wait(timeout=LIMIT_S)
+        shutil.rmtree(temporary)
+
+
+def ray_job(environment: dict[str, str], *arguments: object) -> subprocess.Popen:
+    """A running subcommand of `ray job`."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "job", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def status_without_token(address: str) -> int:
+    connection = HTTPConnection(address.removeprefix("http://"), timeout=LIMIT_S)
+    connection.request("GET", "/api/jobs/")
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_a_job_of_a_ray_cluster_trains_and_stops_with_its_state_saved(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(tmp_path, run_dir)
+    with job_server(tmp_path) as environment:
+        train = (sys.executable, "-m", "megatron_bapo", "train", config, "--num-nodes", 1)
+        submitted = ray_job(environment, "submit", "--submission-id", "run", "--", *train)
+        assert status_without_token(environment["RAY_ADDRESS"]) == HTTPStatus.UNAUTHORIZED
+        wait_for_step(run_dir, 1, tmp_path)
+        stopped = ray_job(environment, "stop", "run").communicate(timeout=LIMIT_S)[0]
+        followed = submitted.communicate(timeout=LIMIT_S)[0]
+    assert "was stopped" in stopped
+    assert "Stopped; the state is saved" in followed
+    saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]
+    assert saved == max(train_steps(run_dir))
