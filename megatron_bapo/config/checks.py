@@ -234,6 +234,11 @@ def _data_problems(config: Config) -> Iterator[str]:
             f"data.train and data.validation are the same prompts ({_origin(train)}): held-out prompts are left out of "
             "training; give validation its own file, or another seed"
         )
+    if config.warm_start is not None and config.warm_start.demonstration is not None and config.environment is None:
+        yield (
+            f"warm_start.demonstration={config.warm_start.demonstration} shows turns and replies, and there is no "
+            "environment to reply; set environment, or leave it out"
+        )
 
 
 def prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: str) -> Iterator[str]:

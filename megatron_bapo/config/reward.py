@@ -71,7 +71,7 @@ class RewardConfig(Section):
             raise ValueError("reward.function goes with reward.type=function, and only with it")
         if (self.type == "remote") != (self.remote is not None):
             raise ValueError("reward.remote goes with reward.type=remote, and only with it")
-        _check_spec("reward.function", self.function)
+        check_spec("reward.function", self.function)
         return self
 
 
@@ -102,10 +102,11 @@ class EnvironmentConfig(Section):
     def _consistent(self) -> Self:
         if (self.type == "function") != (self.function is not None):
             raise ValueError("environment.function goes with environment.type=function, and only with it")
-        _check_spec("environment.function", self.function)
+        check_spec("environment.function", self.function)
         return self
 
 
-def _check_spec(key: str, spec: str | None) -> None:
+def check_spec(key: str, spec: str | None) -> None:
+    """Raises ValueError for what is not the name of a function."""
     if spec is not None and spec.count(":") != 1:
         raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function")

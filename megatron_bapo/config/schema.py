@@ -15,7 +15,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.padding import PaddingRule, padding_rule
-from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
+from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section
 
@@ -210,12 +210,20 @@ class OptimizerConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised learning on the training prompts' ground truths, through the same trainer, before RL."""
+    """Supervised learning on worked examples of the training prompts, through the same trainer, before RL."""
 
     num_steps: PositiveInt
     batch_size: PositiveInt = 128
     """Worked examples per update."""
     lr: PositiveFloat = 1e-3
+    demonstration: str | None = None
+    """`path.to.module:function` with the environment's arguments: a list of texts, the policy's turns and between them
+    the environment's replies, which are not learned. By default the ground truth is the answer."""
+
+    @model_validator(mode="after")
+    def _names_a_function(self) -> Self:
+        check_spec("warm_start.demonstration", self.demonstration)
+        return self
 
 
 class TrainerConfig(Section):

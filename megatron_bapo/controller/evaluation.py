@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_bapo.metrics.sinks import SampleRow
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
-from megatron_bapo.records import SOLVED, Group
+from megatron_bapo.records import SOLVED, Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 
 
@@ -19,8 +19,9 @@ def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in scored.groups:
         by_source[group.prompt.data_source].append(group)
-    scores = [t.reward for group in scored.groups for t in group.trajectories]
-    metrics = _accuracy("val", scored.groups, n) | {f"val/score/mean@{n}": Mean(sum(scores), len(scores))}
+    trajectories = [t for group in scored.groups for t in group.trajectories]
+    metrics = _accuracy("val", scored.groups, n) | _turn_metrics(trajectories)
+    metrics[f"val/score/mean@{n}"] = Mean(sum(t.reward for t in trajectories), len(trajectories))
     if len(by_source) > 1:
         for source, groups in by_source.items():
             metrics |= _accuracy(f"val/{source}", groups, n)
@@ -33,7 +34,6 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
     rewards = [t.reward for t in trajectories]
     lengths = [len(t.response_token_ids) for t in trajectories]
     num = len(trajectories)
-    num_turns = [sum(message["role"] == "assistant" for message in t.messages) for t in trajectories]
     uniform = sum(len({t.reward for t in group.trajectories}) == 1 for group in scored.groups)
     return {
         "critic/score/mean": Mean(sum(rewards), num),
@@ -41,11 +41,10 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
         "response_length/mean": Mean(sum(lengths), num),
         "response_length/max": Max(max(lengths)),
         "response_length/clip_ratio": Mean(sum(t.finish_reason == "length" for t in trajectories), num),
-        "num_turns/mean": Mean(sum(num_turns), num),
-        "num_turns/max": Max(max(num_turns)),
         "training/uniform_groups": Mean(uniform, len(scored.groups)),
         "training/reward_timeouts": Sum(scored.num_reward_timeouts),
         "perf/total_num_tokens": Sum(sum(lengths) + sum(len(t.prompt_token_ids) for t in trajectories)),
+        **_turn_metrics(trajectories),
     }
 
 
@@ -55,13 +54,32 @@ def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
         SampleRow(
             step=step,
             prompt="\n".join(message["content"] for message in group.prompt.messages),
-            answer=group.trajectories[0].text,
+            answer=_transcript(group.trajectories[0]),
             ground_truth=group.prompt.ground_truth,
             reward=group.trajectories[0].reward,
             finish_reason=group.trajectories[0].finish_reason,
         )
         for group in groups[:num]
     ]
+
+
+def _transcript(trajectory: Trajectory) -> str:
+    """What was said; with several turns each after its role."""
+    if len(trajectory.messages) == 1:
+        return trajectory.text
+    return "\n".join(f"{message['role']}: {message['content']}" for message in trajectory.messages)
+
+
+def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    """The policy's turns in an answer, and the share of answers that the environment replied to; none without one."""
+    num_turns = [sum(message["role"] == "assistant" for message in t.turns) for t in trajectories]
+    if not any(num_turns):
+        return {}
+    return {
+        "num_turns/mean": Mean(sum(num_turns), len(num_turns)),
+        "num_turns/max": Max(max(num_turns)),
+        "num_turns/multi_turn_ratio": Mean(sum(num > 1 for num in num_turns), len(num_turns)),
+    }
 
 
 def _accuracy(prefix: str, groups: Sequence[Group], n: int) -> dict[str, Metric]:

@@ -191,6 +191,7 @@ def _fields(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     else:
         wanted = [
             ("reward", "critic/score/mean", ".3f"),
+            ("several turns", "num_turns/multi_turn_ratio", ".2f"),
             ("entropy", "actor/entropy", ".3f"),
             ("positive share", "actor/bapo_positive_share", ".2f"),
             ("grad norm", "actor/grad_norm", ".2f"),

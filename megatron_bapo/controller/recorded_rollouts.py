@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from megatron_bapo.data.rollout_files import read_header, read_rollouts, rollout
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize, worked_example
+from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+from megatron_bapo.rollout.worked_examples import WorkedExamples
 
 
 class RecordedRollouts:
@@ -29,9 +32,10 @@ class RecordedRollouts:
         self._stream = prompt_stream(config, self._prompts)
 
     def worked_examples(self, num: int) -> list[Trajectory]:
-        """The next training prompts with their ground truths as answers, as the rollout service gives them."""
+        """Of the next training prompts, as the rollout service gives them."""
         prompts = tokenize(self._stream.take(num), self._tokenizer, self._config.data)
-        return [worked_example(prompt, self._tokenizer) for prompt in prompts]
+        with closing(WorkedExamples(self._config, self._tokenizer)) as examples:
+            return asyncio.run(examples.of(prompts))
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]]:
         """The next file's batch. Raises UserError for a broken file and for answers that are too long."""

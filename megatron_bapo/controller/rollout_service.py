@@ -37,8 +37,9 @@ from megatron_bapo.rollout.messages import AnsweredRequest
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.scoring import score_group
-from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, worked_example
+from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize
 from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.rollout.worked_examples import WorkedExamples, worked_example
 
 _VALIDATION_ORDER = -1
 """Before all training prompts: the trainer waits for nothing else meanwhile."""
@@ -64,6 +65,7 @@ class RolloutService:
         self._cpu_s = family_cpu_s()
         """When the last batch was handed out."""
         self._stream = prompt_stream(config, prompts.train)
+        self._worked_examples = WorkedExamples(config, self._tokenizer)
         self._scorer = Scorer(config.reward)
         self._environment = None
         if config.environment is not None:
@@ -116,9 +118,9 @@ class RolloutService:
                 break
         return np.asarray(tokens[:size], np.int32)
 
-    def worked_examples(self, num: int) -> list[Trajectory]:
-        """The next training prompts with their ground truths as answers."""
-        return [worked_example(prompt, self._tokenizer) for prompt in self._producer.take_worked_examples(num)]
+    async def worked_examples(self, num: int) -> list[Trajectory]:
+        """Of the next training prompts, for the warm start."""
+        return await self._worked_examples.of(self._producer.take_worked_examples(num))
 
     async def take(self) -> tuple[ScoredGroups, dict[str, float]]:
         """The next rollout batch, and the seconds that it was waited for."""

@@ -18,6 +18,7 @@ MAX_POWER_BITS = 2048
 """Of a result, and of each power on the way; 200 characters of other operations make no numbers that take long."""
 
 _CALL = re.compile(r"<calculator>(.*?)</calculator>", re.DOTALL)
+_PROBLEM = re.compile(r"[\d(][\d\s.+*/%()-]*[\d)]")
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,6 +42,17 @@ def reply(
         return _shown(calculate(calls[-1]))
     except ValueError as error:
         return f"error: {error}"
+
+
+def demonstration(
+    messages: list[dict[str, str]], data_source: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> list[str]:
+    """A call with the longest expression of the last message, its result, and the ground truth as the answer.
+
+    Raises ValueError for a message without an expression, or with one that cannot be calculated.
+    """
+    problem = max(_PROBLEM.findall(messages[-1]["content"]), key=len, default="")
+    return [f"<calculator>{problem}</calculator>", _shown(calculate(problem)), ground_truth]
 
 
 def calculate(expression: str) -> Fraction:

@@ -26,7 +26,7 @@ class Target:
     """`path.to.module:function`."""
     arguments: tuple[str, ...]
     """Keywords of every call."""
-    returns: Literal["score", "reply"]
+    returns: Literal["score", "reply", "turns"]
     optional_arguments: tuple[str, ...] = ()
     """Keywords that are left out where the function has no such parameter."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -63,9 +63,9 @@ def load(target: Target) -> tuple[Callable[..., Any], bool]:
     return call, _is_async(function)
 
 
-def checked(target: Target, result: Any) -> dict[str, Any] | str | None:
+def checked(target: Target, result: Any) -> Any:
     """The result as what the target must return; raises ValueError when it is something else."""
-    return _score(result) if target.returns == "score" else _reply(result)
+    return {"score": _score, "reply": _reply, "turns": _turns}[target.returns](result)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -87,6 +87,19 @@ def _score(result: Any) -> dict[str, Any]:
 def _reply(result: Any) -> str | None:
     if result is not None and not (isinstance(result, str) and result):
         raise ValueError(f"it returned {result!r:.120}; a reply is a text that is not empty, or None at the end")
+    return result
+
+
+def _turns(result: Any) -> list[str]:
+    if (
+        not isinstance(result, list)
+        or len(result) % 2 == 0
+        or not all(isinstance(text, str) and text for text in result)
+    ):
+        raise ValueError(
+            f"it returned {result!r:.120}; a demonstration is a list of texts that are not empty: the policy's turns, "
+            "with a reply between each two"
+        )
     return result
 
 

@@ -61,6 +61,12 @@ SECTIONS = (
                 "reward per answer",
             ),
             FigureSpec(
+                "Answers of several turns",
+                "Healthy: rises where the environment's replies pay, and the accuracy with it.",
+                {"num_turns/multi_turn_ratio": "replied to"},
+                "fraction of answers",
+            ),
+            FigureSpec(
                 "Warm-start loss",
                 "Healthy: falls steeply, then slowly, without spikes.",
                 {"actor/loss": "loss"},

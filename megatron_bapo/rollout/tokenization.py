@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_bapo.config.schema import DataConfig
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Prompt, Trajectory, VersionSpan
+from megatron_bapo.records import Prompt
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,6 @@ def token_counter(model_path: Path, *, chat_template: bool) -> Callable[[Prompt]
     tokenizer = load_tokenizer(model_path)
     _check_chat_template(tokenizer, chat_template)
     return lambda prompt: len(_encode(prompt, tokenizer, chat_template=chat_template))
-
-
-def worked_example(tokenized: TokenizedPrompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
-    """The ground truth as if it had been answered, for supervised learning."""
-    answer = tokenizer.encode(tokenized.prompt.ground_truth, add_special_tokens=False)
-    response = np.asarray([*answer, tokenizer.eos_token_id], np.int32)
-    return Trajectory(
-        prompt_token_ids=tokenized.token_ids,
-        response_token_ids=response,
-        behaviour_log_probs=np.zeros(len(response), np.float32),
-        version_spans=(VersionSpan(0, len(response)),),
-        finish_reason="stop",
-        text=tokenized.prompt.ground_truth,
-        reward=1.0,
-    )
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:

@@ -17,6 +17,8 @@ from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.records import Prompt
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
+from megatron_bapo.rollout.tokenization import tokenize
+from megatron_bapo.rollout.worked_examples import WorkedExamples
 
 PAGE = (Path(__file__).parents[2] / "docs/rewards_and_environments.md").read_text()
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL)
@@ -35,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     modules = [code for kind, code in BLOCKS if kind == "python"]
     for code in modules:
         (tmp_path / code.split()[1]).write_text(code)
-    assert len(modules) == 4
+    assert len(modules) == 5
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -64,7 +66,7 @@ def scores(config: Config, *answers: str) -> list[float]:
 
 def test_every_configuration_on_the_page_is_valid():
     found = [Config.model_validate(BASE | tree | {"data": BASE["data"] | tree.get("data", {})}) for tree in configs()]
-    assert len(found) == 5
+    assert len(found) == 6
     assert found[-1].data.curriculum is not None
 
 
@@ -119,3 +121,18 @@ def test_the_environment_replies():
             environment.close()
 
     assert asyncio.run(main()) == ["Higher.", "Lower.", "Write a whole number.", None]
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_demonstration_shows_a_reply():
+    async def main() -> str:
+        settings, tokenizer = config("my_demonstration", environment={"max_turns": 8}), byte_tokenizer(["a", "b"])
+        examples = WorkedExamples(settings, tokenizer)
+        try:
+            prompt = Prompt("train:0", PROMPT, "42", "guessing")
+            (example,) = await examples.of(tokenize([prompt], tokenizer, settings.data))
+            return example.text
+        finally:
+            examples.close()
+
+    assert asyncio.run(main()) == "0Higher.42"

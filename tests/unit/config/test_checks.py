@@ -90,6 +90,12 @@ def test_gspo_is_told_that_its_weights_are_not_the_papers() -> None:
             "must split evenly over 4 data-parallel ranks",
             "set it to 8 or 12",
         ),
+        (
+            {"warm_start": {"num_steps": 1, "demonstration": "mine:shown"}},
+            "warm_start.demonstration=mine:shown",
+            "there is no environment to reply",
+            "set environment",
+        ),
         ({"rollout__n": 1}, "rollout.n=1", "zero in a group of one", "set rollout.n to 2 or more"),
         (
             {"algorithm__rollout_correction": {"rollout_is": "token"}},

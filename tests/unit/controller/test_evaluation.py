@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -61,8 +63,6 @@ def test_a_rollout_batch_is_summed_up():
             "response_length/mean": 20 / 6,
             "response_length/max": 8,
             "response_length/clip_ratio": 1 / 6,
-            "num_turns/mean": 1.0,
-            "num_turns/max": 1.0,
             "training/uniform_groups": 2 / 3,
             "training/reward_timeouts": 3,
             "perf/total_num_tokens": 20 + 6 * 3,
@@ -82,3 +82,21 @@ def test_samples_are_the_first_answers_to_the_first_prompts():
         "reward": 0.5,
         "finish_reason": "stop",
     }
+
+
+def test_with_an_environment_turns_are_counted_and_samples_say_who_speaks():
+    def said(*contents: str) -> Trajectory:
+        roles = ["assistant", "tool"] * len(contents)
+        turns = tuple({"role": role, "content": content} for role, content in zip(roles, contents, strict=False))
+        return replace(trajectory(1.0), turns=turns)
+
+    several = said("<calculator>1 + 1</calculator>", "2", "<calculator>2</calculator>", "2", "2")
+    scored = ScoredGroups([group(several, said("2"), said("3"), said("4"))], 0)
+
+    for metrics in (rollout_metrics(scored), validation_metrics(scored, n=4)):
+        turns = {name: value for name, value in scalars(metrics).items() if name.startswith("num_turns/")}
+        assert turns == {"num_turns/mean": 1.5, "num_turns/max": 3.0, "num_turns/multi_turn_ratio": 0.25}
+    assert samples(scored.groups, step=1, num=1)[0]["answer"] == (
+        "assistant: <calculator>1 + 1</calculator>\ntool: 2\n"
+        "assistant: <calculator>2</calculator>\ntool: 2\nassistant: 2"
+    )

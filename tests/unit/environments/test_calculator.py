@@ -1,8 +1,13 @@
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron_bapo.environments.calculator import calculate, reply
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.data.prompts import load_prompts
+from megatron_bapo.environments.calculator import calculate, demonstration, reply
+from megatron_bapo.functions.user_function import load
+from megatron_bapo.rewards.scorer import reward_target
 
 
 def answer(content: str) -> str | None:
@@ -58,3 +63,25 @@ def test_the_last_call_of_the_last_message_counts_and_none_ends_the_answer():
     assert answer("<calculator>1</calculator> or <calculator>2</calculator>") == "2"
     assert answer("It is 42.") is None
     assert answer("<calculator>1") is None
+
+
+def test_the_example_run_teaches_calls_that_are_understood_and_pays_for_their_results():
+    config = load_config(Path(__file__).parents[3] / "configs/calculator_tool.yaml")
+    assert config.environment is not None
+    assert config.environment.type == "calculator"
+    assert config.data.system_prompt is not None
+    assert answer(config.data.system_prompt) == "42"
+    assert config.warm_start is not None
+    assert config.warm_start.demonstration == f"{demonstration.__module__}:demonstration"
+    reward, _ = load(reward_target(config.reward))
+    for prompt in load_prompts(config.data.train, name="train", system_prompt=config.data.system_prompt).prompts[:20]:
+        truth = {
+            "data_source": prompt.data_source,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+        }
+        call, result, last = demonstration([*prompt.messages], **truth)
+        assert call == f"<calculator>{prompt.extra_info['metadata']['expression']}</calculator>"
+        assert answer(call) == result
+        assert reward(solution_str=last, **truth)["score"] == 1.0
+        assert reward(solution_str=call, **truth)["score"] < 0.5

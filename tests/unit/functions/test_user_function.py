@@ -1,3 +1,4 @@
+import ast
 import asyncio
 import inspect
 import textwrap
@@ -129,3 +130,11 @@ def test_another_signature_is_refused_with_the_right_one(write_module, arguments
         UserError, match=r"write it as def f\(data_source, solution_str, ground_truth, extra_info=None\)"
     ):
         load(target(f"{name}:f"))
+
+
+@pytest.mark.parametrize("value", ["'42'", "[]", "['call', 'reply']", "['call', '', 'answer']", "[42]"])
+def test_turns_are_texts_that_begin_and_end_with_the_policy(value):
+    shown = Target("warm_start.demonstration=mine:shown", "mine:shown", ("messages",), "turns")
+    assert checked(shown, ["call", "reply", "answer"]) == ["call", "reply", "answer"]
+    with pytest.raises(ValueError, match=r"it returned .*; a demonstration is a list of texts"):
+        checked(shown, ast.literal_eval(value))

@@ -8,7 +8,7 @@ from megatron_bapo.config.schema import DataConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.records import Prompt
-from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize, worked_example
+from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -60,18 +60,6 @@ def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused_by_i
 def test_a_prompt_without_a_token_is_refused_by_id():
     with pytest.raises(UserError, match=r"prompt train:4 has 0 tokens"):
         tokenize([prompt("")], tokenizer(), data(chat_template=False))
-
-
-def test_a_worked_example_answers_with_the_ground_truth_and_ends():
-    (tokenized,) = tokenize([prompt("6 x 7")], tokenizer(), data(chat_template=False))
-
-    example = worked_example(tokenized, tokenizer())
-
-    *answer, last = example.response_token_ids.tolist()
-    assert tokenizer().decode(answer) == "42"
-    assert last == tokenizer().eos_token_id
-    assert len(example.behaviour_log_probs) == example.version_spans[0].num_tokens == 3
-    assert example.reward == 1.0
 
 
 def test_a_saved_tokenizer_loads_from_its_folder(tmp_path: Path):
