@@ -52,6 +52,7 @@ def update_policy(
     if not examples:
         return step_metrics(None, lr)
     micro_batches = worker.micro_batches(examples)
+    share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
         outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
@@ -73,7 +74,7 @@ def update_policy(
         )
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
         log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
-        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N) | found
+        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N, share=share) | found
         if reservoir is not None:
             reservoir.add(micro_batch, log_probs_N, entropy_N)
         if sampled_now:
