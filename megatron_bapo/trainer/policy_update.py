@@ -6,13 +6,14 @@ Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.objectives import sequence_log_ratios
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics, supervised_loss
+from megatron_bapo.algorithm.policy_loss import LossTokens, counting, policy_loss, policy_statistics, supervised_loss
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
@@ -38,14 +39,20 @@ def update_policy(
 ) -> dict[str, Metric]:
     """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
-    `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
-    no scoring pass. `sampled_now` says that engines with the current weights drew the tokens: what their log-probs
-    differ by is the engine's arithmetic. `reservoir` keeps a sample of the tokens.
+    `on_policy` says that the trainer computed the ratio's denominators with the current weights: every ratio is 1,
+    and that settles the bounds. `sampled_now` says that engines with the current weights drew the tokens: what their
+    log-probs differ by is the engine's arithmetic, so the bounds need a check. `reservoir` keeps a sample of the
+    tokens.
+
+    Without examples the update is skipped: parameters, moments and Adam's step count stay as they are.
     """
     config, algorithm = worker.config, worker.config.algorithm
     if reservoir is not None:
         examples = reservoir.choose(examples)
+    if not examples:
+        return step_metrics(None, lr)
     micro_batches = worker.micro_batches(examples)
+    share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
         outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
@@ -67,7 +74,7 @@ def update_policy(
         )
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
         log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
-        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N) | found
+        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N, share=share) | found
         if reservoir is not None:
             reservoir.add(micro_batch, log_probs_N, entropy_N)
         if sampled_now:
@@ -81,7 +88,7 @@ def update_policy(
         worker.optimizer.zero_grad()
         return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
 
-    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy)
+    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, sampled_now=sampled_now)
     metrics = merge(r.metrics for r in results) | found | length_metrics(examples)
     metrics |= step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:
@@ -96,25 +103,27 @@ def loss_tokens(
 
     GSPO's ratios need every log-prob of a sequence, so the output layer runs once more, before the loss.
     """
-    config, sequence_log_ratio_N = worker.config, None
-    if config.algorithm.objective == "gspo":
-        with torch.no_grad():
-            log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
-        sequence_log_ratio_N = sequence_log_ratios(
-            log_probs_N - micro_batch.behaviour_log_probs_N,
-            micro_batch.weights_N * micro_batch.corrections_N != 0,
-            micro_batch.sequence_index_N,
-            micro_batch.num_sequences,
-            sum_over(worker.groups.context),
-        )
-    return LossTokens(
+    config = worker.config
+    tokens = LossTokens(
         micro_batch.behaviour_log_probs_N,
         micro_batch.advantages_N,
         micro_batch.weights_N,
         micro_batch.corrections_N if config.algorithm.rollout_correction.active else None,
         micro_batch.reference_log_probs_N if config.algorithm.kl_loss_coef else None,
-        sequence_log_ratio_N,
     )
+    if config.algorithm.objective != "gspo":
+        return tokens
+    with torch.no_grad():
+        log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
+    log_ratio_N = log_probs_N - micro_batch.behaviour_log_probs_N
+    sequence_log_ratio_N = sequence_log_ratios(
+        log_ratio_N,
+        counting(log_ratio_N, tokens),
+        micro_batch.sequence_index_N,
+        micro_batch.num_sequences,
+        sum_over(worker.groups.context),
+    )
+    return replace(tokens, sequence_log_ratio_T=sequence_log_ratio_N)
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:

@@ -57,8 +57,12 @@ def make_examples(
 
 
 def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length: int) -> list[Example]:
-    """The examples of a minibatch with weights that carry its global denominator."""
-    lengths = torch.tensor([example.trajectory.num_sampled for example in examples])
+    """The examples of a minibatch with weights that carry its global denominator.
+
+    As in verl, whose rejection takes tokens out of the response mask, rejected ones count in no number of tokens, and
+    trajectories without any other still count as trajectories.
+    """
+    lengths = torch.tensor([example.num_learned for example in examples])
     weights = token_weights(
         mode,
         lengths,
@@ -70,10 +74,15 @@ def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length
 
 
 def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
-    """The examples that an update learns from, weighted; `overlong.mode=filter` leaves truncated answers out."""
+    """The examples that an update learns from, weighted; `overlong.mode=filter` leaves truncated answers out.
+
+    Empty where there is no token to learn from: all answers are left out, or all tokens rejected.
+    """
     algorithm = config.algorithm
     if algorithm.overlong.mode == "filter":
         examples = [example for example in examples if example.trajectory.finish_reason != "length"]
+    if not any(example.num_learned for example in examples):
+        return []
     return weighted(examples, algorithm.loss_agg_mode, config.rollout.max_response_length)
 
 
