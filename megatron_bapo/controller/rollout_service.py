@@ -69,7 +69,9 @@ class RolloutService:
         self._scorer = Scorer(config.reward)
         self._environment = None
         if config.environment is not None:
-            self._environment = FunctionEnvironment(config.environment, config.data, self._tokenizer)
+            remote = config.reward.remote
+            secrets = (remote.authorization_env,) if remote is not None and remote.authorization_env else ()
+            self._environment = FunctionEnvironment(config.environment, config.data, self._tokenizer, secrets)
         self._router = Router(lambda name, reason: self._health.on_lost(name, reason), self._record)
         self._producer = Producer(
             config.rollout,
@@ -184,11 +186,14 @@ class RolloutService:
         await self._producer.refresh(version, load)
 
     async def sleep(self, level: int) -> None:
-        """Every engine frees its memory; returns when all have."""
+        """Every engine frees its memory, one that is just starting when it has; returns when all have."""
+        await self._health.to_trainer()
         await self._on_every(lambda engine: engine.sleep(level))
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         await self._on_every(lambda engine: engine.wake(tags))
+        if "kv_cache" in tags:
+            await self._health.to_engines()
 
     async def probe(self, probe: WeightProbe) -> list[float]:
         """By how much each serving engine differs, in nats; those that are being replaced are probed before they serve.

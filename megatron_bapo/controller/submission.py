@@ -70,6 +70,12 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
         warnings.append(
             f"{sys.executable}, which the nodes will use, has no CUDA: run make setup on one of the nodes with GPUs"
         )
+    if cluster.signal_s < plan.time.total:
+        warnings.append(
+            f"signal_s={cluster.signal_s} in the cluster's file is less than a planned step of "
+            f"{plan.time.total:.0f} s: at the time limit an unfinished step is lost, and the job continues from the "
+            f"checkpoint before it (checkpoint.every_s={config.checkpoint.every_s}). Raise signal_s to lose none"
+        )
     return warnings
 
 
@@ -122,6 +128,7 @@ def submission(config: Config, config_file: Path, overrides: Sequence[str], clus
         command += [*([":"] if index else []), *_node_options(number, nodes, cluster)]
     python = cluster.python or sys.executable
     environment = {**cluster.env, "BAPO_LAUNCH": str(LAUNCH), "BAPO_LOGS": str(folder), "BAPO_PYTHON": python}
+    environment["BAPO_SIGNAL_S"] = str(cluster.signal_s)
     if cluster.interface is not None:
         environment["BAPO_INTERFACE"] = cluster.interface
     if cluster.container is not None:
