@@ -1,14 +1,16 @@
 """Time to train: asynchronous and partial rollouts against synchronous ones, real and simulated.
 
-python -m bench.rollout_modes            # real runs on two cores, then 32B on paper: 5 minutes
+python -m bench.rollout_modes            # real runs on two cores, then 32B on paper: 7 minutes
 python -m bench.rollout_modes --on-paper
 python -m bench.rollout_modes --runs DIR # keep the run directories
+python -m bench.rollout_modes rollout.n=8 rollout.max_response_length=512 # other real runs
 
 Engine, scheduler and trainer are the real ones. The model is untrained and learns next to nothing, so after each token
 its answer ends by chance, with the chance of one token of its vocabulary: lengths are geometric, no length is forced,
 and the longest of a batch is four times as long as the mean. The limit cuts off one answer in a hundred.
 
-The simulator is calibrated from two synchronous runs, and says how long the other modes will take before they run.
+The simulator is calibrated from two synchronous runs and a less asynchronous one, and says how long the other modes
+will take before they run.
 """
 
 from __future__ import annotations
@@ -26,14 +28,21 @@ import psutil
 from bench.report import report
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import planned_workload, recorded_run, recorded_workload
+from megatron_bapo.rollout.calibration import (
+    overlapping_run,
+    planned_workload,
+    recorded_run,
+    recorded_workload,
+    with_overlap,
+)
 from megatron_bapo.rollout.simulation import Workload, best, candidates, simulate
 
-NUM_STEPS = 10
+NUM_STEPS = 14
 NUM_FIRST_STEPS = 3
 """Not counted: they warm up, and fill the pipeline of `async`."""
 NUM_SIMULATIONS = 8
@@ -58,14 +67,13 @@ evaluation: {{every_steps: 0}}
 checkpoint: {{every_steps: 1000}}
 logging: {{tensorboard: false}}
 """
-SYNCHRONOUS = {
-    "sync": (),
-    "sync, larger batches": (
-        *("trainer.train_batch_size=96", "trainer.ppo_mini_batch_size=96", "trainer.ppo_epochs=1"),
-        "trainer.total_steps=5",
-    ),
-}
-"""What the simulator is calibrated from; the second is for that alone, with as many answers at a time as `async`."""
+LARGER, LARGER_BY, NUM_LARGER_STEPS = "sync, larger batches", 2, 6
+"""For the calibration alone: with more answers at a time, as `async` has them."""
+OVERLAPPING = (
+    *("rollout.mode=async", "rollout.max_staleness=1", "rollout.on_refresh=abort_and_resume"),
+    "trainer.total_steps=12",
+)
+"""For the calibration alone: how much engines and trainer slow each other down."""
 OTHERS = {
     "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_refresh=abort_and_resume"),
     "partial": (
@@ -106,19 +114,32 @@ def simulated_step_s(settings: RolloutConfig, workload: Workload) -> float:
     return sum(run.seconds for run in runs) / (num_steps * NUM_SIMULATIONS)
 
 
-def on_two_cores(folder: Path) -> tuple[list[tuple[object, ...]], dict[str, float]]:
+def larger_batches(config: Config) -> tuple[str, ...]:
+    """One update of each."""
+    size = LARGER_BY * config.trainer.train_batch_size
+    return (
+        *(f"trainer.train_batch_size={size}", f"trainer.ppo_mini_batch_size={size}", "trainer.ppo_epochs=1"),
+        f"trainer.total_steps={NUM_LARGER_STEPS}",
+    )
+
+
+def on_two_cores(folder: Path, changes: Sequence[str]) -> tuple[list[tuple[object, ...]], dict[str, float]]:
     """Predicted and measured seconds of a step in every mode, and their ratios.
 
-    Each mode is predicted before it runs, from the synchronous runs alone.
+    Each mode is predicted before it runs, from two synchronous runs and an asynchronous one with other settings.
     """
-    calibration = [recorded_run(trained(folder, name, overrides)) for name, overrides in SYNCHRONOUS.items()]
-    workload, _ = recorded_workload(*calibration)
+    sync = recorded_run(trained(folder, "sync", changes))
+    larger = recorded_run(trained(folder, LARGER, (*changes, *larger_batches(sync.config))))
+    overlapping = overlapping_run(trained(folder, "overlapping", (*changes, *OVERLAPPING)))
+    workload = with_overlap(recorded_workload(sync, larger)[0], overlapping)
+    print(f"{workload.num_cores:.2f} cores for engines and trainer together", flush=True)
     rows, ratios, sync_s = [], {}, 0.0
-    for name, overrides in {"sync": (), **OTHERS}.items():
+    for name, mode in {"sync": (), **OTHERS}.items():
+        overrides = (*changes, *mode)
         settings = load_config(folder / "config.yaml", [f"run_dir={folder}", *overrides]).rollout
         predicted_s = simulated_step_s(settings, workload)
         print(f"{name}: {predicted_s:.2f} s a step predicted", flush=True)
-        measured_s = step_s(calibration[0].folder if name == "sync" else trained(folder, name, overrides))
+        measured_s = step_s(sync.folder if name == "sync" else trained(folder, name, overrides))
         sync_s = sync_s or measured_s
         rows.append((f"2 cores, {name}", measured_s, predicted_s, measured_s / sync_s, ""))
         ratios[f"{_key(name)}_predicted_to_measured"] = round(predicted_s / measured_s, 3)
@@ -155,14 +176,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--on-paper", action="store_true", help="simulate 32B alone")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the run directories")
-    arguments = parser.parse_args()
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="of the real runs' configuration")
+    arguments = parser.parse_intermixed_args()
     figures = {"others_cpu_percent_at_start": psutil.cpu_percent(2.0)}
     rows, ratios = on_paper()
     if not arguments.on_paper:
         with ExitStack() as stack:
             folder = arguments.runs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder.mkdir(parents=True, exist_ok=True)
-            real_rows, real_ratios = on_two_cores(folder.absolute())
+            real_rows, real_ratios = on_two_cores(folder.absolute(), arguments.changes)
         rows, ratios = real_rows + rows, real_ratios | ratios
     figures |= {f"{_key(str(row[0]))}_s": round(float(row[1] or row[2]), 2) for row in rows}
     report("rollout_modes", ("run", "s/step", "simulated", "to sync", ""), rows, ratios=ratios, figures=figures)

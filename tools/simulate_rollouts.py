@@ -2,13 +2,13 @@
 
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml --gpu H100   # before there is a run
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num_engines=4 trainer.train_batch_size=512
-python tools/simulate_rollouts.py runs/small --and-run runs/large   # calibrated from synchronous runs' metrics
+python tools/simulate_rollouts.py runs/small --and-run runs/large --overlapping-run runs/async   # from what runs record
 
 The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
 the time that `plan` estimates, with the engines on GPUs of their own in every mode. Of a run directory, it is what its
 requests.jsonl and metrics.jsonl say that steps of the engine and updates take, and how many of the machine's cores they
-keep busy: where both work at the same time and ask for more than there are, both become slower. What the run cannot
-tell, or was not busy enough to tell, is named.
+keep busy: where both work at the same time and ask for more than there are, they become slower; how much there is for
+both, an asynchronous run says. What the run cannot tell, or was not busy enough to tell, is named.
 
 Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
 """
@@ -30,7 +30,14 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import doubts_of, planned_workload, recorded_run, recorded_workload
+from megatron_bapo.rollout.calibration import (
+    doubts_of,
+    overlapping_run,
+    planned_workload,
+    recorded_run,
+    recorded_workload,
+    with_overlap,
+)
 from megatron_bapo.rollout.engine_costs import EngineCosts
 from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
 
@@ -42,6 +49,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--and-run", type=Path, action="append", default=[], metavar="RUN_DIR",
         help="with a run directory: another synchronous run there with another batch size, for an engine's costs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overlapping-run", type=Path, metavar="RUN_DIR",
+        help="with a run directory: an asynchronous run there, for how far engines and trainer slow each other down",
     )  # fmt: skip
     parser.add_argument("--gpu", choices=[*GPUS], default="H100")
     parser.add_argument("--mean-response", type=float, help="tokens; by default a quarter of the longest answer")
@@ -62,7 +73,10 @@ def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload,
         if arguments.overrides:
             raise UserError("a recorded run has its own configuration; leave out key=value")
         run, *others = map(recorded_run, [arguments.source, *arguments.and_run])
-        return run.config.rollout, *recorded_workload(run, *others)
+        workload, costs = recorded_workload(run, *others)
+        if arguments.overlapping_run is not None:
+            workload = with_overlap(workload, overlapping_run(arguments.overlapping_run))
+        return run.config.rollout, workload, costs
     config = load_config(arguments.source, arguments.overrides)
     architecture, _ = architecture_of(config.model)
     plan = Plan(config, architecture, arguments.gpu, "separate", Assumptions())

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 NUM_QUANTILES = 2048
-_NUM_BISECTIONS = 40
+NUM_BISECTIONS = 40
 
 
 def lognormal_lengths(mean: float, sigma: float, limit: int) -> np.ndarray:
@@ -21,13 +21,15 @@ def lognormal_lengths(mean: float, sigma: float, limit: int) -> np.ndarray:
     def lengths(mu: float) -> np.ndarray:
         return np.clip(np.exp(np.minimum(mu + sigma * scores, np.log(limit))), 1.0, limit)
 
-    mu = _root(lambda mu: float(lengths(mu).mean()), mean, -5.0, float(np.log(limit)) + 5 * sigma)
+    mu = root(lambda mu: float(lengths(mu).mean()), mean, -5.0, float(np.log(limit)) + 5 * sigma)
     return np.rint(lengths(mu)).astype(np.int32)
 
 
-def _root(growing: Callable[[float], float], target: float, low: float, high: float) -> float:
+def root(
+    growing: Callable[[float], float], target: float, low: float, high: float, num_bisections: int = NUM_BISECTIONS
+) -> float:
     """Where a growing function reaches `target`, or the end of the range that is nearer."""
-    for _ in range(_NUM_BISECTIONS):
+    for _ in range(num_bisections):
         middle = (low + high) / 2
         low, high = (middle, high) if growing(middle) < target else (low, middle)
     return (low + high) / 2

@@ -18,12 +18,14 @@ from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.rollout_memory import engine_memory
 from megatron_bapo.planning.timing import decode_cost, prefill_seconds
-from megatron_bapo.rollout.answer_lengths import lognormal_lengths
+from megatron_bapo.rollout.answer_lengths import lognormal_lengths, root
 from megatron_bapo.rollout.engine_costs import EngineCosts, fitted, observed
 from megatron_bapo.rollout.modelled_engine import EngineModel
-from megatron_bapo.rollout.simulation import Simulated, Workload
+from megatron_bapo.rollout.simulation import Simulated, Workload, simulate
 
 MIN_STEPS = 4
+NUM_SIMULATIONS, NUM_BISECTIONS = 4, 7
+"""For the cores that engines and trainer have together: to a hundredth of a core."""
 CPU_KV_CACHE_GIB = 0.5
 """What an engine without GPUs takes when `rollout.kv_cache_gib` is not given."""
 
@@ -62,12 +64,13 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
         prompt_tokens=max(1, round(prompt)),
         lengths=lengths,
         train_s=plan.time.training,
+        stale_train_share=_stale_train_share(plan.config),
     )
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A synchronous run without its first step, which warms up."""
+    """A run without its first steps, which warm up, and fill the pipeline of an asynchronous one."""
 
     folder: Path
     config: Config
@@ -98,21 +101,38 @@ class RecordedRun:
 
 def recorded_run(folder: Path) -> RecordedRun:
     """Raises UserError where a run cannot tell how long generation takes on its own."""
-    config = load_config(folder / "config.yaml", [])
-    if config.rollout.mode != "sync" or config.rollout.partial_rollout.token_budget is not None:
+    run = _recorded(folder, num_first_steps=1)
+    if run.config.rollout.mode != "sync" or run.config.rollout.partial_rollout.token_budget is not None:
         raise UserError(
             f"{folder} was not recorded with rollout.mode=sync and whole answers, and generation shared its time with "
             "other work; calibrate from a synchronous run"
         )
+    return run
+
+
+def overlapping_run(folder: Path) -> RecordedRun:
+    """Raises UserError where engines and trainer did not work at the same time."""
+    settings = load_config(folder / "config.yaml", []).rollout
+    if settings.mode != "async":
+        raise UserError(
+            f"{folder} was recorded with rollout.mode={settings.mode}: engines and trainer did not work at the same "
+            "time; give a run with mode=async"
+        )
+    return _recorded(folder, num_first_steps=settings.max_staleness + 1)
+
+
+def _recorded(folder: Path, num_first_steps: int) -> RecordedRun:
     trained = (row for row in read_rows(folder / "metrics.jsonl") if row["phase"] == "train")
-    rows = [row["metrics"] for row in trained if row["step"] > 1]
+    rows = [row["metrics"] for row in trained if row["step"] > num_first_steps]
     if len(rows) < MIN_STEPS:
-        raise UserError(f"{folder} has {len(rows)} steps after its first; at least {MIN_STEPS} are needed")
+        raise UserError(
+            f"{folder} has {len(rows)} steps after its first {num_first_steps}; at least {MIN_STEPS} are needed"
+        )
     path = folder / "requests.jsonl"
     if not path.exists():
         raise UserError(f"{path} is missing, which says when which answer was finished; record the run again")
-    requests = [row for row in read_rows(path) if row["order"] >= 0 and row["step"] > 1]
-    return RecordedRun(folder, config, rows, requests)
+    requests = [row for row in read_rows(path) if row["order"] >= 0 and row["step"] > num_first_steps]
+    return RecordedRun(folder, load_config(folder / "config.yaml", []), rows, requests)
 
 
 def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload, EngineCosts]:
@@ -127,6 +147,9 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
     kv_cache = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     generate_s, sync_s = run.mean("timing_s/generate"), run.mean("timing_s/weight_sync")
     train_s = run.mean("timing_s/step") - generate_s - sync_s
+    lengths = np.concatenate([each.lengths for each in (run, *others)])
+    prompt_tokens = max(1, round(float(np.mean([request["num_prompt_tokens"] for request in run.requests]))))
+    tokens_per_batch = config.trainer.train_batch_size * (prompt_tokens + float(lengths.mean()))
     return Workload(
         engine=EngineModel(
             decode=costs.decode,
@@ -139,13 +162,51 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
         ),
         num_engines=rollout.num_engines,
         groups_per_batch=config.prompts_per_step,
-        prompt_tokens=max(1, round(float(np.mean([request["num_prompt_tokens"] for request in run.requests])))),
-        lengths=run.lengths,
-        train_s=train_s,
+        prompt_tokens=prompt_tokens,
+        lengths=lengths,
+        train_s=train_s * tokens_per_batch / run.mean("perf/total_num_tokens"),
+        stale_train_share=_stale_train_share(config),
         score_s=run.score_s,
         num_cores=run.mean("perf/cpu_cores"),
         trainer_cores=run.mean("perf/cpu_s/update") / train_s,
     ), costs
+
+
+def with_overlap(workload: Workload, run: RecordedRun) -> Workload:
+    """The same with as many cores for engines and trainer together as an asynchronous run on that machine says.
+
+    They are fewer than there are where both wait for the same memory and caches, and for each other's processes, which
+    no synchronous run shows. All of what makes its steps longer than simulated ones counts. `run` may differ in
+    `rollout.*` settings of the scheduler only.
+    """
+    num_first_steps = run.config.rollout.max_staleness + 1
+
+    def steps_per_s(num_cores: float) -> float:
+        shared = replace(workload, num_cores=num_cores)
+        runs = [
+            simulate(run.config.rollout, shared, num_steps=len(run.rows), num_first_steps=num_first_steps, seed=seed)
+            for seed in range(NUM_SIMULATIONS)
+        ]
+        return sum(each.num_steps for each in runs) / sum(each.seconds for each in runs)
+
+    alone = max(workload.engine.num_cores * workload.num_engines, workload.trainer_cores)
+    target = 1 / run.mean("timing_s/step")
+    return replace(
+        workload,
+        num_cores=root(steps_per_s, target, min(alone, workload.num_cores), workload.num_cores, NUM_BISECTIONS),
+    )
+
+
+def _stale_train_share(config: Config) -> float:
+    """The first update of a batch needs a scoring pass for its bounds, too, where other weights have sampled
+    (`trainer/bound_scopes.py`). A backward pass takes as long as two forward passes.
+    """
+    algorithm, num_updates = config.algorithm, config.trainer.updates_per_step
+    bounds = algorithm.clip_bounds
+    scores = algorithm.objective == "bapo" and (bounds.scope, bounds.method) == ("minibatch", "score")
+    if not scores or algorithm.behaviour_policy == "recomputed":
+        return 0.0
+    return 1 / (4 * num_updates - 1)
 
 
 def doubts_of(costs: EngineCosts, results: Mapping[str, Simulated]) -> list[str]:
@@ -156,11 +217,7 @@ def doubts_of(costs: EngineCosts, results: Mapping[str, Simulated]) -> list[str]
             f"the run does not tell apart what these cost: {', '.join(costs.unsure)}; add a synchronous run with "
             "another trainer.train_batch_size (--and-run), or record more steps"
         )
-    crowded = [
-        name
-        for name, result in results.items()
-        if result.num_running > costs.most_sequences * max(0.0, 1 - result.engine_idle)
-    ]
+    crowded = [name for name, result in results.items() if result.most_running > costs.most_sequences]
     if crowded:
         doubts.append(
             f"engines would run more answers at a time than the {costs.most_sequences} of the recorded runs with: "

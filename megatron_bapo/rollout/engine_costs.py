@@ -1,8 +1,8 @@
 """What an engine's work costs, from when it finished which request.
 
 All requests of a synchronous batch come at once, so which of an engine's steps runs which answers follows from their
-lengths alone. Early requests end while many answers run, the last ones when few are left: that tells a step's own cost
-from that of its answers, within one run.
+lengths alone. Early requests end while many short answers run, the last ones when few long ones are left: that tells a
+step's own cost from that of its answers and from that of their keys and values.
 """
 
 from __future__ import annotations
@@ -15,12 +15,34 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bapo.planning.decode_cost import DecodeCost
-
-COSTS = ("taking in an answer", "a step of the engine", "an answer's part of a step")
+COSTS = (
+    "taking in an answer",
+    "a step of the engine",
+    "an answer's part of a step",
+    "reading a token's keys and values",
+)
 UNSURE = 0.1
 """Of the seconds of a request: a standard error over this makes predictions for other settings unsafe."""
 MOST_CONDITION = 1e4
+
+
+@dataclass(frozen=True)
+class MeasuredDecode:
+    """Seconds of decoding steps, one part after another: what was measured does not say what an engine overlaps."""
+
+    overhead: float
+    per_sequence: float
+    per_token: float
+    """Reading its keys and values."""
+
+    def seconds(self, num_steps: int, num_sequences: float, num_tokens: float) -> float:
+        """As `DecodeCost.seconds`."""
+        num_read = num_tokens + num_sequences * (num_steps - 1) / 2
+        return num_steps * (self.overhead + self.per_sequence * num_sequences + self.per_token * num_read)
+
+    def coarse(self, grain: int) -> MeasuredDecode:
+        """Of the same engine, where one token stands for `grain`."""
+        return MeasuredDecode(self.overhead * grain, self.per_sequence * grain, self.per_token * grain**2)
 
 
 @dataclass(frozen=True)
@@ -28,7 +50,8 @@ class EngineCosts:
     """Seconds, least squares, none below zero."""
 
     sequence_s: float
-    decode: DecodeCost
+    """Of taking in an answer."""
+    decode: MeasuredDecode
     errors: dict[str, float]
     """Standard error of what each of COSTS contributes, over the seconds of a request."""
     most_sequences: int
@@ -44,7 +67,7 @@ class Observations:
     """R requests, each relative to the start of its batch."""
 
     units_RC: np.ndarray
-    """How much of each of COSTS the engine had done: answers taken in, steps, answers x steps."""
+    """How much of each of COSTS the engine had done: answers taken in, steps, answers x steps, tokens held x steps."""
     seconds_R: np.ndarray
     batch_R: np.ndarray
     """Which batch it was part of."""
@@ -62,7 +85,8 @@ def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int) -> Observ
         # What came when the engine had answered already is not part of the schedule; up to then, it is known.
         known_s = min((r["sent_s"] for r in ordered if r["sent_s"] > first_s), default=np.inf)
         at_once = [request for request in ordered if request["sent_s"] < known_s]
-        for request, done in zip(at_once, schedule([r["num_tokens"] for r in at_once], max_num_seqs), strict=True):
+        sizes = [(r["num_prompt_tokens"], r["num_tokens"]) for r in at_once]
+        for request, done in zip(at_once, schedule(sizes, max_num_seqs), strict=True):
             if request["answered_s"] < known_s:
                 units.append(done)
                 seconds.append(request["answered_s"] - start_s)
@@ -70,18 +94,23 @@ def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int) -> Observ
     return Observations(np.array(units, float).reshape(-1, len(COSTS)), np.array(seconds), np.array(batch))
 
 
-def schedule(lengths: Sequence[Sequence[int]], max_num_seqs: int) -> list[tuple[int, int, int]]:
-    """For requests with answers of these lengths, which come at once: what the engine has done when each ends."""
-    flat = np.array([length for request in lengths for length in request])
+def schedule(requests: Sequence[tuple[int, Sequence[int]]], max_num_seqs: int) -> list[tuple[int, int, int, int]]:
+    """For requests of so many prompt tokens, with answers of these lengths, which come at once: what the engine has
+    done when each ends. A prompt's keys and values count for the first of its answers, as in `modelled_engine.py`.
+    """
+    flat = np.array([length for _, lengths in requests for length in lengths])
+    prompt = np.array([num * (i == 0) for num, lengths in requests for i in range(len(lengths))])
     starts, running = np.zeros_like(flat), [0] * max_num_seqs
     for index, length in enumerate(flat):
         starts[index] = heapq.heappop(running)
         heapq.heappush(running, int(starts[index] + length))
     done, first = [], 0
-    for request in lengths:
-        last = first + len(request)
+    for _, lengths in requests:
+        last = first + len(lengths)
         end = int((starts[first:last] + flat[first:last]).max())
-        done.append((int((starts < end).sum()), end, int(np.clip(end - starts, 0, flat).sum())))
+        ran = np.clip(end - starts, 0, flat)
+        num_read = prompt * ran + ran * (ran - 1) // 2
+        done.append((int((starts < end).sum()), end, int(ran.sum()), int(num_read.sum())))
         first = last
     return done
 
@@ -102,7 +131,7 @@ def fitted(runs: Sequence[Observations]) -> EngineCosts:
     costs[used] = solution
     return EngineCosts(
         sequence_s=float(costs[0]),
-        decode=DecodeCost(overhead=float(costs[1]), weights=0.0, per_token=0.0, per_sequence=float(costs[2])),
+        decode=MeasuredDecode(*costs[1:].tolist()),
         errors=_errors(units_RC, seconds_R, costs, batch_R),
         most_sequences=int(units_RC[:, 0].max()),
     )
@@ -113,9 +142,10 @@ def _errors(units_RC: np.ndarray, seconds_R: np.ndarray, costs_C: np.ndarray, ba
     residual_R = seconds_R - units_RC @ costs_C
     mean_C, batches = units_RC.mean(0), np.unique(batch_R)
     scaled_RC = units_RC / np.where(mean_C > 0, mean_C, 1.0)
-    if np.linalg.cond(scaled_RC) > MOST_CONDITION:
+    products = scaled_RC.T @ scaled_RC
+    if np.linalg.cond(products) > MOST_CONDITION**2:
         return dict.fromkeys(COSTS, math.inf)
-    bread = np.linalg.inv(scaled_RC.T @ scaled_RC)
+    bread = np.linalg.inv(products)
     scores = np.stack([scaled_RC[batch_R == b].T @ residual_R[batch_R == b] for b in batches])
     # With the usual correction for few batches.
     covariance = bread @ (scores.T @ scores) @ bread * len(batches) / max(1, len(batches) - 1)

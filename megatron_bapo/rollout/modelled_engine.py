@@ -1,7 +1,4 @@
-"""An engine that takes the time of a real one and computes nothing: continuous batching on a virtual clock.
-
-An answer's tokens count down to its end, so that whichever engine goes on with it knows how long it becomes.
-"""
+"""An engine that takes the time of a real one and computes nothing: continuous batching on a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,26 +7,39 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 
-from megatron_bapo.planning.decode_cost import DecodeCost
-from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest, SegmentEnd
-from megatron_bapo.rollout.shared_cores import SharedCores
+from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
+from megatron_bapo.rollout.shared_cores import BusyCores, SharedCores
 
+Policy = Callable[[GenerationRequest, int, int], Completion]
+"""The whole answer to a request, of its completion at a position, by a policy version: up to `max_tokens`."""
 PROMPT_TOKEN = -1
-"""What prompts consist of; a request whose last token is another one continues an answer."""
+"""What prompts consist of where answers count down; a request whose last token is another one continues an answer."""
 WATERMARK = 0.99
 """Part of the cache that new sequences may fill, as in vLLM."""
+
+
+class StepCost(Protocol):
+    """An estimate (`DecodeCost`), or what was measured (`MeasuredDecode`)."""
+
+    def seconds(self, num_steps: int, num_sequences: float, num_tokens: float) -> float:
+        """Of `num_steps` steps, the first of which meets `num_tokens` keys and values; each adds one per sequence."""
+        ...
+
+    def coarse(self, grain: int) -> StepCost: ...
 
 
 @dataclass(frozen=True)
 class EngineModel:
     """What one engine can do."""
 
-    decode: DecodeCost
+    decode: StepCost
     prefill_s: float
     """Of one token of a prompt, or of an answer that is continued."""
     sequence_s: float
@@ -42,11 +52,28 @@ class EngineModel:
     """That it keeps busy while it generates, of those that it shares with the trainer."""
 
 
+def countdown(lengths: np.ndarray) -> Policy:
+    """Answers of these lengths, each as likely as any other; a request's seed picks one.
+
+    Tokens count down to the end, so that whichever engine goes on with an answer knows how long it becomes.
+    """
+
+    def answer(request: GenerationRequest, position: int, version: int) -> Completion:
+        left = int(request.prompt_token_ids[-1])
+        if left == PROMPT_TOKEN:
+            left = int(np.random.default_rng(request.seed + position).choice(lengths))
+        num = min(left, request.max_tokens)
+        tokens = np.arange(left - 1, left - 1 - num, -1, dtype=np.int32)
+        return Completion(tokens, np.zeros(num, np.float32), "stop" if num == left else "length", "")
+
+    return answer
+
+
 @dataclass
 class _Call:
     request: GenerationRequest
     answered: asyncio.Future[Generated]
-    completions: dict[int, Completion] = field(default_factory=dict)
+    sequences: list[_Sequence] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -55,29 +82,39 @@ class _Sequence:
     """The engine's step after which it is finished; set while it runs."""
     arrival: int
     call: _Call
-    position: int
-    left: int
-    """Tokens up to the end of the answer, as the request found it."""
-    num_new: int
-    """Tokens to be generated for this request."""
+    num_context: int
+    """Tokens of the prompt, for the first of its answers: they share its keys and values."""
+    whole: Completion
+    """What it becomes unless it is aborted."""
     num_done: int = 0
+    """As of when it ran last."""
+    num_told: int = 0
+    is_over: bool = False
 
     @property
-    def num_context(self) -> int:
-        """Answers to one prompt share its keys and values."""
-        return len(self.call.request.prompt_token_ids) if self.position == 0 else 0
+    def completion(self) -> Completion:
+        """What it has, given as aborted while there is more to come."""
+        whole, num = self.whole, self.num_done
+        if num == len(whole.token_ids):
+            return whole
+        return Completion(whole.token_ids[:num], whole.log_probs[:num], "abort", "")
+
+    def news(self) -> Completion:
+        """What has not been told yet, without a text."""
+        known, start, self.num_told = self.completion, self.num_told, self.num_done
+        return replace(known, token_ids=known.token_ids[start:], log_probs=known.log_probs[start:], text="")
 
 
 class ModelledEngine:
     """Runs as many sequences as fit; all of them grow by one token in each step."""
 
-    def __init__(self, name: str, model: EngineModel, lengths: np.ndarray, cores: SharedCores | None = None) -> None:
-        """`lengths`: answers' lengths, each as likely as any other; a request's seed picks one."""
+    def __init__(self, name: str, model: EngineModel, policy: Policy, cores: SharedCores | None = None) -> None:
         self.name = name
+        self.version = 0
+        """Of the policy that it has."""
         self._model = model
+        self._policy = policy
         self._cores = cores or SharedCores(math.inf)
-        self._lengths = lengths
-        self._version = 0
         self._step = 0
         self._held = 0
         """Tokens whose keys and values it has."""
@@ -85,19 +122,24 @@ class ModelledEngine:
         """A heap, by end and arrival."""
         self._waiting: deque[_Sequence] = deque()
         self._arrivals = count()
+        self._calls: dict[str, _Call] = {}
         self._disturbed = asyncio.Event()
+        self._stepped = asyncio.Event()
         self._aborting = False
         self._work: asyncio.Task[None] | None = None
         self.busy_s = 0.0
         self.sequence_s = 0.0
         """Seconds that it spent on sequences, added up over these."""
+        self.most_running = 0
 
     async def generate(self, request: GenerationRequest) -> Generated:
         call = _Call(request, asyncio.get_running_loop().create_future())
         for position in range(request.n):
-            left = self._left(request, position)
-            arrival = next(self._arrivals)
-            self._waiting.append(_Sequence(0, arrival, call, position, left, min(left, request.max_tokens)))
+            whole = self._policy(request, position, self.version)
+            num_context = len(request.prompt_token_ids) if position == 0 else 0
+            call.sequences.append(_Sequence(0, next(self._arrivals), call, num_context, whole))
+        self._calls[request.request_id] = call
+        self._waiting.extend(call.sequences)
         if self._work is None or self._work.done():
             self._work = asyncio.get_running_loop().create_task(self._decode_all(), name=self.name)
         elif self._fits(self._waiting[0]):
@@ -107,6 +149,8 @@ class ModelledEngine:
         except asyncio.CancelledError:
             self._forget(call)
             raise
+        finally:
+            del self._calls[request.request_id]
 
     async def abort(self) -> None:
         self._aborting = bool(self._running or self._waiting)
@@ -115,16 +159,18 @@ class ModelledEngine:
     async def load_weights(self, version: int) -> None:
         assert not self._running, "weights are not exchanged under requests in flight"
         await asyncio.sleep(self._model.load_s)
-        self._version = version
+        self.version = version
 
     async def progress(self) -> dict[str, Generated]:
-        """It never dies."""
-        return {}
-
-    def _left(self, request: GenerationRequest, position: int) -> int:
-        if (last := int(request.prompt_token_ids[-1])) != PROMPT_TOKEN:
-            return last
-        return int(np.random.default_rng(request.seed + position).choice(self._lengths))
+        if self._running:
+            self._disturbed.set()
+            await self._stepped.wait()
+        for *_, sequence in self._running:
+            sequence.num_done = self._num_done(sequence)
+        return {
+            name: Generated(self.version, tuple(sequence.news() for sequence in call.sequences))
+            for name, call in self._calls.items()
+        }
 
     def _fits(self, sequence: _Sequence) -> bool:
         tokens = sequence.num_context + sequence.num_done
@@ -134,10 +180,10 @@ class ModelledEngine:
         return is_room or not self._running
 
     async def _decode_all(self) -> None:
-        with self._cores.busy(self._model.num_cores):
-            await self._decode_what_is_there()
+        with self._cores.busy(self._model.num_cores) as cores:
+            await self._decode_what_is_there(cores)
 
-    async def _decode_what_is_there(self) -> None:
+    async def _decode_what_is_there(self, cores: BusyCores) -> None:
         loop = asyncio.get_running_loop()
         while self._running or self._waiting:
             start, reading_s = loop.time(), self._admit()
@@ -148,11 +194,11 @@ class ModelledEngine:
                 return reading_s + self._model.decode.seconds(steps, num, tokens)
 
             self._disturbed.clear()
-            done_s, steps = await self._cores.work_until(self._disturbed, seconds(planned)), planned
+            done_s, steps = await cores.work_until(self._disturbed, seconds(planned)), planned
             if done_s < seconds(planned):
                 # The step that is under way is finished first.
                 steps = min(planned, bisect_left(range(1, planned + 1), done_s, key=seconds) + 1)
-                await self._cores.work(seconds(steps) - done_s)
+                await cores.work(seconds(steps) - done_s)
             self._advance(steps)
             self.busy_s += loop.time() - start
             self.sequence_s += num * (loop.time() - start)
@@ -167,8 +213,9 @@ class ModelledEngine:
             self._held += tokens
             num_read += tokens
             num_taken += 1
-            sequence.end = self._step + sequence.num_new - sequence.num_done
+            sequence.end = self._step + len(sequence.whole.token_ids) - sequence.num_done
             heapq.heappush(self._running, (sequence.end, sequence.arrival, sequence))
+        self.most_running = max(self.most_running, len(self._running))
         return num_read * self._model.prefill_s + num_taken * self._model.sequence_s
 
     def _steps_to_next_event(self) -> int:
@@ -188,6 +235,8 @@ class ModelledEngine:
     def _advance(self, steps: int) -> None:
         self._step += steps
         self._held += steps * len(self._running)
+        self._stepped.set()
+        self._stepped = asyncio.Event()
 
     def _let_go(self) -> None:
         """Answer with what is finished, and with everything when that was asked for."""
@@ -205,17 +254,18 @@ class ModelledEngine:
         self._leave(sequence)
 
     def _leave(self, sequence: _Sequence) -> None:
-        sequence.num_done = sequence.num_new - (sequence.end - self._step)
+        sequence.num_done = self._num_done(sequence)
         self._held -= sequence.num_context + sequence.num_done
 
+    def _num_done(self, sequence: _Sequence) -> int:
+        """Tokens of one that runs."""
+        return len(sequence.whole.token_ids) - (sequence.end - self._step)
+
     def _complete(self, sequence: _Sequence) -> None:
-        call, num = sequence.call, sequence.num_done
-        end: SegmentEnd = "stop" if num == sequence.left else "length" if num == sequence.num_new else "abort"
-        tokens = np.arange(sequence.left - 1, sequence.left - 1 - num, -1, dtype=np.int32)
-        call.completions[sequence.position] = Completion(tokens, np.zeros(num, np.float32), end, "")
-        if len(call.completions) == call.request.n and not call.answered.done():
-            completions = tuple(call.completions[position] for position in range(call.request.n))
-            call.answered.set_result(Generated(self._version, completions))
+        sequence.is_over, call = True, sequence.call
+        if all(each.is_over for each in call.sequences) and not call.answered.done():
+            completions = tuple(each.completion for each in call.sequences)
+            call.answered.set_result(Generated(self.version, completions))
 
     def _forget(self, call: _Call) -> None:
         """Nobody waits for this one any more."""

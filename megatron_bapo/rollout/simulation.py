@@ -15,7 +15,8 @@ from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine
+from megatron_bapo.rollout.messages import GenerationRequest
+from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine, countdown
 from megatron_bapo.rollout.producer import Producer, Surroundings
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.shared_cores import SharedCores
@@ -31,6 +32,8 @@ NEARLY = 0.98
 FINEST = 2048
 """Tokens that the longest answer is simulated in; one of them stands for as many as that takes."""
 FOR_EVER_S = 1e9
+PROBE = GenerationRequest("probe", np.ones(1, np.int32), 1, 1.0, 1.0, -1, 0.0, 1, 0)
+"""One token of an answer that ends with it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Workload:
     lengths: np.ndarray
     """Answers' lengths in tokens, each as likely as any other."""
     train_s: float
-    """Of all updates on one rollout batch."""
+    """Of all updates on one rollout batch of as many tokens as batches have on average, and of no stale ones."""
+    stale_train_share: float = 0.0
+    """By which a batch of stale tokens takes longer."""
     score_s: float = 0.0
     """Between a group's last token and its rewards."""
     num_cores: float = math.inf
@@ -77,6 +82,7 @@ class Simulated:
     """Part of the engines' time with no request."""
     num_running: float
     """Mean number of sequences on an engine."""
+    most_running: int
     trainer_idle: float
     staleness_mean: float
     """Policy versions, over tokens."""
@@ -147,19 +153,23 @@ class _Step:
     end_s: float
     busy_s: float
     sequence_s: float
+    most_running: int
     num_groups: int
     num_tokens: int
+    train_s: float
     staleness_mean: float
     staleness_max: float
     dropped_stale: float
 
 
-def _step(now_s: float, scored: ScoredGroups, engines: list[ModelledEngine]) -> _Step:
+def _step(now_s: float, train_s: float, scored: ScoredGroups, engines: list[ModelledEngine]) -> _Step:
     metrics = scalars(scored.metrics)
     return _Step(
         end_s=now_s,
+        train_s=train_s,
         busy_s=sum(engine.busy_s for engine in engines),
         sequence_s=sum(engine.sequence_s for engine in engines),
+        most_running=max(engine.most_running for engine in engines),
         num_groups=len(scored.groups),
         num_tokens=sum(len(t.response_token_ids) for group in scored.groups for t in group.trajectories),
         staleness_mean=metrics["rollout/staleness/mean"],
@@ -179,7 +189,8 @@ def _simulated(first: Sequence[_Step], steps: Sequence[_Step], work: Workload) -
         tokens_per_s=num_tokens / seconds,
         engine_idle=1 - (last.busy_s - before.busy_s) / (seconds * work.num_engines),
         num_running=(last.sequence_s - before.sequence_s) / (seconds * work.num_engines),
-        trainer_idle=1 - len(steps) * work.train_s / seconds,
+        most_running=last.most_running,
+        trainer_idle=1 - sum(step.train_s for step in steps) / seconds,
         staleness_mean=sum(step.staleness_mean * step.num_tokens for step in steps) / num_tokens,
         staleness_max=max(step.staleness_max for step in steps),
         dropped_stale=(last.dropped_stale - before.dropped_stale) / sum(step.num_groups for step in steps),
@@ -198,17 +209,28 @@ class _Run:
     async def train(self, num_steps: int, num_first_steps: int) -> Simulated:
         loop, work = asyncio.get_running_loop(), self._workload
         cores = SharedCores(work.num_cores)
-        engines = [ModelledEngine(f"engine {i}", work.engine, work.lengths, cores) for i in range(work.num_engines)]
+        policy = countdown(work.lengths)
+        engines = [ModelledEngine(f"engine {i}", work.engine, policy, cores) for i in range(work.num_engines)]
         producer = self._producer(engines)
         steps: list[_Step] = []
         for _ in range(num_first_steps + num_steps):
             scored = await producer.take()
-            with cores.busy(work.trainer_cores):
-                await cores.work(work.train_s)
+            start = loop.time()
+            with cores.busy(work.trainer_cores) as own:
+                await own.work(self._train_s(scored))
+            train_s = loop.time() - start
             await self._refresh(producer, engines)
-            steps.append(_step(loop.time(), scored, engines))
+            steps.append(_step(loop.time(), train_s, scored, engines))
         await producer.close()
         return _simulated(steps[:num_first_steps], steps[num_first_steps:], work)
+
+    def _train_s(self, scored: ScoredGroups) -> float:
+        """On cores of its own."""
+        work, is_stale = self._workload, scalars(scored.metrics)["rollout/staleness/max"] > 0
+        answers = [trajectory for group in scored.groups for trajectory in group.trajectories]
+        num_tokens = sum(len(answer.prompt_token_ids) + len(answer.response_token_ids) for answer in answers)
+        usual = work.groups_per_batch * self._settings.n * (work.prompt_tokens + float(work.lengths.mean()))
+        return work.train_s * num_tokens / usual * (1 + work.stale_train_share * is_stale)
 
     def _producer(self, engines: list[ModelledEngine]) -> Producer:
         work, router = self._workload, Router()
@@ -238,6 +260,8 @@ class _Run:
             await asyncio.gather(*(engine.load_weights(self._version) for engine in engines))
 
         await producer.refresh(self._version, load)
+        # New weights are probed before the trainer goes on, behind what the engines take in again.
+        await asyncio.gather(*(engine.generate(PROBE) for engine in engines))
 
 
 def _decode(token_ids: np.ndarray) -> str:

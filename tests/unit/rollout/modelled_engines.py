@@ -1,21 +1,33 @@
-"""Engines with a policy that is a hash, and with modelled time, for the virtual clock."""
+"""Modelled engines with a policy that is a hash, and with faults."""
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_bapo.errors import RunError
+from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.records import Prompt
 from megatron_bapo.rollout.generation import Sampling
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.modelled_engine import EngineModel, ModelledEngine, Policy
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
 END = 0
-TOKEN_S = 0.01
-"""Of one token of one answer, whatever else is in flight."""
+TOKEN_S, LOAD_S, LOAD_LIMIT_S, FOR_EVER_S = 0.01, 0.5, 1.0, 1e9
+MODEL = EngineModel(
+    DecodeCost(TOKEN_S, 0.0, 0.0, 0.0),
+    prefill_s=0.0,
+    sequence_s=0.0,
+    kv_tokens=10**9,
+    max_num_seqs=10**6,
+    load_s=LOAD_S,
+)
+"""A token of an answer takes TOKEN_S, whatever else is in flight."""
+T = TypeVar("T")
 
 
 def prompts(num: int) -> list[TokenizedPrompt]:
@@ -43,112 +55,85 @@ def decode(token_ids: np.ndarray) -> str:
     return " ".join(str(token) for token in token_ids if token != END)
 
 
-@dataclass
-class _Call:
-    start: float
-    answers: list[tuple[list[int], list[float]]]
-    num_told: list[int]
+def hashed(mean_length: int) -> Policy:
+    """Answers of a policy that is a hash, `mean_length` tokens long on average."""
+
+    def answer(request: GenerationRequest, position: int, version: int) -> Completion:
+        context, log_probs = request.prompt_token_ids.tolist(), []
+        size, greedy = len(context), request.temperature < 1e-5
+        while len(log_probs) < request.max_tokens and (len(context) == size or context[-1] != END):
+            token = next_token(version, context, greedy=greedy, seed=request.seed + position, mean_length=mean_length)
+            log_probs.append(log_prob(version, context, token))
+            context.append(token)
+        token_ids = np.array(context[size:], np.int32)
+        end = "stop" if context[-1] == END else "length"
+        return Completion(token_ids, np.array(log_probs, np.float32), end, decode(token_ids))
+
+    return answer
 
 
 @dataclass
-class ModelledEngine:
-    """`version` is the policy that it has; faults are attributes that a test sets."""
+class FaultyEngine:
+    """A modelled engine that keeps a log, and whose faults are attributes that a test sets."""
 
     name: str = "engine 0"
-    version: int = 0
     mean_length: int = 20
-    dead: bool = False
     hangs: bool = False
     fails_on: set[int] = field(default_factory=set)
     """First prompt tokens whose requests raise."""
     log: list[tuple[float, GenerationRequest]] = field(default_factory=list)
     num_in_flight: int = 0
     most_in_flight: int = 0
-    _cut: asyncio.Event = field(default_factory=asyncio.Event)
     _died: asyncio.Event = field(default_factory=asyncio.Event)
-    _calls: dict[str, _Call] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._engine = ModelledEngine(self.name, MODEL, hashed(self.mean_length))
+
+    @property
+    def version(self) -> int:
+        """Of the policy that it has."""
+        return self._engine.version
+
+    @property
+    def dead(self) -> bool:
+        return self._died.is_set()
 
     def die(self) -> None:
-        self.dead = True
         self._died.set()
 
     async def generate(self, request: GenerationRequest) -> Generated:
-        loop = asyncio.get_running_loop()
-        start = loop.time()
-        self.log.append((start, request))
+        self.log.append((asyncio.get_running_loop().time(), request))
         if request.prompt_token_ids[0] in self.fails_on:
             raise RunError(f"{self.name} cannot answer {request.request_id}")
-        answers = [self._answer(request, position) for position in range(request.n)]
-        self._calls[request.request_id] = _Call(start, answers, [0] * request.n)
         self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
-            await self._wait(max(len(tokens) for tokens, _ in answers) * TOKEN_S)
+            return await self._unless_dead(self._engine.generate(request))
         finally:
             self.num_in_flight -= 1
-            del self._calls[request.request_id]
-        num_done = int((loop.time() - start) / TOKEN_S + 1e-6)
-        return Generated(self.version, tuple(self._completion(*answer, num_done) for answer in answers))
-
-    async def _wait(self, seconds: float) -> None:
-        if self.dead:
-            raise EngineLost(f"{self.name} died")
-        events = [asyncio.ensure_future(event.wait()) for event in (self._cut, self._died)]
-        timeout = None if self.hangs else seconds
-        if self.hangs:
-            events = events[1:]
-        try:
-            await asyncio.wait(events, timeout=timeout or 1e9, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for event in events:
-                event.cancel()
-        if self.dead:
-            raise EngineLost(f"{self.name} died")
-
-    def _answer(self, request: GenerationRequest, position: int) -> tuple[list[int], list[float]]:
-        context, log_probs = request.prompt_token_ids.tolist(), []
-        size = len(context)
-        while len(log_probs) < request.max_tokens and (len(context) == size or context[-1] != END):
-            greedy, seed = request.temperature < 1e-5, request.seed + position
-            token = next_token(self.version, context, greedy=greedy, seed=seed, mean_length=self.mean_length)
-            log_probs.append(log_prob(self.version, context, token))
-            context.append(token)
-        return context[size:], log_probs
-
-    def _completion(self, tokens: list[int], log_probs: list[float], num_done: int) -> Completion:
-        is_cut = num_done < len(tokens)
-        end = "abort" if is_cut else "stop" if tokens[-1] == END else "length"
-        tokens, log_probs = tokens[:num_done], log_probs[:num_done]
-        ids = np.array(tokens, np.int32)
-        return Completion(ids, np.array(log_probs, np.float32), end, decode(ids))
 
     async def abort(self) -> None:
-        self._cut.set()
-        self._cut = asyncio.Event()
-        await asyncio.sleep(0.001)
+        if not self.hangs:
+            await self._engine.abort()
 
     async def load_weights(self, version: int) -> None:
-        assert self.num_in_flight == 0, "weights are not exchanged under requests in flight"
-        await asyncio.sleep(0.5)
-        self.version = version
+        await self._unless_dead(self._engine.load_weights(version), limit_s=LOAD_LIMIT_S)
 
     async def progress(self) -> dict[str, Generated]:
-        if self.dead:
-            raise EngineLost(f"{self.name} died")
-        if self.hangs:
-            await asyncio.sleep(1e9)
-        return {
-            request_id: Generated(
-                self.version, tuple(self._news(call, position) for position in range(len(call.answers)))
-            )
-            for request_id, call in self._calls.items()
-        }
+        return await self._unless_dead(self._engine.progress())
 
-    def _news(self, call: _Call, position: int) -> Completion:
-        tokens, log_probs = call.answers[position]
-        whole = self._completion(tokens, log_probs, int((asyncio.get_running_loop().time() - call.start) / TOKEN_S))
-        start, call.num_told[position] = call.num_told[position], len(whole.token_ids)
-        return replace(whole, token_ids=whole.token_ids[start:], log_probs=whole.log_probs[start:], text="")
+    async def _unless_dead(self, answer: Coroutine[Any, Any, T], limit_s: float = FOR_EVER_S) -> T:
+        """What the engine says, if it is not dead, and does not hang, when that comes."""
+        call, died = asyncio.ensure_future(answer), asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait({call, died}, return_when=asyncio.FIRST_COMPLETED)
+            if self.hangs or self.dead:
+                await asyncio.wait({died}, timeout=limit_s)
+                raise EngineLost(f"{self.name} died")
+            return call.result()
+        finally:
+            call.cancel()
+            died.cancel()
 
 
 SAMPLING = Sampling(n=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, max_response_length=50)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,15 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import doubts_of, planned_workload, recorded_run, recorded_workload
+from megatron_bapo.rollout.calibration import (
+    RecordedRun,
+    doubts_of,
+    overlapping_run,
+    planned_workload,
+    recorded_run,
+    recorded_workload,
+    with_overlap,
+)
 from megatron_bapo.rollout.simulation import candidates, simulate
 
 RECIPE = Path(__file__).parents[3] / "configs" / "recipes" / "paper_32b_64k.yaml"
@@ -26,7 +35,17 @@ RUN = {
     "rollout": {"n": 4, "max_response_length": 256},
     "trainer": {"total_steps": 9, "train_batch_size": 32, "ppo_mini_batch_size": 16, "max_tokens_per_gpu": 512},
 }  # fmt: skip
-STEP_S, ANSWER_STEP_S, ANSWER_S, SCORE_S, TRAIN_S, SYNC_S = 0.01, 0.001, 0.002, 0.1, 2.0, 0.25
+STEP_S, ANSWER_STEP_S, TOKEN_S, ANSWER_S, SCORE_S, TRAIN_TOKEN_S, SYNC_S = 0.01, 0.001, 1e-5, 0.002, 0.1, 1e-3, 0.25
+PROMPT_TOKENS = 12
+
+
+def decode_s(lengths_GN: np.ndarray, num_steps: int) -> float:
+    """Of so many steps; the first answer to each prompt has that, too."""
+    seconds, held_GN = 0.0, np.array([PROMPT_TOKENS, 0, 0, 0])
+    for step in range(num_steps):
+        runs_GN = lengths_GN > step
+        seconds += STEP_S + ANSWER_STEP_S * runs_GN.sum() + TOKEN_S * (runs_GN * (held_GN + step)).sum()
+    return seconds
 
 
 def recorded(folder: Path, *, num: int = 32, num_steps: int = 20, alike: bool = False, **rollout: object) -> Path:
@@ -42,26 +61,26 @@ def recorded(folder: Path, *, num: int = 32, num_steps: int = 20, alike: bool = 
     for step in range(1, num_steps + 1):
         lengths = np.minimum(255, np.rint(np.exp(rng.normal(3.5, 0.6, (num // 4, 4))))).astype(int)
         lengths = np.full_like(lengths, 40) if alike else lengths
-        ends = [
-            ANSWER_S * num + STEP_S * longest + ANSWER_STEP_S * np.minimum(lengths, longest).sum()
-            for longest in lengths.max(1)
-        ]
+        ends = [ANSWER_S * num + decode_s(lengths, int(longest)) for longest in lengths.max(1)]
         late = 100.0 * (step == 1)  # the first step warms up
         requests += [
             {
                 "step": step, "order": order, "engine": "engine 0", "sent_s": start, "answered_s": start + end + late,
-                "num_prompt_tokens": 12, "num_tokens": lengths[order].tolist(),
+                "num_prompt_tokens": PROMPT_TOKENS, "num_tokens": lengths[order].tolist(),
             }
             for order, end in enumerate(ends)
         ]  # fmt: skip
         generate = max(ends) + SCORE_S + late
+        num_tokens = num * PROMPT_TOKENS + int(lengths.sum())
+        train = TRAIN_TOKEN_S * num_tokens
         metrics = {
             "perf/cpu_cores": 2,
             "perf/cpu_s/rollouts": 1.5 * generate,
-            "perf/cpu_s/update": 1.25 * TRAIN_S,
+            "perf/cpu_s/update": 1.25 * train,
+            "perf/total_num_tokens": num_tokens,
             "timing_s/generate": generate,
             "timing_s/weight_sync": SYNC_S,
-            "timing_s/step": generate + TRAIN_S + SYNC_S,
+            "timing_s/step": generate + train + SYNC_S,
         }
         rows.append({"step": step, "phase": "train", "time_s": 0.0, "metrics": metrics})
         start += 1000.0
@@ -76,10 +95,11 @@ def test_what_a_run_was_recorded_with_is_found_again(tmp_path: Path):
 
     workload, costs = recorded_workload(run)
 
-    assert workload.engine.decode.overhead == pytest.approx(STEP_S)
-    assert workload.engine.decode.per_sequence == pytest.approx(ANSWER_STEP_S)
+    assert astuple(costs.decode) == pytest.approx((STEP_S, ANSWER_STEP_S, TOKEN_S))
     assert (workload.engine.sequence_s, workload.score_s) == pytest.approx((ANSWER_S, SCORE_S))
-    assert (workload.train_s, workload.engine.load_s) == pytest.approx((TRAIN_S, SYNC_S))
+    batch_s = TRAIN_TOKEN_S * 32 * (PROMPT_TOKENS + workload.lengths.mean())
+    assert (workload.train_s, workload.engine.load_s) == pytest.approx((batch_s, SYNC_S))
+    assert workload.stale_train_share == pytest.approx(1 / 7)  # two updates, the first of which has no scoring pass
     cores = (workload.num_cores, workload.engine.num_cores, workload.trainer_cores)
     assert cores == pytest.approx((2, 1.5, 1.25))
     assert (workload.prompt_tokens, workload.groups_per_batch, len(workload.lengths)) == (12, 8, 19 * 32)
@@ -98,11 +118,11 @@ def test_answers_of_one_length_do_not_tell_costs_apart_and_another_batch_size_do
     alike = recorded_run(recorded(tmp_path / "alike", alike=True))
     larger = recorded_run(recorded(tmp_path / "larger", num=96))
 
-    (_, alone), (workload, together) = recorded_workload(alike), recorded_workload(alike, larger)
+    (_, alone), (workload, costs) = recorded_workload(alike), recorded_workload(alike, larger)
 
     assert "does not tell apart" in doubts_of(alone, {})[0]
-    assert doubts_of(together, {}) == []
-    assert workload.engine.decode.overhead == pytest.approx(STEP_S)
+    assert doubts_of(costs, {}) == []
+    assert astuple(costs.decode) == pytest.approx((STEP_S, ANSWER_STEP_S, TOKEN_S))
     assert workload.groups_per_batch == 8
 
 
@@ -122,8 +142,23 @@ def test_runs_that_cannot_tell_how_long_generation_takes_are_refused(tmp_path: P
         recorded_run(recorded(tmp_path, mode="async"))
 
 
+def test_an_asynchronous_run_says_how_many_cores_both_sides_have(tmp_path: Path):
+    workload, _ = recorded_workload(recorded_run(recorded(tmp_path)))
+    settings = load_config(tmp_path / "config.yaml", ["rollout.mode=async"])
+    expected = replace(workload, num_cores=1.7)
+    seconds = simulate(settings.rollout, expected, num_steps=30, num_first_steps=2).seconds / 30
+    overlapping = RecordedRun(tmp_path, settings, [{"timing_s/step": seconds}] * 30, [])
+
+    assert with_overlap(workload, overlapping).num_cores == pytest.approx(1.7, abs=0.1)
+
+
+def test_a_run_without_overlap_does_not_say_that(tmp_path: Path):
+    with pytest.raises(UserError, match="give a run with mode=async"):
+        overlapping_run(recorded(tmp_path))
+
+
 def test_a_short_run_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="has 2 steps after its first"):
+    with pytest.raises(UserError, match="has 2 steps after its first 1"):
         recorded_run(recorded(tmp_path, num_steps=3))
 
 

@@ -19,7 +19,7 @@ from megatron_bapo.rollout.generation import (
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import END, SAMPLING, TOKEN_S, ModelledEngine, decode, log_prob, prompts
+from tests.unit.rollout.modelled_engines import END, SAMPLING, TOKEN_S, FaultyEngine, decode, log_prob, prompts
 
 GREEDY = replace(SAMPLING, temperature=0.0)
 
@@ -28,7 +28,7 @@ def growing(num: int, sampling: Sampling = SAMPLING, batch_seed: int = 11) -> li
     return [growing_group(p, sampling, batch_seed=batch_seed, index=i, order=i) for i, p in enumerate(prompts(num))]
 
 
-async def finished(groups: list[GrowingGroup], engines: list[ModelledEngine], *, max_failures: int = 3) -> list[Group]:
+async def finished(groups: list[GrowingGroup], engines: list[FaultyEngine], *, max_failures: int = 3) -> list[Group]:
     router = Router()
     for engine in engines:
         router.add(engine.name, engine, 10**9)
@@ -36,8 +36,8 @@ async def finished(groups: list[GrowingGroup], engines: list[ModelledEngine], *,
     return [group.group(decode) for group in groups]
 
 
-def generate(num_engines: int, groups: list[GrowingGroup]) -> tuple[list[Group], list[ModelledEngine]]:
-    engines = [ModelledEngine(f"engine {i}") for i in range(num_engines)]
+def generate(num_engines: int, groups: list[GrowingGroup]) -> tuple[list[Group], list[FaultyEngine]]:
+    engines = [FaultyEngine(f"engine {i}") for i in range(num_engines)]
     return run_in_virtual_time(finished(groups, engines)), engines
 
 
@@ -63,11 +63,11 @@ def test_at_temperature_0_segments_add_up_to_the_uninterrupted_answer(num_engine
 
 def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_version():
     async def main() -> Group:
-        router, engine, (group,) = Router(), ModelledEngine(mean_length=10**9), growing(1, GREEDY)
+        router, engine, (group,) = Router(), FaultyEngine(mean_length=10**9), growing(1, GREEDY)
         router.add(engine.name, engine, 10**9)
         task = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=1))
         for version in (1, 2):
-            await asyncio.sleep(20.5 * TOKEN_S)
+            await asyncio.sleep(20.5 * TOKEN_S)  # the step under way is finished
             router.pause()
             await router.abort(1.0)
             await router.drain(1.0)
@@ -77,7 +77,7 @@ def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_vers
         return group.group(decode)
 
     for trajectory in run_in_virtual_time(main()).trajectories:
-        assert trajectory.version_spans == (VersionSpan(0, 20), VersionSpan(1, 20), VersionSpan(2, 10))
+        assert trajectory.version_spans == (VersionSpan(0, 21), VersionSpan(1, 21), VersionSpan(2, 8))
         context = trajectory.prompt_token_ids.tolist()
         versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
         for version, token, said in zip(
@@ -101,8 +101,8 @@ def test_a_groups_answers_start_as_one_request_and_stay_on_one_engine():
 
 
 def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_that_they_had():
-    async def main() -> tuple[list[Group], ModelledEngine]:
-        first, second = ModelledEngine("first"), ModelledEngine("second")
+    async def main() -> tuple[list[Group], FaultyEngine]:
+        first, second = FaultyEngine("first"), FaultyEngine("second")
         work = asyncio.ensure_future(finished(growing(8, replace(GREEDY, token_budget=6)), [first, second]))
         await asyncio.sleep(9 * TOKEN_S)
         first.die()
@@ -118,18 +118,18 @@ def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_th
 def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
     """Its last word was after 9 tokens; it dies after 15."""
 
-    async def main() -> tuple[list[Group], ModelledEngine]:
+    async def main() -> tuple[list[Group], FaultyEngine]:
         router, first, second = (
             Router(),
-            ModelledEngine("first", mean_length=40),
-            ModelledEngine("second", mean_length=40),
+            FaultyEngine("first", mean_length=40),
+            FaultyEngine("second", mean_length=40),
         )
         groups = growing(8, GREEDY)
         for engine in (first, second):
             router.add(engine.name, engine, 10**9)
         work = asyncio.gather(*(grow(group, router.generate, decode, max_failures=2) for group in groups))
-        for at in (4, 5):
-            await asyncio.sleep(at * TOKEN_S)
+        for num_steps in (3.5, 4.5):  # the engine answers after the step under way
+            await asyncio.sleep(num_steps * TOKEN_S)
             router.keep(await router.on_every(lambda engine: engine.progress()))
         await asyncio.sleep(6 * TOKEN_S)
         first.die()
@@ -137,7 +137,7 @@ def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
         return [group.group(decode) for group in groups], second
 
     groups, second = run_in_virtual_time(main())
-    expected = run_in_virtual_time(finished(growing(8, GREEDY), [ModelledEngine("one", mean_length=40)]))
+    expected = run_in_virtual_time(finished(growing(8, GREEDY), [FaultyEngine("one", mean_length=40)]))
     assert tokens(groups) == tokens(expected)
     assert [[t.text for t in group.trajectories] for group in groups] == [
         [t.text for t in group.trajectories] for group in expected
@@ -150,7 +150,7 @@ def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
 def test_an_answer_at_which_every_engine_dies_is_set_aside_however_far_it_comes():
     async def main() -> None:
         router, (group,) = Router(), growing(1, replace(GREEDY, n=1))
-        engines = [ModelledEngine(f"engine {i}", mean_length=10**9) for i in range(4)]
+        engines = [FaultyEngine(f"engine {i}", mean_length=10**9) for i in range(4)]
         for engine in engines:
             router.add(engine.name, engine, 10**9)
         work = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=3))
@@ -168,7 +168,7 @@ def test_an_answer_at_which_every_engine_dies_is_set_aside_however_far_it_comes(
 
 def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
     async def main() -> None:
-        engines = [ModelledEngine("engine 0", fails_on={1}), ModelledEngine("engine 1", fails_on={1})]
+        engines = [FaultyEngine("engine 0", fails_on={1}), FaultyEngine("engine 1", fails_on={1})]
         with pytest.raises(SetAside, match="prompt train:0 failed 4 times, the last time with: engine") as e:
             await finished(growing(1), engines, max_failures=4)
         assert len(e.value.failures) == sum(len(engine.log) for engine in engines) == 4
@@ -178,7 +178,7 @@ def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
 
 def test_a_request_that_fails_once_is_answered_with_the_same_seed():
     async def main() -> list[Group]:
-        router, bad, (group,) = Router(), ModelledEngine("bad", fails_on={1}), growing(1)
+        router, bad, (group,) = Router(), FaultyEngine("bad", fails_on={1}), growing(1)
         router.add(bad.name, bad, 10**9)
 
         async def mended(request: GenerationRequest, *, order: int, prefer: str | None):
@@ -197,7 +197,7 @@ def test_a_trajectory_keeps_what_the_engine_said_and_awaits_its_reward():
     (group,), (engine,) = generate(1, growing(1))
 
     (_, request) = engine.log[0]
-    said = run_in_virtual_time(ModelledEngine().generate(request)).completions[1]
+    said = run_in_virtual_time(FaultyEngine().generate(request)).completions[1]
     second = group.trajectories[1]
     assert second.prompt_token_ids.tolist() == [1, 100]
     np.testing.assert_array_equal(second.response_token_ids, said.token_ids)
@@ -280,7 +280,7 @@ class Echo:
 
 
 async def conversed(
-    groups: list[GrowingGroup], engines: list[ModelledEngine], environment: Echo, router: Router | None = None
+    groups: list[GrowingGroup], engines: list[FaultyEngine], environment: Echo, router: Router | None = None
 ) -> list[Group]:
     router = router or Router()
     for engine in engines:
@@ -290,7 +290,7 @@ async def conversed(
 
 
 def converse(sampling: Sampling, environment: Echo, num_engines: int = 1) -> list[Trajectory]:
-    engines = [ModelledEngine(f"engine {i}") for i in range(num_engines)]
+    engines = [FaultyEngine(f"engine {i}") for i in range(num_engines)]
     groups = run_in_virtual_time(conversed(growing(9, sampling), engines, environment))
     return [trajectory for group in groups for trajectory in group.trajectories]
 
@@ -340,7 +340,7 @@ def test_a_reply_without_room_for_a_next_turn_is_left_out():
 
 def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_everything():
     async def main() -> tuple[list[Group], list[GenerationRequest]]:
-        first, second, environment = ModelledEngine("first"), ModelledEngine("second"), Echo()
+        first, second, environment = FaultyEngine("first"), FaultyEngine("second"), Echo()
         groups = growing(8, replace(CONVERSING, token_budget=6))
         work = asyncio.ensure_future(conversed(groups, [first, second], environment))
         while not any(
@@ -358,7 +358,7 @@ def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_e
         check_turns(trajectory, max_turns=4, max_response_length=100)
     expected = [
         t
-        for g in run_in_virtual_time(conversed(growing(8, CONVERSING), [ModelledEngine()], Echo()))
+        for g in run_in_virtual_time(conversed(growing(8, CONVERSING), [FaultyEngine()], Echo()))
         for t in g.trajectories
     ]
     assert [t.response_token_ids.tolist() for t in answers] == [t.response_token_ids.tolist() for t in expected]
@@ -367,7 +367,7 @@ def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_e
 
 def test_a_turn_that_new_weights_cut_goes_on_under_them_and_a_waiting_reply_is_not_lost():
     async def main() -> Group:
-        router, engine, (group,) = Router(), ModelledEngine(), growing(1, CONVERSING)
+        router, engine, (group,) = Router(), FaultyEngine(), growing(1, CONVERSING)
         task = asyncio.ensure_future(conversed([group], [engine], Echo(seconds=0.3), router))
         for version in range(1, 9):
             await asyncio.sleep(0.11)

@@ -7,7 +7,7 @@ from megatron_bapo.rollout.health import EngineHealth
 from megatron_bapo.rollout.messages import GenerationEngine
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import ModelledEngine
+from tests.unit.rollout.modelled_engines import FaultyEngine
 
 START_S = 20.0
 
@@ -17,7 +17,7 @@ class ModelledFleet:
 
     def __init__(self, num_engines: int, *, broken_starts: int = 0) -> None:
         self.router = Router(on_lost=lambda name, reason: self.health.on_lost(name, reason))
-        self.engines = {f"engine {i}": ModelledEngine(f"engine {i}") for i in range(num_engines)}
+        self.engines = {f"engine {i}": FaultyEngine(f"engine {i}") for i in range(num_engines)}
         self.broken_starts = broken_starts
         self.version = 0
         self.failures: list[RunError] = []
@@ -42,7 +42,7 @@ class ModelledFleet:
         if self.broken_starts:
             self.broken_starts -= 1
             raise RunError(f"{name} did not start")
-        self.engines[name] = ModelledEngine(name)
+        self.engines[name] = FaultyEngine(name)
         return self.engines[name], 10**9
 
     async def load_current_weights(self, engine: GenerationEngine) -> None:
@@ -69,7 +69,7 @@ def test_an_engine_is_replaced_within_a_bounded_time_and_serves_only_the_current
             fleet.engines["engine 1"].hangs = True
         assert await seconds_until_replaced(fleet, "engine 1") <= limit_s
         new = fleet.router.engines["engine 1"]
-        assert isinstance(new, ModelledEngine)
+        assert isinstance(new, FaultyEngine)
         assert new.version == 7
         assert fleet.health.num_restarts == 1
         assert fleet.failures == []

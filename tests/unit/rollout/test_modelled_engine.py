@@ -1,13 +1,15 @@
 import asyncio
+from itertools import count
 
 import numpy as np
 import pytest
 
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.rollout.messages import Generated, GenerationRequest
-from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine
+from megatron_bapo.rollout.modelled_engine import PROMPT_TOKEN, EngineModel, ModelledEngine, countdown
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 
+NUMBERS = count()
 OVERHEAD, PER_TOKEN, PER_SEQUENCE = 1.0, 0.01, 0.1
 
 
@@ -16,12 +18,12 @@ def engine(
 ) -> ModelledEngine:
     decode = DecodeCost(OVERHEAD, 0.0, PER_TOKEN, PER_SEQUENCE)
     model = EngineModel(decode, prefill_s, sequence_s, kv_tokens, max_num_seqs, load_s=3.0)
-    return ModelledEngine("engine 0", model, np.array(lengths, np.int32))
+    return ModelledEngine("engine 0", model, countdown(np.array(lengths, np.int32)))
 
 
 def request(*, n: int = 1, max_tokens: int = 10**6, seed: int = 0, prompt: np.ndarray | None = None):
     tokens = np.full(4, PROMPT_TOKEN, np.int32) if prompt is None else prompt
-    return GenerationRequest(f"request {seed}", tokens, n, 1.0, 1.0, -1, 0.0, max_tokens, seed)
+    return GenerationRequest(f"request {next(NUMBERS)}", tokens, n, 1.0, 1.0, -1, 0.0, max_tokens, seed)
 
 
 def step_s(num_sequences: int, num_tokens: int) -> float:

@@ -1,93 +1,18 @@
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.config.schema import CurriculumConfig
-from megatron_bapo.data.curriculum import Curriculum
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
-from megatron_bapo.rollout.generation import Environment, Reply, ScoredGroups, SetAside
-from megatron_bapo.rollout.producer import Producer, Surroundings
-from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.generation import Reply, ScoredGroups
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import TOKEN_S, ModelledEngine, decode, prompts
-
-GREEDY = 1e-9
-"""Training refuses a temperature of 0; the modelled engines take this for it."""
-UPDATE_S = 2.0
-
-
-@dataclass
-class World:
-    """A producer with modelled engines, and a trainer that takes, updates and refreshes."""
-
-    settings: RolloutConfig
-    num_engines: int = 2
-    groups_per_batch: int = 6
-    num_prompts: int = 40
-    mean_length: int = 20
-    score_s: float = 0.05
-    reward: Callable[[str, int], float] = lambda prompt_id, position: float(position)
-    set_aside: list[SetAside] = field(default_factory=list)
-    curriculum: dict[str, Any] | None = None
-    environment: Environment | None = None
-    version: int = 0
-
-    def __post_init__(self) -> None:
-        self.router = Router()
-        self.engines = [ModelledEngine(f"engine {i}", mean_length=self.mean_length) for i in range(self.num_engines)]
-        for engine in self.engines:
-            self.router.add(engine.name, engine, 10**9)
-        tokenized = prompts(self.num_prompts)
-        curriculum = None
-        if self.curriculum is not None:
-            curriculum = Curriculum(CurriculumConfig.model_validate(self.curriculum), ())
-        self.stream = PromptStream([p.prompt for p in tokenized], seed=3, shuffle=True, curriculum=curriculum)
-        given = Surroundings(
-            self.stream,
-            {p.prompt.prompt_id: p for p in tokenized},
-            self.router,
-            self.score,
-            decode,
-            self.set_aside.append,
-            self.environment,
-        )
-        self.producer = Producer(self.settings, self.groups_per_batch, 7, given)
-
-    async def score(self, group: Group) -> ScoredGroups:
-        await asyncio.sleep(self.score_s)
-        scored = tuple(
-            replace(t, reward=self.reward(group.prompt.prompt_id, i)) for i, t in enumerate(group.trajectories)
-        )
-        return ScoredGroups([Group(group.prompt, scored)], 0)
-
-    async def step(self) -> ScoredGroups:
-        scored = await self.producer.take()
-        await asyncio.sleep(UPDATE_S)
-        await self.refresh()
-        return scored
-
-    async def refresh(self) -> None:
-        self.version += 1
-
-        async def load() -> None:
-            await asyncio.gather(*(engine.load_weights(self.version) for engine in self.engines if not engine.dead))
-
-        await self.producer.refresh(self.version, load)
-
-    async def train(self, num_steps: int) -> list[ScoredGroups]:
-        return [await self.step() for _ in range(num_steps)]
-
-
-def settings(**values: Any) -> RolloutConfig:
-    return RolloutConfig.model_validate({"n": 2, "max_response_length": 50, "temperature": GREEDY} | values)
+from tests.unit.rollout.modelled_engines import LOAD_S, TOKEN_S, prompts
+from tests.unit.rollout.world import GREEDY, UPDATE_S, World, settings
 
 
 def trained(num_steps: int, world_values: dict[str, Any] | None = None, **values: Any) -> list[ScoredGroups]:
@@ -275,7 +200,6 @@ def test_a_slow_reward_holds_up_its_own_group_only():
             return ScoredGroups([group], 0)
 
         world.score = score
-        world.__post_init__()
         batches = await world.train(3)
         assert asyncio.get_running_loop().time() < 20
         assert slow not in names(batches)
@@ -316,7 +240,6 @@ def test_prompts_whose_reward_fails_are_set_aside_up_to_the_limit_of_a_batch():
             return await score(group)
 
         world.score = broken
-        world.__post_init__()
         if len(bad) > 2:
             with pytest.raises(FunctionFailed, match=r"f:g failed: ValueError\n2 prompts .*max_reward_failures"):
                 await world.producer.take()
@@ -397,7 +320,6 @@ def test_what_ends_scoring_ends_the_take():
             raise RunError("the reward function is broken")
 
         world.score = broken
-        world.__post_init__()
         with pytest.raises(RunError, match="the reward function is broken"):
             await world.producer.take()
         await world.producer.close()
@@ -437,7 +359,7 @@ def test_a_batch_takes_as_long_as_its_longest_answer():
     async def main() -> None:
         world = World(settings(), mean_length=10**9)
         await world.train(2)
-        expected = 2 * (50 * TOKEN_S + world.score_s + UPDATE_S + 0.5)
+        expected = 2 * (50 * TOKEN_S + world.score_s + UPDATE_S + LOAD_S)
         assert asyncio.get_running_loop().time() == pytest.approx(expected, abs=0.01)
         await world.producer.close()
 
@@ -475,7 +397,6 @@ def test_a_curriculum_measures_alike_whichever_reward_is_faster_and_goes_on_wher
             return await at_once(group)
 
         found.score = score
-        found.__post_init__()
         return found
 
     async def main(delay_s: Callable[[int], float], *, resume: bool = False) -> tuple[list[str], dict[str, Any]]:

@@ -7,7 +7,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import AnsweredRequest, EngineLost, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import ModelledEngine
+from tests.unit.rollout.modelled_engines import FaultyEngine
 
 NEVER_ENDING = 10**9
 PLENTY = 10**9
@@ -17,11 +17,11 @@ def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -
     return GenerationRequest(name, np.full(prompt, 7, np.int32), n, 0.0, 1.0, -1, 0.0, max_tokens, seed=0)
 
 
-def engines(num: int) -> list[ModelledEngine]:
-    return [ModelledEngine(f"engine {i}", mean_length=NEVER_ENDING) for i in range(num)]
+def engines(num: int) -> list[FaultyEngine]:
+    return [FaultyEngine(f"engine {i}", mean_length=NEVER_ENDING) for i in range(num)]
 
 
-def answered(engine: ModelledEngine) -> list[str]:
+def answered(engine: FaultyEngine) -> list[str]:
     return [request.request_id for _, request in engine.log]
 
 
@@ -165,7 +165,7 @@ def test_requests_that_are_cancelled_leave_nothing_outstanding():
     run_in_virtual_time(main())
 
 
-class Failing(ModelledEngine):
+class Failing(FaultyEngine):
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(name)
         self._error = error
@@ -179,9 +179,9 @@ def test_engines_that_are_lost_over_what_all_do_are_taken_out_and_the_others_hav
         lost: list[tuple[str, str]] = []
         router = Router(on_lost=lambda name, reason: lost.append((name, reason)))
         fleet = [
-            ModelledEngine("engine 0"),
+            FaultyEngine("engine 0"),
             Failing("engine 1", EngineLost("engine 1 died")),
-            ModelledEngine("engine 2"),
+            FaultyEngine("engine 2"),
         ]
         for engine in fleet:
             router.add(engine.name, engine, PLENTY)
@@ -199,7 +199,7 @@ def test_engines_that_are_lost_over_what_all_do_are_taken_out_and_the_others_hav
 def test_what_an_engine_refuses_is_raised_when_all_have_answered():
     async def main() -> None:
         router = Router()
-        good, refusing = ModelledEngine("engine 0"), Failing("engine 1", RunError("policy version 3 lacks tensor a"))
+        good, refusing = FaultyEngine("engine 0"), Failing("engine 1", RunError("policy version 3 lacks tensor a"))
         for engine in (good, refusing):
             router.add(engine.name, engine, PLENTY)
         with pytest.raises(RunError, match="lacks tensor a"):
