@@ -85,3 +85,49 @@ class Group:
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True)
+class BufferedGroup:
+    """A scored group between its scoring and its last use."""
+
+    serial: int
+    """Of its prompt: the order in which prompts were drawn."""
+    group: Group
+    num_uses: int = 0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.policy_version for t in self.group.trajectories for span in t.version_spans)
+
+
+@dataclass(frozen=True)
+class UnfinishedAnswer:
+    """What an answer on its way has got; the fields of `Trajectory`, and R may be 0."""
+
+    response_token_ids: np.ndarray
+    behaviour_log_probs: np.ndarray
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason | None
+    """None: more tokens follow, the policy's or the environment's."""
+    loss_mask: np.ndarray | None
+    turns: tuple[dict[str, str], ...]
+    turn_ended: bool
+    """The policy has ended a turn, and the environment has not replied yet."""
+
+
+@dataclass(frozen=True)
+class UnfinishedGroup:
+    """A prompt whose answers are on their way, or not scored yet."""
+
+    serial: int
+    prompt_id: str
+    answers: tuple[UnfinishedAnswer, ...]
+
+
+@dataclass(frozen=True)
+class HeldRollouts:
+    """What was generated for later batches, as a checkpoint keeps it."""
+
+    buffered: tuple[BufferedGroup, ...] = ()
+    unfinished: tuple[UnfinishedGroup, ...] = ()

@@ -18,8 +18,8 @@ class RemoteRewardConfig(Section):
     """A server that scores answers over HTTP: one POST each, with `reward.timeout_s` for every try."""
 
     url: str
-    """http:// or https://. It gets {"prompt", "response", "turns", "label", "data_source", "metadata"} and
-    answers with a number, or an object with one under `score` or `reward`."""
+    """http:// or https://. It gets {"prompt", "response", "turns", "finish_reason", "label", "data_source",
+    "metadata"} and answers with a number, or an object with one under `score` or `reward`."""
     max_retries: NonNegativeInt = 3
     """After a server that is out of reach, late, at fault (status 5xx, 408, 425, 429) or answers with broken JSON."""
     retry_wait_s: PositiveFloat = 1.0
@@ -53,7 +53,8 @@ class RewardConfig(Section):
     type: Literal["reasoning_gym", "math_verify", "function", "remote"] = "math_verify"
     function: str | None = None
     """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info), `def` or
-    `async def`; one that also has `prompt` or `turns` gets the chat messages of the prompt, or of the answer."""
+    `async def`; one that also has `prompt` or `turns` gets the chat messages of the prompt, or of the answer, and one
+    that has `finish_reason` gets `length` where `rollout.max_response_length` cut the answer off, else `stop`."""
     remote: RemoteRewardConfig | None = None
     partial_credit: bool = True
     """`false` counts only a full score: 1 for it, 0 for less. Some reasoning-gym scorers reward near misses."""
@@ -61,6 +62,9 @@ class RewardConfig(Section):
     """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted. With `type=remote` per
     try."""
     timeout_reward: float = 0.0
+    truncated_reward: float | None = None
+    """Of an answer that `rollout.max_response_length` cut off, which is then not scored; by default it is scored like
+    any other. `math_verify` takes the last number of such a text for its answer."""
     num_workers: PositiveInt = 1
     """Processes."""
     concurrency: PositiveInt = 32

@@ -11,7 +11,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
 from megatron_bapo.data.rollout_files import read_header, read_rollouts, rollout_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import Group, HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.rollout.worked_examples import WorkedExamples
@@ -45,11 +45,12 @@ class RecordedRollouts:
         _check_lengths(self._config, path, groups)
         return ScoredGroups(groups, header.num_reward_timeouts, policy_version=header.policy_version), {}
 
-    def data_state(self) -> dict[str, Any]:
+    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
         """The files need none: they are counted like the steps."""
-        return {"stream": self._stream.state_dict()}
+        return {"stream": self._stream.state_dict()}, HeldRollouts()
 
-    def restore_data_state(self, state: dict[str, Any]) -> None:
+    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
+        """What engines had `held` for later batches is of no use here."""
         self._stream.load_state_dict(state["stream"])
 
 

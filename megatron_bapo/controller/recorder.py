@@ -39,8 +39,9 @@ class Recorder:
     def __init__(self, config: Config, directory: RunDirectory, state: RunState) -> None:
         phase: Phase = "train" if state.step else "warm_start"
         step = state.step or state.warm_start_step
-        for path in (directory.metrics, directory.updates, directory.samples, directory.requests):
+        for path in (directory.metrics, directory.updates, directory.samples):
             truncate_after(path, step, phase=phase)
+        directory.cut_records(state.data)
         remove_token_tables_after(directory.tokens, state.step)
         remove_rollouts_after(directory.rollouts, state.step)
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []

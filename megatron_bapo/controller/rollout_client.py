@@ -12,12 +12,13 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, find
 from megatron_bapo.controller.host_store import host_store_name
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.weight_probe import WeightProbe
 
 SERVICE = "rollout service"
 _QUICK_S = 120.0
+"""Of a call that waits for nobody, and beyond the limit of one for which the service itself says who did not answer."""
 
 
 class RolloutClient:
@@ -45,11 +46,10 @@ class RolloutClient:
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]]:
         """The next rollout batch, and the seconds of each phase of waiting for it."""
-        # The service has the shorter limit, and says who did not answer.
         return ask(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
 
     def validate(self, seed: int) -> ScoredGroups:
-        return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s)
+        return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
 
     def request_answer(self, prompt: int, sample: int) -> Any:
         """The reference to what `RolloutService.answer` gives; whoever waits for many bounds the wait."""
@@ -59,17 +59,18 @@ class RolloutClient:
         """The reference that fails with what ends generation."""
         return self._service.failed.remote()
 
-    def data_state(self) -> dict[str, Any]:
+    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
+        """Where rollouts stand, as JSON values, and what was generated for later batches, of the same instant."""
         return ask(self._service.data_state.remote(), SERVICE, _QUICK_S)
 
-    def restore_data_state(self, state: dict[str, Any]) -> None:
+    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
         """Raises UserError for the state of a run without engines."""
         if "rollouts" not in state:
             raise UserError(
                 f"{self._config.run_dir} was trained from files of rollouts, so engines do not know which prompts are "
                 "left; continue with --rollouts-from, or choose run_dir=<another folder>"
             )
-        ask(self._service.restore_data_state.remote(state), SERVICE, self._config.rollout.start_timeout_s)
+        ask(self._service.restore_data_state.remote(state, held), SERVICE, self._config.rollout.start_timeout_s)
 
     def load_weights(self, policy_version: int) -> int:
         """Every engine loads this version from its host's store; returns when all have.

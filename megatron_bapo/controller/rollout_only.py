@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import closing
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,7 +18,14 @@ from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory
-from megatron_bapo.data.rollout_files import RolloutHeader, read_header, rollout_files, write_rollouts
+from megatron_bapo.data.rollout_files import (
+    RolloutHeader,
+    read_header,
+    read_held,
+    rollout_files,
+    write_held,
+    write_rollouts,
+)
 from megatron_bapo.metrics.sinks import truncate_after
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.rollout.tokenization import load_tokenizer
@@ -61,13 +70,15 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
     with closing(WeightStore.create()) as store, rollout_plane(config, directory, store):
         client = RolloutClient(config)
         if files:
-            client.restore_data_state(read_header(files[done]).data_state)
+            client.restore_data_state(read_header(files[done]).data_state, read_held(_held_folder(directory, done)))
         client.wait_for_engines()
         for step in range(done + 1, config.trainer.total_steps + 1):
             if interrupts.requested:
                 return
             display.phase("generating answers")
             scored, _ = client.take()
+            data_state, held = client.data_state()
+            del data_state["records"]  # in which clocks have a say; the batch's file is the same whenever it is written
             header = RolloutHeader(
                 step=step,
                 policy_version=0,
@@ -75,8 +86,16 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
                 n=config.rollout.n,
                 vocab_size=vocab_size,
                 num_reward_timeouts=scored.num_reward_timeouts,
-                data_state=client.data_state(),
+                data_state=data_state,
             )
+            shutil.rmtree(_held_folder(directory, step), ignore_errors=True)  # of an attempt that did not get further
+            write_held(_held_folder(directory, step), held)
             write_rollouts(directory.rollouts, header, scored.groups, advantages=None)
+            shutil.rmtree(_held_folder(directory, step - 1), ignore_errors=True)
             metrics = scalars(rollout_metrics(scored))
             display.update({"step": step, "phase": "train", "time_s": time.monotonic() - start, "metrics": metrics})
+
+
+def _held_folder(directory: RunDirectory, step: int) -> Path:
+    """Of what was generated for batches after this one."""
+    return directory.rollouts / f"held-{step:08d}"

@@ -21,7 +21,7 @@ from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.values import Last, Metric, Sum
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import Group, HeldRollouts, Trajectory
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import (
@@ -223,12 +223,17 @@ class RolloutService:
     async def _on_every(self, action: Callable[[EngineActor], Awaitable[T]]) -> dict[str, T]:
         return await self._router.on_every(lambda engine: action(cast(EngineActor, engine)))
 
-    def data_state(self) -> dict[str, Any]:
-        return {"stream": self._stream.state_dict(), "rollouts": self._producer.state_dict()}
+    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
+        state = {
+            "stream": self._stream.state_dict(),
+            "rollouts": self._producer.state_dict(),
+            "records": self._directory.record_sizes(),
+        }
+        return state, self._producer.held()
 
-    def restore_data_state(self, state: dict[str, Any]) -> None:
+    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
         self._stream.load_state_dict(state["stream"])
-        self._producer.load_state_dict(state["rollouts"])
+        self._producer.load_state_dict(state["rollouts"], held)
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -87,8 +87,30 @@ class RunDirectory:
         return self.root / "requests.jsonl"
 
     @property
+    def service_records(self) -> tuple[Path, Path]:
+        """Where the rollout service adds rows between the trainer's steps."""
+        return self.requests, self.set_aside
+
+    def record_sizes(self) -> dict[str, int]:
+        """Bytes of `service_records`, by name."""
+        return {path.name: path.stat().st_size if path.exists() else 0 for path in self.service_records}
+
+    def cut_records(self, data: Mapping[str, Any]) -> None:
+        """Drop what was added after a checkpoint with this `data`, which a resumed run adds again.
+
+        Everything where it is empty, for a run that has no checkpoint; nothing where it does not say.
+        """
+        if data and "records" not in data:
+            return
+        sizes = data.get("records", {})
+        for path in self.service_records:
+            size = sizes.get(path.name, 0)
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+
+    @property
     def engine_events(self) -> Path:
-        """When engines were lost, and when others served in their place."""
+        """When engines were lost, and when others served in their place: in every attempt at a step."""
         return self.root / "engine_events.jsonl"
 
     @property

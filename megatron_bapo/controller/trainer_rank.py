@@ -18,6 +18,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.training_loop import Run, train
+from megatron_bapo.data.rollout_files import read_held
 from megatron_bapo.parallel.collectives import gather_by_rank
 from megatron_bapo.parallel.device_check import check_device
 from megatron_bapo.parallel.groups import create_groups
@@ -67,8 +68,8 @@ def start_run(config: Config, place: Surroundings) -> Run:
     rollouts = client
     if groups.is_main and isinstance(source, Path):
         rollouts = RecordedRollouts(config, source, state.step)
-    if rollouts is not None and state.data:
-        rollouts.restore_data_state(state.data)
+    if rollouts is not None and saved is not None:
+        rollouts.restore_data_state(state.data, read_held(saved))
     recorder = Recorder(config, directory, state) if groups.is_main else None
     transport = None
     if isinstance(source, str):

@@ -29,6 +29,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.run_state import RunDirectory, RunState
 from megatron_bapo.controller.weight_refresh import probe, refresh_weights
+from megatron_bapo.data.rollout_files import write_held
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
@@ -37,7 +38,7 @@ from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import memory_snapshot, now_s
 from megatron_bapo.parallel.telemetry import Telemetry
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.trainer.checkpoint import save_checkpoint
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
@@ -114,7 +115,7 @@ def train(run: Run) -> None:
         return
     run.reference = load_reference(run)
     first_refresh(run)
-    if run.state.step == 0:
+    if evaluation_is_due(run):  # a resumed run makes up for one that was cut off
         evaluate(run)
     for step in run.remaining_steps():
         timer = Timer()
@@ -136,7 +137,7 @@ def train(run: Run) -> None:
             run.recorder.write_tokens(step, tokens)
         if checkpoint_is_due(run):
             checkpoint(run)
-        if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
+        if evaluation_is_due(run):
             evaluate(run)
     if run.state.step < run.config.trainer.total_steps:
         checkpoint(run)
@@ -196,7 +197,10 @@ def load_reference(run: Run) -> PolicyModel | None:
 
 
 def first_refresh(run: Run) -> None:
-    """Before the first rollout: engines serve the initial model as version 0, or get what the trainer holds."""
+    """Before the first rollout: engines serve the initial model as version 0, or get what the trainer holds.
+
+    A resumed run brings it as the version that it was: tokens that were sampled from it are as old as they were.
+    """
     if run.transport is None:
         return
     run.announce("starting the engines")
@@ -205,13 +209,20 @@ def first_refresh(run: Run) -> None:
     run.turns.hold(run.worker, run.reference)
     if run.state.update == 0:
         probe(run.worker, run.engines, run.turns, policy_version=0)
-    else:
+    elif run.state.step == 0:
         refresh(run)
+    else:
+        deliver(run)
 
 
 def refresh(run: Run) -> dict[str, Metric]:
     """The next policy version, on every engine."""
     run.state.policy_version += 1
+    return deliver(run)
+
+
+def deliver(run: Run) -> dict[str, Metric]:
+    """The trainer's weights, on every engine."""
     if run.transport is None:
         return {}
     run.announce(WEIGHT_SYNC)
@@ -276,6 +287,12 @@ def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
     return memory_snapshot(run.directory.memory / f"rank-{run.worker.groups.global_rank}.pickle")
 
 
+def evaluation_is_due(run: Run) -> bool:
+    """Before the first step, and after those that `evaluation.every_steps` names."""
+    step, every = run.state.step, run.config.evaluation.every_steps
+    return step == 0 or (every > 0 and step % every == 0)
+
+
 def evaluate(run: Run) -> None:
     """Held-out accuracy of the current weights, unless this step's is recorded already."""
     if run.engines is None or run.recorder is None or run.config.data.validation is None:
@@ -301,12 +318,15 @@ def checkpoint_is_due(run: Run) -> bool:
 
 def checkpoint(run: Run) -> None:
     """Save everything that a resumed run needs."""
+    held = HeldRollouts()
     if run.rollouts is not None:
-        run.state.data = run.rollouts.data_state()
+        run.state.data, held = run.rollouts.data_state()
     run.announce("saving a checkpoint")
     folder, keep = run.directory.checkpoints, run.config.checkpoint.keep
     with run.turns.trainer_between():
-        save_checkpoint(run.worker, folder, run.state.update, run.state.to_json(), keep)
+        save_checkpoint(
+            run.worker, folder, run.state.update, run.state.to_json(), keep, lambda partial: write_held(partial, held)
+        )
     run.saved_s = now_s()
 
 

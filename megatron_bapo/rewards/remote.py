@@ -1,7 +1,8 @@
 """A reward that a server computes: one POST of JSON an answer.
 
 The body has the keys of slime's `remote_rm` (slime/rollout/rm_hub/__init__.py), `prompt`, `response` and `label`, and
-besides `turns`, `data_source` and `metadata`. The answer is a number, or an object with one under `score` or `reward`.
+besides `turns`, `finish_reason`, `data_source` and `metadata`. The answer is a number, or an object with one under
+`score` or `reward`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ async def compute_score(
     *,
     prompt: list[dict[str, str]],
     turns: list[dict[str, str]],
+    finish_reason: str,
     url: str,
     timeout_s: float,
     max_retries: int,
@@ -47,6 +49,7 @@ async def compute_score(
         "prompt": prompt,
         "response": solution_str,
         "turns": turns,
+        "finish_reason": finish_reason,
         "label": ground_truth,
         "data_source": data_source,
         "metadata": extra_info or {},

@@ -9,11 +9,13 @@ from typing import Any
 from megatron_bapo.config.reward import RewardConfig
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
+from megatron_bapo.records import FinishReason
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """verl's keywords of a reward function."""
-OPTIONAL_ARGUMENTS = ("prompt", "turns")
-"""For a function that has them, the chat messages of the prompt and of the answer."""
+OPTIONAL_ARGUMENTS = ("prompt", "turns", "finish_reason")
+"""For a function that has them: the chat messages of the prompt and of the answer, and `stop`, or `length` for an
+answer that the limit cut off."""
 BUILT_IN = {
     "math_verify": "megatron_bapo.rewards.math_answer:compute_score",
     "reasoning_gym": "megatron_bapo.rewards.reasoning_gym_answer:compute_score",
@@ -35,6 +37,7 @@ class RewardRequest:
     """Chat messages."""
     turns: tuple[dict[str, str], ...] = ()
     """The answer as chat messages: the policy's turns and an environment's replies."""
+    finish_reason: FinishReason = "stop"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Scorer:
 
     async def score(self, request: RewardRequest) -> RewardResult:
         """Raises what `FunctionPool.call` does."""
+        if request.finish_reason == "length" and self._config.truncated_reward is not None:
+            return RewardResult(self._config.truncated_reward)
         result = await self._pool.call(
             {
                 "data_source": request.data_source,
@@ -72,6 +77,7 @@ class Scorer:
                 "extra_info": request.extra_info,
                 "prompt": request.prompt,
                 "turns": request.turns,
+                "finish_reason": request.finish_reason,
             },
             f"an answer to prompt {request.prompt_id}, which starts {request.solution_str[:120]!r}",
         )

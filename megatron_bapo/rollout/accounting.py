@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
+from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.values import Last, Metric
 
 Place = Literal["in_flight", "buffered", "returned"]
@@ -59,6 +60,16 @@ class Ledger:
         """Serial number and id of the prompts in front of the stream, in their old order."""
         return [(serial, prompt_id) for serial, (prompt_id, place) in sorted(self._open.items()) if place == "returned"]
 
+    def take_back(self, serial: int, prompt_id: str, place: Place) -> None:
+        """A prompt is where it was when the run was interrupted. Raises UserError when it was not open then."""
+        if self._open.get(serial) != (prompt_id, "returned"):
+            raise UserError(
+                f"the checkpoint holds rollouts of prompt {prompt_id} as number {serial}, which is not open by its "
+                "state.json: the files are of different checkpoints; delete its *.parquet, and what they hold is "
+                "generated anew"
+            )
+        self.move(serial, place)
+
     def check(self) -> None:
         counts = self.counts()
         assert sum(counts.values()) == self._num_drawn(), (
@@ -75,7 +86,7 @@ class Ledger:
         return {f"rollout/accounting/{name}": Last(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values. Who continues from them has every open prompt to answer anew."""
+        """JSON values. Who continues from them has every open prompt returned, until `take_back` says otherwise."""
         return {
             "next_serial": self._next_serial,
             "open": [[serial, prompt_id] for serial, (prompt_id, _) in sorted(self._open.items())],

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
@@ -63,6 +64,19 @@ class Sampling:
     max_response_length: int
     token_budget: int | None = None
     """Tokens of one segment; None: the whole answer."""
+
+
+def rollout_sampling(settings: RolloutConfig) -> Sampling:
+    """How training rollouts are drawn."""
+    return Sampling(
+        n=settings.n,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_response_length=settings.max_response_length,
+        token_budget=settings.partial_rollout.token_budget,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ class Answer:
 
     def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
         if (num := len(segment.token_ids)) > 0:
-            self._append(segment)
+            self.append(segment)
             if self.spans and self.spans[-1].policy_version == policy_version:
                 num += self.spans.pop().num_tokens
             self.spans.append(VersionSpan(policy_version, num))
@@ -132,10 +146,10 @@ class Answer:
         elif self.num_tokens + len(reply.token_ids) >= max_response_length:
             self.finish_reason = "length"
         else:
-            self._append(reply)
+            self.append(reply)
             self.turns.append(reply.message)
 
-    def _append(self, segment: Completion | Reply) -> None:
+    def append(self, segment: Completion | Reply) -> None:
         self.segments.append(segment)
         self.num_tokens += len(segment.token_ids)
 
@@ -214,7 +228,8 @@ async def grow(
 ) -> None:
     """Send segments until every answer is finished; `environment` replies between the turns of each.
 
-    The answers start as one request, so that they share the prompt's keys and values, and go on each on its own.
+    The answers start as one request, so that they share the prompt's keys and values, and go on each on its own; those
+    that are there already go on with what they have.
     `sticky` keeps answers that were aborted on their engine. Raises SetAside after `max_failures` failed requests.
     """
     limit = group.sampling.max_response_length
@@ -252,10 +267,8 @@ async def grow(
             answer.turns.append(_turn(answer, decode))
 
     failures: list[str] = []
-    generated = await attempt(_first_request(group), failures)
-    group.answers = [Answer() for _ in generated.completions]
-    for answer, completion in zip(group.answers, generated.completions, strict=True):
-        answer.extend(completion, generated.policy_version, limit)
+    if not group.answers:
+        group.answers = _first_answers(await attempt(_first_request(group), failures), limit)
     try:
         async with asyncio.TaskGroup() as tasks:
             for position in range(len(group.answers)):
@@ -264,15 +277,38 @@ async def grow(
         raise errors.exceptions[0] from None
 
 
+def answers_so_far(group: GrowingGroup, told: Mapping[str, Generated]) -> list[Answer]:
+    """What the answers have, with what engines have `told` of the requests in flight, by their ids; the group stays.
+
+    Empty while nothing is known of any.
+    """
+    limit, known = group.sampling.max_response_length, {name.rpartition("#")[0]: news for name, news in told.items()}
+    if not group.answers:
+        return _first_answers(known[group.identity], limit) if group.identity in known else []
+    answers = [replace(a, segments=[*a.segments], spans=[*a.spans], turns=[*a.turns]) for a in group.answers]
+    for position, answer in enumerate(answers):
+        if (news := known.get(_identity(group, position))) is not None:
+            answer.extend(news.completions[0], news.policy_version, limit)
+    return answers
+
+
+def _first_answers(generated: Generated, max_response_length: int) -> list[Answer]:
+    answers = [Answer() for _ in generated.completions]
+    for answer, completion in zip(answers, generated.completions, strict=True):
+        answer.extend(completion, generated.policy_version, max_response_length)
+    return answers
+
+
 async def _reply(group: GrowingGroup, answer: Answer, decode: Decode, environment: Environment | None) -> Reply | None:
     """The environment's, to the turn that has just ended; None is the answer's end."""
     if environment is None:
         return None
-    answer.turns.append(_turn(answer, decode))
-    num_turns = sum(message["role"] == "assistant" for message in answer.turns)
-    if num_turns == environment.max_turns or answer.num_tokens == group.sampling.max_response_length:
-        return None
-    return await environment.reply(group.prompt.prompt, answer.turns)
+    turns, reply = [*answer.turns, _turn(answer, decode)], None
+    num_turns = sum(message["role"] == "assistant" for message in turns)
+    if num_turns < environment.max_turns and answer.num_tokens < group.sampling.max_response_length:
+        reply = await environment.reply(group.prompt.prompt, turns)
+    answer.turns = turns  # not before: who saves the answer meanwhile has a turn that waits for its reply
+    return reply
 
 
 def _turn(answer: Answer, decode: Decode) -> dict[str, str]:
@@ -302,8 +338,7 @@ def _first_request(group: GrowingGroup) -> GenerationRequest:
 
 
 def _continuation(group: GrowingGroup, position: int) -> GenerationRequest:
-    answer = group.answers[position]
-    identity = f"{group.identity}:{position}:{answer.num_tokens}"
+    answer, identity = group.answers[position], _identity(group, position)
     tokens = [group.prompt.token_ids, *(segment.token_ids for segment in answer.segments)]
     return replace(
         _first_request(group),
@@ -313,6 +348,11 @@ def _continuation(group: GrowingGroup, position: int) -> GenerationRequest:
         max_tokens=_segment_length(group.sampling, answer.num_tokens),
         seed=_seed(identity),
     )
+
+
+def _identity(group: GrowingGroup, position: int) -> str:
+    """Of the request that continues an answer."""
+    return f"{group.identity}:{position}:{group.answers[position].num_tokens}"
 
 
 def _segment_length(sampling: Sampling, num_tokens: int) -> int:

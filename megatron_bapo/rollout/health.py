@@ -30,14 +30,15 @@ class EngineHealth:
         router: Router,
         fleet: Fleet,
         record: Callable[[str, str, str], None],
-        on_failure: Callable[[RunError], None],
+        on_failure: Callable[[BaseException], None],
         *,
         interval_s: float,
         timeout_s: float,
         max_restarts: int,
     ) -> None:
         """`record` is told the name of an engine, what happened to it (`lost`, `failed to start`, `serves`), and why;
-        `on_failure` when an engine does not come back after `max_restarts` attempts."""
+        `on_failure` when an engine does not come back after `max_restarts` attempts, and of what ends the watch itself.
+        """
         self._router = router
         self._fleet = fleet
         self._record = record
@@ -132,4 +133,9 @@ class EngineHealth:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,23 +23,24 @@ from megatron_bapo.data.curriculum import pass_rate
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import Metric, Sum
-from megatron_bapo.records import Group
+from megatron_bapo.records import Group, HeldRollouts
 from megatron_bapo.rollout.accounting import Ledger, Outcome
 from megatron_bapo.rollout.generation import (
     Decode,
     Environment,
     FailureAllowance,
     GrowingGroup,
-    Sampling,
     ScoredGroups,
     SetAside,
     grow,
     growing_group,
+    rollout_sampling,
 )
 from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.rollout.replay_buffer import ReplayBuffer, staleness_metrics
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
+from megatron_bapo.rollout.unfinished import restored_answer, unfinished_group
 
 Score = Callable[[Group], Awaitable[ScoredGroups]]
 """One finished group with its rewards."""
@@ -64,7 +65,18 @@ class Surroundings:
 @dataclass
 class _InFlight:
     growing: GrowingGroup
-    task: asyncio.Task[None]
+    task: asyncio.Task[None] | None = None
+    """None in a resumed run that has not begun."""
+
+
+@dataclass
+class _Counts:
+    """From one batch to the next."""
+
+    reward_timeouts: int = 0
+    uniform: int = 0
+    """Groups dropped because their rewards are equal."""
+    request_failures: int = 0
 
 
 class Producer:
@@ -108,7 +120,8 @@ class Producer:
         Raises RunError that names who did not answer when it is not complete after `request_timeout_s`, and whatever
         ended scoring.
         """
-        self._begun = self._taking = True
+        self._begin()
+        self._taking = True
         self._open.set()
         self._pump()
         try:
@@ -152,9 +165,10 @@ class Producer:
         for serial, in_flight in [*self._in_flight.items()]:
             oldest = in_flight.growing.oldest_version
             if oldest is not None and not self._buffer.admits(oldest, policy_version):
-                in_flight.task.cancel()
+                if in_flight.task is not None:
+                    in_flight.task.cancel()
                 self._close(serial, "dropped_stale")
-        self._begun = True
+        self._begin()
         self.resume()
 
     async def pause(self) -> None:
@@ -176,26 +190,60 @@ class Producer:
         return [self._given.prompts[prompt_id] for prompt_id in prompt_ids]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values from which a producer continues: what is in flight or buffered goes back to the stream."""
-        state = {"num_batches": self._num_batches, "ledger": self._ledger.state_dict()}
+        """JSON values from which a producer continues, with what `held` gives at the same instant."""
+        state: dict[str, Any] = {
+            "num_batches": self._num_batches,
+            "taken_version": self._taken_version,
+            "ledger": self._ledger.state_dict(),
+            "counts": asdict(self._counts),
+            "reward_failures": self._allowance.num_used,
+        }
         if self._given.stream.curriculum is not None:
             state["unmeasured"] = [[serial, *rate] for serial, rate in self._unmeasured.items()]
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The stream must have been restored before, and nothing may have been taken."""
-        self._num_batches = state["num_batches"]
+    def held(self) -> HeldRollouts:
+        """What was generated for later batches: scored groups, and of the others what is known of their answers."""
+        told = self._given.router.told()
+        groups = [unfinished_group(serial, entry.growing, told) for serial, entry in self._in_flight.items()]
+        return HeldRollouts(tuple(self._buffer.groups()), tuple(group for group in groups if group.answers))
+
+    def load_state_dict(self, state: dict[str, Any], held: HeldRollouts = HeldRollouts()) -> None:  # noqa: B008
+        """Continue: what is in `held` goes on as it was, prompts that were open and are not go back to the stream.
+
+        The stream must have been restored before, and nothing may have been taken. Raises UserError when `held` is not
+        of the same instant.
+        """
+        self._num_batches, self._taken_version = state["num_batches"], state.get("taken_version")
         self._ledger.load_state_dict(state["ledger"])
+        for entry in held.buffered:
+            if entry.num_uses == 0:
+                self._ledger.take_back(entry.serial, entry.group.prompt.prompt_id, "buffered")
+            self._buffer.add(entry.serial, entry.group, entry.num_uses)
+        for group in held.unfinished:
+            self._ledger.take_back(group.serial, group.prompt_id, "in_flight")
+            growing = self._growing(group.serial, group.prompt_id)
+            growing.answers = [restored_answer(answer) for answer in group.answers]
+            self._in_flight[group.serial] = _InFlight(growing)
         self._returned = deque(self._ledger.returned())
         self._unmeasured = {serial: (prompt_id, rate) for serial, prompt_id, rate in state.get("unmeasured", [])}
+        self._counts = _Counts(**state.get("counts", {}))
+        self._allowance.num_used = state.get("reward_failures", 0)
 
     async def close(self) -> None:
         """Let go of everything in flight."""
-        tasks = [in_flight.task for in_flight in self._in_flight.values()]
+        tasks = [in_flight.task for in_flight in self._in_flight.values() if in_flight.task is not None]
         self._in_flight.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self) -> None:
+        """From now on engines are asked, first for what a resumed run holds."""
+        if not self._begun:
+            self._begun = True
+            for serial in self._in_flight:
+                self._launch(serial)
 
     def _pump(self) -> None:
         """Start as many prompts as may be started."""
@@ -228,16 +276,19 @@ class Producer:
         else:
             (prompt_id,) = self._take_prompts(1)
             serial = self._ledger.draw(prompt_id)
+        self._in_flight[serial] = _InFlight(self._growing(serial, prompt_id))
+        self._launch(serial)
+
+    def _growing(self, serial: int, prompt_id: str) -> GrowingGroup:
         batch, index = divmod(serial, self._groups_per_batch)
-        growing = growing_group(
-            self._given.prompts[prompt_id],
-            self._sampling,
-            batch_seed=_batch_seed(self._seed, batch),
-            index=index,
-            order=serial,
+        prompt, seed = self._given.prompts[prompt_id], _batch_seed(self._seed, batch)
+        return growing_group(prompt, self._sampling, batch_seed=seed, index=index, order=serial)
+
+    def _launch(self, serial: int) -> None:
+        in_flight = self._in_flight[serial]
+        in_flight.task = asyncio.get_running_loop().create_task(
+            self._produce(serial, in_flight.growing), name=in_flight.growing.prompt.prompt.prompt_id
         )
-        task = asyncio.get_running_loop().create_task(self._produce(serial, growing), name=prompt_id)
-        self._in_flight[serial] = _InFlight(growing, task)
 
     def _take_prompts(self, num: int) -> list[str]:
         stream = self._given.stream
@@ -269,7 +320,7 @@ class Producer:
                 self.fail(last)
         except Exception as error:  # the task's end
             self.fail(error)
-        self._num_failures += growing.num_failures
+        self._counts.request_failures += growing.num_failures
         self._changed.set()
         self._pump()
 
@@ -281,15 +332,15 @@ class Producer:
         (group,) = scored.groups
         oldest, filters = growing.oldest_version, self._settings.filter_groups
         assert oldest is not None, "a finished group has tokens"
-        self._num_timeouts += scored.num_reward_timeouts
+        self._counts.reward_timeouts += scored.num_reward_timeouts
         if self._given.stream.curriculum is not None:
             self._unmeasured[serial] = (group.prompt.prompt_id, pass_rate(group))
         is_uniform = len({trajectory.reward for trajectory in group.trajectories}) == 1
-        may_drop = self._num_uniform < (filters.max_num_gen_batches - 1) * self._groups_per_batch
+        may_drop = self._counts.uniform < (filters.max_num_gen_batches - 1) * self._groups_per_batch
         if not self._buffer.admits(oldest, self._policy_version):
             self._close(serial, "dropped_stale")
         elif filters.enable and is_uniform and may_drop:
-            self._num_uniform += 1
+            self._counts.uniform += 1
             self._close(serial, "dropped_uniform")
         else:
             del self._in_flight[serial]
@@ -316,10 +367,10 @@ class Producer:
         metrics: dict[str, Metric] = {
             **self._ledger.metrics(),
             **staleness_metrics(groups, self._policy_version, self._settings.max_staleness),
-            "rollout/request_failures": Sum(self._num_failures),
+            "rollout/request_failures": Sum(self._counts.request_failures),
             "rollout/reward_failures": Sum(self._allowance.num_used),
         }
-        scored = ScoredGroups(groups, self._num_timeouts, metrics)
+        scored = ScoredGroups(groups, self._counts.reward_timeouts, metrics)
         self._reset_counts()
         self._pump()
         return scored
@@ -334,10 +385,7 @@ class Producer:
             self._unmeasured.clear()
 
     def _reset_counts(self) -> None:
-        """What is counted from one batch to the next."""
-        self._num_timeouts = 0
-        self._num_uniform = 0
-        self._num_failures = 0
+        self._counts = _Counts()
         self._allowance = FailureAllowance(self._settings.max_reward_failures)
 
     def _incomplete(self) -> str:
@@ -346,19 +394,6 @@ class Producer:
             f"{len(self._buffer.fresh())} of {self._num_fresh_needed()} new groups; still to answer: "
             f"{self._given.router.unanswered()}; see the engines' logs, or raise the limit"
         )
-
-
-def rollout_sampling(settings: RolloutConfig) -> Sampling:
-    """How training rollouts are drawn."""
-    return Sampling(
-        n=settings.n,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        max_response_length=settings.max_response_length,
-        token_budget=settings.partial_rollout.token_budget,
-    )
 
 
 def _batch_seed(seed: int, batch: int) -> int:

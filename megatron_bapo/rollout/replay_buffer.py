@@ -5,25 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from megatron_bapo.metrics.values import Max, Mean, Metric
-from megatron_bapo.records import Group
+from megatron_bapo.records import BufferedGroup, Group
 
 MAX_AGES_SHOWN = 16
 """The histogram's last bar holds this age and all above."""
-
-
-@dataclass
-class BufferedGroup:
-    serial: int
-    """Of its prompt: the order in which prompts were drawn."""
-    group: Group
-    num_uses: int = 0
-
-    @property
-    def oldest_version(self) -> int:
-        return min(span.policy_version for t in self.group.trajectories for span in t.version_spans)
 
 
 class ReplayBuffer:
@@ -37,7 +25,7 @@ class ReplayBuffer:
 
     def fresh(self) -> list[BufferedGroup]:
         """Those never used, the prompt that was drawn first at the front."""
-        return [entry for _, entry in sorted(self._groups.items()) if entry.num_uses == 0]
+        return [entry for entry in self.groups() if entry.num_uses == 0]
 
     def num_fresh_needed(self, num: int) -> int:
         """How many of the next batch's `num` groups must be new ones."""
@@ -47,8 +35,12 @@ class ReplayBuffer:
         """Whether a group may be trained on: no token is older than the limit."""
         return policy_version - oldest_version <= self._max_staleness
 
-    def add(self, serial: int, group: Group) -> None:
-        self._groups[serial] = BufferedGroup(serial, group)
+    def add(self, serial: int, group: Group, num_uses: int = 0) -> None:
+        self._groups[serial] = BufferedGroup(serial, group, num_uses)
+
+    def groups(self) -> list[BufferedGroup]:
+        """All of them, in the order of their prompts."""
+        return [entry for _, entry in sorted(self._groups.items())]
 
     def evict(self, policy_version: int) -> list[BufferedGroup]:
         """Forget and return the groups with a token that is too old now that the weights are `policy_version`."""
@@ -66,15 +58,17 @@ class ReplayBuffer:
         fresh = self.fresh()[:num_fresh]
         assert len(fresh) == num_fresh, f"{len(fresh)} new groups are there, {num_fresh} are needed"
         again = random.Random(f"{self._seed}/{batch}").sample(self._used(), num - num_fresh)
-        taken = sorted(fresh + again, key=lambda entry: entry.serial)
+        chosen = sorted(fresh + again, key=lambda entry: entry.serial)
+        taken = [replace(entry, num_uses=entry.num_uses + 1) for entry in chosen]
         for entry in taken:
-            entry.num_uses += 1
             if entry.num_uses == self._max_reuse:
                 del self._groups[entry.serial]
+            else:
+                self._groups[entry.serial] = entry
         return taken
 
     def _used(self) -> list[BufferedGroup]:
-        return [entry for _, entry in sorted(self._groups.items()) if entry.num_uses > 0]
+        return [entry for entry in self.groups() if entry.num_uses > 0]
 
 
 def staleness_metrics(groups: Sequence[Group], policy_version: int, max_staleness: int) -> dict[str, Metric]:

@@ -144,6 +144,11 @@ class Router:
                 for request_id in news.keys() & slot.requests.keys():
                     slot.requests[request_id].append(news[request_id])
 
+    def told(self) -> dict[str, Generated]:
+        """By request in flight, what its engine has told of it and `keep` has kept."""
+        known = {name: _joined(pieces) for slot in self._slots.values() for name, pieces in slot.requests.items()}
+        return {name: generated for name, generated in known.items() if generated is not None}
+
     def pause(self) -> None:
         """Hold what is not in flight yet."""
         self._paused = True

@@ -23,6 +23,7 @@ async def score_group(group: Group, scorer: Scorer) -> ScoredGroups:
             extra_info=prompt.extra_info,
             prompt=prompt.messages,
             turns=trajectory.messages,
+            finish_reason=trajectory.finish_reason,
         )
         return tasks.create_task(scorer.score(request))
 

@@ -78,6 +78,7 @@ class VllmServer:
 
     async def _sample(self, request: GenerationRequest) -> list[_Growing]:
         # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
+        # Seeds cost nothing on GPUs: there vLLM draws for all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,

@@ -3,6 +3,7 @@
     checkpoints/step-00000020/
         weights/ exp_avg/ exp_avg_sq/    one safetensors file per pipeline stage, fp32
         state.json                       counters, Adam's step, the run's position in the data
+        buffered.parquet, unfinished.parquet    rollouts for later batches, where there are any
 
 Before Adam's first step its moments are zero and are left out.
 
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
-def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[str, Any], keep: int) -> Path:
+def save_checkpoint(
+    worker: Worker,
+    folder: Path,
+    num_updates: int,
+    state: dict[str, Any],
+    keep: int,
+    write_more: Callable[[Path], None] | None = None,
+) -> Path:
     """Write `folder/step-N` after N updates, unless it is there; then delete all but the newest `keep`.
 
-    `state` is JSON, read from rank 0 only.
+    `state` is JSON, and `write_more` writes further files into the folder; both are of rank 0 only.
     """
     final = folder / f"step-{num_updates:08d}"
     if final.exists():
@@ -57,6 +66,8 @@ def save_checkpoint(worker: Worker, folder: Path, num_updates: int, state: dict[
         write_stage_file(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
+        if write_more is not None:
+            write_more(partial)
         write_state(partial, state, worker.optimizer.num_steps)
         flush_to_disk(partial)
         partial.rename(final)

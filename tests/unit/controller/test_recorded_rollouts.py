@@ -74,7 +74,7 @@ def test_worked_examples_go_on_where_they_were_saved(config, folder):
     texts = [example.text for example in first.worked_examples(9)]
 
     before = [example.text for example in second.worked_examples(4)]
-    first.restore_data_state(second.data_state())
+    first.restore_data_state(*second.data_state())
 
     assert before + [example.text for example in first.worked_examples(5)] == texts
 

@@ -88,6 +88,25 @@ def test_a_resumed_run_keeps_the_updates_and_tokens_up_to_its_step(directory):
     assert list(read_token_tables(directory.tokens)) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        ({"records": {"requests.jsonl": 7, "set_aside.jsonl": 3}}, ["1\n2\n3\n4", "1\n2"]),
+        ({"stream": {}}, ["1\n2\n3\n4\n5\n", "1\n2\n3\n"]),
+        ({}, ["", ""]),
+    ],
+    ids=["checkpoint", "checkpoint that does not say", "no checkpoint"],
+)
+def test_a_resumed_run_keeps_what_its_rollout_service_had_recorded_at_the_checkpoint(directory, data, kept):
+    directory.requests.write_text("1\n2\n3\n4\n5\n")
+    directory.set_aside.write_text("1\n2\n3\n")
+    directory.engine_events.write_text("1\n")
+    record(directory, RunState(step=2, data=data)).close()
+
+    assert [path.read_text() for path in directory.service_records] == kept
+    assert directory.engine_events.read_text() == "1\n"
+
+
 def test_updates_are_counted_on_and_so_are_the_fractions_of_their_outcomes(directory):
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     for outcome in ("end", "start"):

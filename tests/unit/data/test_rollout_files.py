@@ -8,13 +8,24 @@ import pytest
 from megatron_bapo.data.rollout_files import (
     RolloutHeader,
     read_header,
+    read_held,
     read_rollouts,
     remove_rollouts_after,
     rollout_files,
+    write_held,
     write_rollouts,
 )
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.records import (
+    BufferedGroup,
+    Group,
+    HeldRollouts,
+    Prompt,
+    Trajectory,
+    UnfinishedAnswer,
+    UnfinishedGroup,
+    VersionSpan,
+)
 
 HEADER = RolloutHeader(
     step=1, policy_version=3, num_groups=2, n=2, vocab_size=320, num_reward_timeouts=1, data_state={"stream": [1, 2]}
@@ -130,3 +141,69 @@ def test_a_resumed_run_drops_the_files_of_the_steps_that_it_takes_again(tmp_path
 
     assert list(rollout_files(tmp_path)) == kept
     assert rollout_files(tmp_path / "missing") == {}
+
+
+def unfinished(length: int, *, turn_ended: bool) -> UnfinishedAnswer:
+    """As far as `trajectory` of this length."""
+    of = trajectory(length, 0.0)
+    return UnfinishedAnswer(
+        response_token_ids=of.response_token_ids,
+        behaviour_log_probs=of.behaviour_log_probs,
+        version_spans=of.version_spans if length else (),
+        finish_reason="stop" if length == 2 else None,
+        loss_mask=of.loss_mask,
+        turns=of.turns,
+        turn_ended=turn_ended,
+    )
+
+
+@pytest.fixture
+def held() -> HeldRollouts:
+    first, second = groups()
+    return HeldRollouts(
+        buffered=(BufferedGroup(3, first, num_uses=1), BufferedGroup(7, second)),
+        unfinished=(
+            UnfinishedGroup(5, "p:1", (unfinished(4, turn_ended=True), unfinished(2, turn_ended=False))),
+            UnfinishedGroup(8, "p:1", (unfinished(0, turn_ended=False), unfinished(3, turn_ended=False))),
+        ),
+    )
+
+
+def test_what_a_checkpoint_holds_of_later_batches_comes_back_bit_by_bit(held, tmp_path):
+    write_held(tmp_path, held)
+    found = read_held(tmp_path)
+
+    assert [(e.serial, e.num_uses, e.group.prompt) for e in found.buffered] == [
+        (e.serial, e.num_uses, e.group.prompt) for e in held.buffered
+    ]
+    assert [[bits(t) for t in e.group.trajectories] for e in found.buffered] == [
+        [bits(t) for t in e.group.trajectories] for e in held.buffered
+    ]
+    assert [(group.serial, group.prompt_id) for group in found.unfinished] == [(5, "p:1"), (8, "p:1")]
+    for group, expected in zip(found.unfinished, held.unfinished, strict=True):
+        for answer, written in zip(group.answers, expected.answers, strict=True):
+            for name in UnfinishedAnswer.__dataclass_fields__:
+                value, same = getattr(answer, name), getattr(written, name)
+                if isinstance(same, np.ndarray):
+                    assert (value.dtype, value.tobytes()) == (same.dtype, same.tobytes())
+                else:
+                    assert value == same
+
+
+def test_a_checkpoint_that_holds_nothing_has_no_file(tmp_path):
+    write_held(tmp_path, HeldRollouts())
+
+    assert [*tmp_path.iterdir()] == []
+    assert read_held(tmp_path) == HeldRollouts()
+
+
+@pytest.mark.parametrize("name", ["buffered.parquet", "unfinished.parquet"])
+def test_held_rollouts_that_were_cut_off_are_refused_with_the_way_out(held, tmp_path, name):
+    write_held(tmp_path, held)
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:-20])
+
+    with pytest.raises(
+        UserError, match=rf"{name} is not as the checkpoint was written: .* Delete it, and what it held"
+    ):
+        read_held(tmp_path)

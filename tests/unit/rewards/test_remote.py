@@ -87,7 +87,7 @@ def scores(server: Server, *answers: str, timeout_s: float = 5.0, **remote: Any)
 
     async def main() -> list[Any]:
         scorer = Scorer(config)
-        requests = [RewardRequest("train:3", "sums", a, "42", {"level": 1}, prompt, turns) for a in answers]
+        requests = [RewardRequest("train:3", "sums", a, "42", {"level": 1}, prompt, turns, "length") for a in answers]
         try:
             return await asyncio.gather(*map(scorer.score, requests), return_exceptions=True)
         finally:
@@ -105,6 +105,7 @@ def test_prompt_answer_label_and_metadata_are_posted_and_a_number_comes_back(ser
         "prompt": [{"role": "user", "content": "40 + 2 ="}],
         "response": body["response"],
         "turns": [{"role": "assistant", "content": "42"}],
+        "finish_reason": "length",
         "label": "42",
         "data_source": "sums",
         "metadata": {"level": 1},

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 
 from megatron_bapo.config.reward import RewardConfig
+from megatron_bapo.records import FinishReason
 from megatron_bapo.rewards.scorer import RewardRequest, RewardResult, Scorer
 
 MODULE = """
@@ -12,17 +13,22 @@ def half(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "slow":
         time.sleep(60)
     return {"score": 0.5}
+
+def is_whole(data_source, solution_str, ground_truth, extra_info=None, finish_reason=None):
+    return finish_reason == "stop"
 """
 CHAIN_SUM = ("reasoning_gym/chain_sum", {"question": "40 + 2 =", "answer": "42", "metadata": {}})
 
 
-def scores(config: RewardConfig, *answers: str) -> list[RewardResult]:
+def scores(config: RewardConfig, *answers: str, finish_reason: FinishReason = "stop") -> list[RewardResult]:
     source, entry = CHAIN_SUM
 
     async def main() -> list[RewardResult]:
         scorer = Scorer(config)
         try:
-            requests = [RewardRequest("train:0", source, answer, "42", entry) for answer in answers]
+            requests = [
+                RewardRequest("train:0", source, answer, "42", entry, finish_reason=finish_reason) for answer in answers
+            ]
             return await asyncio.gather(*map(scorer.score, requests))
         finally:
             scorer.close()
@@ -52,3 +58,20 @@ def test_a_late_answer_gets_the_reward_for_it_and_says_so(tmp_path, monkeypatch,
         partial_credit=partial_credit,
     )
     assert scores(config, "slow", "42") == [RewardResult(-0.5, timed_out=True), RewardResult(reward)]
+
+
+def test_an_answer_that_was_cut_off_is_scored_like_any_other_unless_it_has_a_reward_of_its_own():
+    """The last number of a chain of thought that has not come to its end is right by chance."""
+    config = RewardConfig(type="math_verify")
+    cut = "First 40 + 2 makes 42"
+    assert scores(config, cut, finish_reason="length") == [RewardResult(1.0, answer="42")]
+    config = RewardConfig(type="math_verify", truncated_reward=-0.5)
+    assert scores(config, cut, finish_reason="length") == [RewardResult(-0.5)]
+    assert scores(config, cut) == [RewardResult(1.0, answer="42")]
+
+
+def test_a_function_may_ask_how_the_answer_ended(tmp_path, monkeypatch):
+    (tmp_path / "scorer_test_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = RewardConfig(type="function", function="scorer_test_rewards:is_whole")
+    assert [scores(config, "42", finish_reason=reason)[0].reward for reason in ("stop", "length")] == [1.0, 0.0]

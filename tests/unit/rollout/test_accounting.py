@@ -1,5 +1,6 @@
 import pytest
 
+from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.rollout.accounting import Ledger
 
@@ -61,7 +62,10 @@ def test_what_was_open_is_returned_in_order_with_its_numbers():
     again = stream.ledger()
     again.load_state_dict(ledger.state_dict())
     assert again.returned() == [(0, "a"), (2, "c"), (3, "d")]
-    again.move(2, "in_flight")
+    again.take_back(2, "c", "in_flight")
     assert again.returned() == [(0, "a"), (3, "d")]
+    for serial, prompt_id in ((0, "b"), (1, "b"), (2, "c")):
+        with pytest.raises(UserError, match=f"prompt {prompt_id} as number {serial}, which is not open"):
+            again.take_back(serial, prompt_id, "buffered")
     stream.num_drawn += 1
     assert again.draw("e") == 4

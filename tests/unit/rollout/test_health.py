@@ -2,9 +2,9 @@ import asyncio
 
 import pytest
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.health import EngineHealth
-from megatron_bapo.rollout.messages import GenerationEngine
+from megatron_bapo.rollout.messages import Generated, GenerationEngine
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 from tests.unit.rollout.modelled_engines import FaultyEngine
@@ -20,7 +20,7 @@ class ModelledFleet:
         self.engines = {f"engine {i}": FaultyEngine(f"engine {i}") for i in range(num_engines)}
         self.broken_starts = broken_starts
         self.version = 0
-        self.failures: list[RunError] = []
+        self.failures: list[BaseException] = []
         self.events: list[tuple[str, str, str]] = []
         self.health = EngineHealth(
             self.router,
@@ -163,3 +163,35 @@ def test_an_engine_that_fails_to_start_is_tried_again_and_then_ends_the_run_by_n
     assert run_in_virtual_time(main(2)).failures == []
     (failure,) = run_in_virtual_time(main(3)).failures
     assert str(failure) == "engine 0 was lost (killed) and did not come back in 3 attempts: engine 0 did not start"
+
+
+def test_whatever_ends_a_watch_is_told_at_once():
+    """A probe that raises what no engine should, and a replacement that the user's settings forbid."""
+
+    async def probed() -> ModelledFleet:
+        fleet = ModelledFleet(1)
+
+        async def broken() -> dict[str, Generated]:
+            raise ValueError("not a number")
+
+        fleet.engines["engine 0"].progress = broken
+        fleet.start()
+        await asyncio.sleep(10.1)
+        await fleet.health.close()
+        return fleet
+
+    async def restarted() -> ModelledFleet:
+        fleet = ModelledFleet(1)
+
+        async def refused(name: str) -> tuple[GenerationEngine, int]:
+            raise UserError("vLLM refuses these settings")
+
+        fleet.restart = refused
+        fleet.start()
+        fleet.router.remove("engine 0", "killed")
+        await asyncio.sleep(0.1)
+        await fleet.health.close()
+        return fleet
+
+    assert [str(error) for error in run_in_virtual_time(probed()).failures] == ["not a number"]
+    assert [str(error) for error in run_in_virtual_time(restarted()).failures] == ["vLLM refuses these settings"]
