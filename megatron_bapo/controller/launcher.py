@@ -319,17 +319,19 @@ def _check_started(starting: dict[str, Any], config: Config) -> None:
 
 
 def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
-    """What the trainer said, or the end of its log; a rank that was killed could say nothing."""
-    killed = killed_rank(log)
-    if killed is not None:
-        return RunError(f"{killed}; {log} has the trace")
+    """What the trainer said, or the end of its log, after the rank that was killed and could say nothing."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
-        return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
-    return RunError(
-        f"the trainer ended with exit code {exit_code}; the same command continues from the last complete checkpoint. "
-        f"{log} ends:\n{last_lines(log, 12)}"
-    )
+        message = failure["message"]
+        if failure["kind"] == "user":
+            return UserError(message)
+    else:
+        message = (
+            f"the trainer ended with exit code {exit_code}; the same command continues from the last complete "
+            f"checkpoint. {log} ends:\n{last_lines(log, 12)}"
+        )
+    killed = killed_rank(log)
+    return RunError(message if killed is None else f"{killed}; {message}")
 
 
 def _resume_command(directory: RunDirectory, rollouts_from: Path | None) -> str:

@@ -122,7 +122,7 @@ def test_an_engine_lost_in_the_trainers_turn_is_replaced_in_the_engines_turn():
         assert fleet.router.engines == {}
         fleet.version = 4
         await fleet.health.to_engines()
-        await asyncio.sleep(START_S + 1.0)  # both at a time
+        await asyncio.sleep(1.5 * START_S)  # both at a time
         assert fleet.router.engines == fleet.engines
         assert [engine.version for engine in fleet.engines.values()] == [4, 4]
         await fleet.health.close()
@@ -139,7 +139,7 @@ def test_the_trainers_turn_begins_when_the_engine_that_starts_serves_or_has_fail
         fleet.router.remove("engine 0", "killed")
         await asyncio.sleep(1.0)
         await fleet.health.to_trainer()
-        assert asyncio.get_running_loop().time() - start_s == START_S
+        assert START_S <= asyncio.get_running_loop().time() - start_s < 1.5 * START_S
         assert len(fleet.router.engines) == 1 - broken_starts  # one that serves can be told to sleep
         await asyncio.sleep(5 * START_S)
         assert len(fleet.router.engines) == 1 - broken_starts
