@@ -30,7 +30,7 @@ FP8_LOG_PROB_NOISE = 0.5
 
 FREE_ON_RESUME = (
     *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.logprob_chunk_size"),
-    *("trainer.packing", "trainer.collective_timeout_s"),
+    *("trainer.packing", "trainer.collective_timeout_s", "trainer.max_restarts"),
     *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
     *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
     *("rollout.colocate", "rollout.sleep_level", "trainer.offload"),

@@ -239,7 +239,10 @@ class TrainerConfig(Section):
     offload: bool = False
     """Keep parameters and optimizer states in host memory while colocated engines work."""
     collective_timeout_s: PositiveFloat = 7200.0
-    """A rank that waits longer for another ends the run; must exceed rollout.request_timeout_s."""
+    """A rank that waits longer for another fails; must exceed rollout.request_timeout_s."""
+    max_restarts: NonNegativeInt = 3
+    """When a trainer rank or another part of the run fails, all of it starts again from the newest checkpoint: so many
+    times in a row without a new step. Wrong input, a lost node and what does not come up at first end the run."""
 
     @property
     def updates_per_step(self) -> int:

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 # Ray reads them when its library is loaded. The second keeps its servers on the loopback interface, as on a laptop; the
@@ -50,7 +51,7 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
     """
     if os.environ[SEVERAL_MACHINES] != "0":
         raise UserError(f"{SEVERAL_MACHINES} would have Ray listen on every interface; unset it, or give --num-nodes")
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["RAY_AUTH_TOKEN"] = _token()
     os.environ.pop("RAY_ADDRESS", None)
     ray.init(
         address="local",  # a cluster of its own also where somebody else's runs on this machine
@@ -66,6 +67,12 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
+
+
+@cache
+def _token() -> str:
+    """One for all clusters of this process: Ray reads it once."""
+    return secrets.token_hex(32)
 
 
 def nodes() -> list[dict[str, Any]]:

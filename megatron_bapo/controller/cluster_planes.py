@@ -45,6 +45,10 @@ _LOST_NODE_S = 20.0
 """When ranks fail because a node is gone, Ray says so only later."""
 
 
+class NodeLost(RunError):
+    """A machine is gone, and only whoever gave it can give another one."""
+
+
 @contextmanager
 def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator[RunPlacement]:
     """Connected to the Ray cluster at RAY_ADDRESS while entered: where the run's parts will be.
@@ -175,7 +179,7 @@ class ClusterTrainer:
             return ask(self._waiting.pop(name), name, _AGENT_S)
         except ActorDied as error:
             node = self._names[name]
-            raise RunError(
+            raise NodeLost(
                 f"node {node.address} is lost: {error}. The run has ended on the others, too; continue from the last "
                 f"complete checkpoint with the same command"
             ) from error

@@ -23,6 +23,7 @@ from megatron_bapo.config.schema import Config, MismatchAlarmsConfig
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.cluster_planes import (
     Hosts,
+    NodeLost,
     create_stores,
     engine_homes,
     joined_cluster,
@@ -38,11 +39,12 @@ from megatron_bapo.controller.placement import RunPlacement
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import check_files
+from megatron_bapo.controller.restarts import Restarts
 from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import RunDirectory, check_resumable
-from megatron_bapo.controller.trainer_process import LOOPBACK, TrainerNode, end, start_trainer
+from megatron_bapo.controller.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
@@ -72,20 +74,25 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
         console.print(note)
     directory = RunDirectory(config.run_dir)
     directory.create()
-    with directory.locked(), ExitStack() as stack:
+    with directory.locked(), ExitStack() as cluster:
         placement = None
         if num_nodes is None:
             check_this_machine(config, engines=rollouts_from is None)
         else:
-            placement = stack.enter_context(joined_cluster(config, num_nodes, console))
+            placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
         prepare(config, directory, prompts)
         if rollouts_from is not None:
             _check_rollouts(config, directory, rollouts_from)
             console.print("Without engines held-out prompts are not evaluated.")
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
+        restarts = Restarts(directory, config.trainer.max_restarts)
         with Interrupts() as interrupts, display:
-            _run_planes(config, directory, display, interrupts, rollouts_from, placement)
+            while failure := _run_planes(config, directory, display, interrupts, restarts, rollouts_from, placement):
+                console.print(restarts.again(failure), soft_wrap=True, highlight=False, markup=False)
+                if num_nodes is not None:
+                    cluster.close()
+                    placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
         report = write_run_report(directory.root)
         if directory.stop_request.exists():
             resume = _resume_command(directory, rollouts_from)
@@ -117,8 +124,7 @@ def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, ro
         create_checkpoint(config.model_path, config.model.create, texts, config.seed)
     tokenizer = load_tokenizer(config.model_path)
     tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
-    for leftover in (directory.stop_request, directory.failure, directory.phase):
-        leftover.unlink(missing_ok=True)
+    directory.stop_request.unlink(missing_ok=True)
     replace_text(directory.config, dump_config(config))
 
 
@@ -136,21 +142,39 @@ def _run_planes(
     directory: RunDirectory,
     display: ProgressDisplay,
     interrupts: Interrupts,
+    restarts: Restarts,
     rollouts_from: Path | None,
     placement: RunPlacement | None,
-) -> None:
-    """Start the trainer, and the rollout plane where it is wanted, and watch them to the end."""
-    with ExitStack() as stack:
-        parts = "the trainer" if rollouts_from is not None else "Ray, the engines and the trainer"
-        display.phase(f"starting {parts}")
-        if placement is None:
-            planes = _on_this_machine(config, directory, rollouts_from)
-        else:
-            planes = _on_cluster(config, directory, rollouts_from, placement)
-        trainer, starting = stack.enter_context(planes)
-        exit_code = _watch(trainer, starting, config, directory, display, interrupts)
-        if exit_code != 0:
-            raise _failure(exit_code, directory, trainer.log_file, _resume_command(directory, rollouts_from))
+) -> str | None:
+    """Start the trainer, and the rollout plane where it is wanted, and watch them to the end.
+
+    What failed that a restart may mend, None after a good end.
+    """
+    for leftover in (directory.failure, directory.phase):
+        leftover.unlink(missing_ok=True)
+    parts = "the trainer" if rollouts_from is not None else "Ray, the engines and the trainer"
+    display.phase(f"starting {parts}")
+    if placement is None:
+        planes = _on_this_machine(config, directory, rollouts_from)
+    else:
+        planes = _on_cluster(config, directory, rollouts_from, placement)
+    family: list[psutil.Process] = []
+    try:
+        with ExitStack() as stack:
+            # What outlives those who started it would keep its GPU from a restart.
+            stack.callback(end_all, family)
+            trainer, starting = stack.enter_context(planes)
+            stack.callback(lambda: family.extend(psutil.Process().children(recursive=True)))
+            exit_code = _watch(trainer, starting, config, directory, display, interrupts, restarts)
+            if exit_code != 0:
+                raise _failure(exit_code, directory, trainer.log_file)
+    except NodeLost:
+        raise
+    except RunError as failure:
+        if interrupts.requested:
+            raise
+        return str(failure)  # without the frames, which hold actors
+    return None
 
 
 class Trainer(Protocol):
@@ -250,8 +274,9 @@ def _watch(
     directory: RunDirectory,
     display: ProgressDisplay,
     interrupts: Interrupts,
+    restarts: Restarts,
 ) -> int:
-    """Follow the run until the trainer ends; its exit code.
+    """Follow the run until the trainer ends; its exit code. `restarts` may help once all parts are up.
 
     Raises RunError or UserError when an actor cannot start.
     """
@@ -260,6 +285,7 @@ def _watch(
         time.sleep(POLL_S)
         _check_started(starting, config)
         offset = _show_news(directory, display, offset, config.logging.mismatch_alarms)
+        restarts.may_help |= not starting and offset is not None
         if interrupts.requested and not directory.stop_request.exists():
             directory.stop_request.touch()
             display.phase(STOPPING)
@@ -291,15 +317,20 @@ def _check_started(starting: dict[str, Any], config: Config) -> None:
         ask(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
-def _failure(exit_code: int, directory: RunDirectory, log: Path, resume_command: str) -> Exception:
-    """What the trainer said, or the end of its log."""
+def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
+    """What the trainer said, or the end of its log, after the rank that was killed and could say nothing."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
-        return (UserError if failure["kind"] == "user" else RunError)(failure["message"])
-    return RunError(
-        f"the trainer ended with exit code {exit_code}. Continue from the last complete checkpoint with: "
-        f"{resume_command}\n{log} ends:\n{last_lines(log, 12)}"
-    )
+        message = failure["message"]
+        if failure["kind"] == "user":
+            return UserError(message)
+    else:
+        message = (
+            f"the trainer ended with exit code {exit_code}; the same command continues from the last complete "
+            f"checkpoint. {log} ends:\n{last_lines(log, 12)}"
+        )
+    killed = killed_rank(log)
+    return RunError(message if killed is None else f"{killed}; {message}")
 
 
 def _resume_command(directory: RunDirectory, rollouts_from: Path | None) -> str:

@@ -46,6 +46,7 @@ class Recorder:
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []
         updates = read_rows(directory.updates) if directory.updates.exists() else []
         self._num_updates = len(updates)
+        self._num_restarts = len(read_rows(directory.restarts)) if directory.restarts.exists() else 0
         self._outcomes = merge(_outcomes(row["metrics"]) for row in updates)
         self._tokens_folder = directory.tokens
         self._rollouts_folder = directory.rollouts
@@ -74,6 +75,8 @@ class Recorder:
 
     def write(self, phase: Phase, step: int, metrics: Mapping[str, Metric]) -> None:
         values = scalars(metrics)
+        if phase == "train":
+            values["training/restarts"] = float(self._num_restarts)
         if "training/token_mult_prob_error" in values:
             alarms = mismatch_alarms(values, self._mismatch_alarms)
             values["training/mismatch_alarms"] = float(len(alarms))

@@ -92,6 +92,11 @@ class RunDirectory:
         return self.root / "engine_events.jsonl"
 
     @property
+    def restarts(self) -> Path:
+        """When the launcher started the run again by itself, and why."""
+        return self.root / "restarts.jsonl"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

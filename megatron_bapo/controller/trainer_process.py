@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +18,11 @@ import psutil
 from megatron_bapo.controller.cluster import SEVERAL_MACHINES
 from megatron_bapo.controller.interrupts import end_with_parent
 from megatron_bapo.errors import UserError
+from megatron_bapo.logs import last_lines
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
+_GENTLY_S, _POLL_S = 10.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -102,19 +107,40 @@ def interface_of(address: str) -> str:
     raise UserError(f"no network interface of this machine has the address {address}; see `ip -brief address`")
 
 
+def killed_rank(log_file: Path) -> str | None:
+    """Which rank a signal has ended, by what torchrun writes last; None where it tells of none."""
+    summary = last_lines(log_file, 40).rpartition("Failures:")[2]
+    for rank, number in re.findall(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+) ", summary):
+        if int(number) != signal.SIGTERM:  # by which torchrun itself ends the others
+            return f"trainer rank {rank} was ended by {signal.Signals(int(number)).name}"
+    return None
+
+
 def end(process: psutil.Popen) -> None:
     """End a process and all its descendants, gently at first."""
+    with suppress(psutil.NoSuchProcess):
+        end_all([process, *process.children(recursive=True)])
+
+
+def end_all(processes: Sequence[psutil.Process]) -> None:
+    """End them, gently at first."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    deadline = time.monotonic() + _GENTLY_S
+    while (alive := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie does not: only its parent has not asked how it ended."""
     try:
-        family = [process, *process.children(recursive=True)]
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
+        return False
 
 
 def kill(processes: Sequence[tuple[int, float]]) -> None:

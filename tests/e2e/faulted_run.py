@@ -28,9 +28,9 @@ from tests.tolerances import ENGINE_LOG_PROB
 
 Kind = Literal["kill", "stop", "raise", "hang", "slow", "exit"]
 """An engine gets kill -9 or SIGSTOP; a reward raises, never returns, takes long, or ends its process."""
-Moment = Literal["generation", "sync", "start", "return", "relay", "source"]
-"""When it happens to an engine; `start` and `return`: while its replacement starts, and when that serves. The last two
-are what fills the engines' own weight store during a sync, and what it reads from."""
+Moment = Literal["generation", "sync", "start", "return", "relay", "source", "trainer"]
+"""When it happens to an engine; `start` and `return`: while its replacement starts, and when that serves. The last
+three are what fills the engines' own weight store during a sync, what it reads from, and a trainer rank."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 RELAY = {"relay": "ray::HostStore", "source": "ray::StoreServer"}
 MAX_STALENESS = 1
@@ -60,6 +60,7 @@ class Fault:
             "return": "of the replacement as soon as it serves",
             "relay": "of what fills the engines' store",
             "source": "of what the engines' store is filled from",
+            "trainer": "of a trainer rank",
         }[self.moment]
         return f"{what} {where}"
 
@@ -159,11 +160,14 @@ class FaultedRun:
             before = self.injected[-1] if self.injected else None
             if fault.moment in RELAY:
                 self._hit_relay(fault)
+            elif fault.moment == "trainer":
+                self._hit_trainer(fault)
             elif fault.kind in SIGNALS:
                 self._hit_engine(fault, before, lot or random.Random(num))
             else:
                 self._plant(fault, num)
             self.family = [*dict.fromkeys([*self.family, *family_of(self.process)])]
+            self.stores |= weight_stores(self.family)
             is_followed_up = any(following.moment in ("start", "return") for following in faults[num + 1 : num + 2])
             if lot is None and not is_followed_up:
                 self.wait_until(lambda: self._resolve() or self.injected[-1].recovered_s is not None, f"{fault} to end")
@@ -183,6 +187,7 @@ class FaultedRun:
             assert counts["trained"] == 8 * step
             assert row["rollout/staleness/max"] <= MAX_STALENESS
             assert row.get("weight_sync/probe_diff_max", 0.0) < ENGINE_LOG_PROB
+        assert rows[-1]["training/restarts"] == sum(one.fault.moment == "trainer" for one in self.injected)
         num_raised = sum(one.fault.kind == "raise" for one in self.injected)
         set_aside = self.run_dir / "set_aside.jsonl"
         assert rows[-1]["rollout/accounting/set_aside"] == num_raised
@@ -245,6 +250,23 @@ class FaultedRun:
         self.wait_until(lambda: not self._is_syncing(), "the sync to end", 0.01)
         one.recovered_s = time.time() - one.at_s
 
+    def _hit_trainer(self, fault: Fault) -> None:
+        """Over when a step is done that was not done before; the run goes on from a checkpoint."""
+        self.wait_until(lambda: len([*(self.run_dir / "checkpoints").glob("step-*[0-9]")]) > 0, "a checkpoint")
+        victim = next(p for p in family_of(self.process) if "megatron_bapo.controller.trainer_rank" in p.cmdline()[:4])
+        one, done, before = (
+            Injected(fault, "", victim.pid, time.time()),
+            max(train_steps(self.run_dir)),
+            self._restarts(),
+        )
+        victim.kill()
+        self.injected.append(one)
+        self.wait_until(lambda: len(self._restarts()) > len(before), "a restart", 0.02)
+        one.detected_s = self._restarts()[-1] - one.at_s
+        assert "was ended by SIGKILL" in read_rows(self.run_dir / "restarts.jsonl")[-1]["reason"]
+        self.wait_until(lambda: max(train_steps(self.run_dir), default=0) > done, "a new step")
+        one.recovered_s = time.time() - one.at_s
+
     def _wait_for_sync(self) -> None:
         self.wait_until(lambda: not self._is_syncing(), "a sync to end", 0.001)
         self.wait_until(self._is_syncing, "a sync", 0.001)
@@ -253,7 +275,8 @@ class FaultedRun:
         """Engines that were not lost."""
         self._resolve()
         state = {f"engine {index}": "serves" for index in range(2)}
-        state |= {event["engine"]: event["event"] for event in self._events()}
+        since = self._restarts()[-1:] or [0.0]
+        state |= {event["engine"]: event["event"] for event in self._events() if event["time_s"] > since[0]}
         state |= {one.victim: "hit" for one in self.injected if one.detected_s is None}
         return [engine for engine in self.engines() if state.get(_engine_name(engine)) == "serves"]
 
@@ -286,7 +309,7 @@ class FaultedRun:
     def _resolve(self) -> None:
         """Find out when engines' faults were noticed and over."""
         for one in self.injected:
-            if one.fault.kind in SIGNALS and one.fault.moment not in RELAY:
+            if one.fault.kind in SIGNALS and one.fault.moment not in (*RELAY, "trainer"):
                 later = [e for e in self._events() if e["engine"] == one.victim and e["time_s"] >= one.at_s]
                 noticed = [e["time_s"] for e in later if e["event"] != "serves"]
                 served = [e["time_s"] for e in later if e["event"] == "serves" and noticed and e["time_s"] > noticed[0]]
@@ -296,6 +319,11 @@ class FaultedRun:
     def _events(self) -> list[dict[str, Any]]:
         path = self.run_dir / "engine_events.jsonl"
         return read_rows(path) if path.exists() else []
+
+    def _restarts(self) -> list[float]:
+        """When the whole run started again."""
+        path = self.run_dir / "restarts.jsonl"
+        return [row["time_s"] for row in read_rows(path)] if path.exists() else []
 
     def _check_rollouts(self) -> None:
         """By what was trained on itself: each prompt once, no token older than the limit."""

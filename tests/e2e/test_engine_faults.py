@@ -1,25 +1,22 @@
-"""Runs whose engines, rewards and weight store fail: they end as planned, and nothing is lost."""
+"""Runs whose engines, rewards, trainer and weight store fail: they end as planned, and nothing is lost."""
 
 import json
-import random
 from pathlib import Path
 
-from tests.e2e.faulted_run import Fault, FaultedRun, drawn_by_lot
+from tests.e2e.faulted_run import Fault, FaultedRun
 
 REPLACED_WITHIN_S = 120.0
 """Noticed within 6 s, started within the rest, twice where the replacement is killed, too; two cores."""
-NUM_RANDOM = 2
 
 
-def test_engines_and_rewards_that_fail_at_any_moment_cost_a_run_no_prompt(tmp_path: Path) -> None:
-    script = [Fault("kill"), Fault("kill", "start"), Fault("stop", "sync"), Fault("raise"), Fault("hang")]
-    lot = random.Random(1)
-    with FaultedRun(tmp_path, len(script) + NUM_RANDOM) as run:
+def test_parts_that_fail_at_any_moment_cost_a_run_no_prompt(tmp_path: Path) -> None:
+    script = [Fault("kill", "trainer"), Fault("kill"), Fault("kill", "start"), Fault("stop", "sync")]
+    script += [Fault("raise"), Fault("hang")]
+    with FaultedRun(tmp_path, len(script), "checkpoint.every_steps=2") as run:
         run.inject(script)
-        run.inject(drawn_by_lot(NUM_RANDOM, seed=1), lot)
         run.finish()
     print(run.table())
-    for one in run.injected[: len(script)]:
+    for one in run.injected:
         assert one.detected_s is not None
         assert one.detected_s < 30.0
         assert one.recovered_s is not None

@@ -115,6 +115,7 @@ def test_no_sampled_tokens_leave_no_file(tmp_path):
 
 
 def test_new_rows_follow_the_old_ones_and_their_time_goes_on(directory):
+    directory.restarts.write_text('{"step": 3}\n')
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     recorder.write("train", 3, {"critic/score/mean": Mean(3.0, 4.0), "perf/total_num_tokens": Sum(12)})
     recorder.write_samples([sample(3)])
@@ -122,7 +123,7 @@ def test_new_rows_follow_the_old_ones_and_their_time_goes_on(directory):
 
     *_, before, last = read_rows(directory.metrics)
     assert (last["phase"], last["step"]) == ("train", 3)
-    assert last["metrics"] == {"critic/score/mean": 0.75, "perf/total_num_tokens": 12}
+    assert last["metrics"] == {"critic/score/mean": 0.75, "perf/total_num_tokens": 12, "training/restarts": 1}
     assert before["time_s"] <= last["time_s"] < before["time_s"] + 60
     assert [row["step"] for row in read_rows(directory.samples)] == [1, 2, 3]
 

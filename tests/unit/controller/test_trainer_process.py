@@ -1,9 +1,20 @@
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megatron_bapo.controller.trainer_process import Rendezvous, TrainerNode, interface_of, kill, torchrun
+from megatron_bapo.controller.trainer_process import (
+    Rendezvous,
+    TrainerNode,
+    end_all,
+    interface_of,
+    kill,
+    killed_rank,
+    torchrun,
+)
 from megatron_bapo.errors import UserError
 
 
@@ -35,3 +46,35 @@ def test_a_process_that_took_over_an_id_is_not_killed() -> None:
     assert process.is_running()
     kill([(process.pid, process.create_time())])
     assert process.wait(timeout=10) == -9
+
+
+def test_the_rank_that_was_killed_is_told_from_those_that_torchrun_has_ended(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    ranks = tmp_path / "ranks.py"
+    ranks.write_text(
+        "import os, signal, time\n"
+        "os.kill(os.getpid(), signal.SIGKILL if os.environ['RANK'] == '1' else 0)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ranks)]
+    with log.open("wb") as output:
+        assert subprocess.run(command, stdout=output, stderr=output, timeout=60).returncode == 1
+    assert killed_rank(log) == "trainer rank 1 was ended by SIGKILL"
+    log.write_text("nothing of the kind\n")
+    assert killed_rank(log) is None
+
+
+def test_what_does_not_listen_is_killed_and_a_zombie_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_bapo.controller.trainer_process._GENTLY_S", 0.5)
+    script = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+    stubborn = psutil.Popen(["bash", "-c", script], stdout=subprocess.PIPE)
+    with stubborn.stdout as lines:
+        assert lines.readline() == b"ready\n"
+    end_all([stubborn])
+    assert stubborn.wait(timeout=10) == -9
+    monkeypatch.setattr("megatron_bapo.controller.trainer_process._GENTLY_S", 60.0)
+    start_s = time.monotonic()
+    zombie = psutil.Popen(["sleep", "60"])
+    end_all([zombie])
+    assert time.monotonic() - start_s < 10.0
+    assert zombie.wait(timeout=10) == -15

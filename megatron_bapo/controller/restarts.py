@@ -1,0 +1,52 @@
+"""Restarts of a whole run from its newest checkpoint: how many are left, and what is told of each."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.errors import RunError
+from megatron_bapo.metrics.sinks import read_rows
+
+
+class Restarts:
+    """Of one command. A step that was never done before allows all of them anew."""
+
+    def __init__(self, directory: RunDirectory, max_in_a_row: int) -> None:
+        self._directory, self._max_in_a_row = directory, max_in_a_row
+        self._num_in_a_row = 0
+        self._furthest = (False, 0)
+        """The newest step ever recorded, and whether it is after the warm start."""
+        self._first_failure = ""
+        self.may_help = False
+        """Whether all parts have been up. What does not come up in the first place is likelier configured wrongly."""
+
+    def again(self, failure: str) -> str:
+        """Use and record one; what to say about it. Raises RunError where the run has to end."""
+        if not self.may_help or not self._max_in_a_row:
+            raise RunError(failure)
+        furthest = max(self._furthest, self._newest_step())
+        if furthest > self._furthest or not self._num_in_a_row:
+            self._furthest, self._num_in_a_row, self._first_failure = furthest, 0, failure
+        where = f"{'step' if furthest[0] else 'warm-start step'} {furthest[1]}"
+        if self._num_in_a_row == self._max_in_a_row:
+            raise RunError(
+                f"{failure}\nThe run has started again {self._num_in_a_row} times since {where} "
+                f"(trainer.max_restarts); the first time because: {self._first_failure}"
+            )
+        self._num_in_a_row += 1
+        with self._directory.restarts.open("a") as file:
+            file.write(json.dumps({"time_s": time.time(), "step": furthest[1], "reason": failure}) + "\n")
+        newest = self._directory.newest_checkpoint
+        message = (
+            f"after {where}: {failure}\nrestart {self._num_in_a_row} of {self._max_in_a_row} without a new step, from "
+            f"{newest.name if newest is not None else 'the beginning'}"
+        )
+        with self._directory.trainer_log.open("a") as log:
+            log.write(f"{message}\n")
+        return message
+
+    def _newest_step(self) -> tuple[bool, int]:
+        rows = read_rows(self._directory.metrics) if self._directory.metrics.exists() else []
+        return max(((row["phase"] != "warm_start", row["step"]) for row in rows), default=(False, 0))
