@@ -268,6 +268,9 @@ class WeightSyncConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: PositiveInt = 20
+    every_s: PositiveFloat | None = 1800.0
+    """A step that ends so long after the last checkpoint is followed by one, too, so that no more is ever lost than
+    this time and a step."""
     keep: PositiveInt = 2
     """Older complete checkpoints are deleted."""
 

@@ -65,6 +65,12 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
         ways_out = advice(plan)
         would_fit = [f"this would fit: {' '.join(ways_out)}"] if ways_out else ["`plan --search` ranks what fits"]
         raise UserError("\n  ".join([f"it does not fit on {plan.num_gpus} {cluster.gpu}:", *plan.problems, *would_fit]))
+    if cluster.signal_s < plan.time.total:
+        warnings.append(
+            f"signal_s={cluster.signal_s} in the cluster's file is less than a planned step of "
+            f"{plan.time.total:.0f} s: at the time limit an unfinished step is lost, and the job continues from the "
+            f"checkpoint before it (checkpoint.every_s={config.checkpoint.every_s}). Raise signal_s to lose none"
+        )
     return warnings
 
 
@@ -117,6 +123,7 @@ def submission(config: Config, config_file: Path, overrides: Sequence[str], clus
         command += [*([":"] if index else []), *_node_options(number, nodes, cluster)]
     python = cluster.python or sys.executable
     environment = {**cluster.env, "BAPO_LAUNCH": str(LAUNCH), "BAPO_LOGS": str(folder), "BAPO_PYTHON": python}
+    environment["BAPO_SIGNAL_S"] = str(cluster.signal_s)
     if cluster.interface is not None:
         environment["BAPO_INTERFACE"] = cluster.interface
     if cluster.container is not None:

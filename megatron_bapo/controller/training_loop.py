@@ -85,6 +85,8 @@ class Run:
     """Of this rank's GPU."""
     reference: PolicyModel | None = None
     """The frozen policy at the start of RL, where a KL coefficient asks for it."""
+    saved_s: float = field(default_factory=now_s)
+    """When the state was saved last, or loaded."""
 
     @property
     def engines(self) -> RolloutClient | None:
@@ -132,7 +134,7 @@ def train(run: Run) -> None:
         if run.recorder is not None:
             run.recorder.write_updates(step, updates)
             run.recorder.write_tokens(step, tokens)
-        if step % run.config.checkpoint.every_steps == 0 or step == run.config.trainer.total_steps:
+        if checkpoint_is_due(run):
             checkpoint(run)
         if run.config.evaluation.every_steps and step % run.config.evaluation.every_steps == 0:
             evaluate(run)
@@ -288,6 +290,16 @@ def evaluate(run: Run) -> None:
     run.recorder.recorded.add(("validation", step))
 
 
+def checkpoint_is_due(run: Run) -> bool:
+    """After a step; of clocks the main rank's counts."""
+    settings, step = run.config.checkpoint, run.state.step
+    if step % settings.every_steps == 0 or step == run.config.trainer.total_steps:
+        return True
+    return settings.every_s is not None and broadcast_object(
+        now_s() - run.saved_s >= settings.every_s, run.worker.groups
+    )
+
+
 def checkpoint(run: Run) -> None:
     """Save everything that a resumed run needs."""
     if run.rollouts is not None:
@@ -296,6 +308,7 @@ def checkpoint(run: Run) -> None:
     folder, keep = run.directory.checkpoints, run.config.checkpoint.keep
     with run.turns.trainer_between():
         save_checkpoint(run.worker, folder, run.state.update, run.state.to_json(), keep)
+    run.saved_s = now_s()
 
 
 def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], timer: Timer) -> None:

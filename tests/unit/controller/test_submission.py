@@ -40,6 +40,15 @@ def test_a_run_that_cannot_fit_is_refused_with_what_would() -> None:
     assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
 
 
+def test_a_step_longer_than_the_notice_before_the_time_limit_is_warned_about() -> None:
+    flagship = load_config(CONFIGS / "recipes" / "paper_32b_64k.yaml")
+    step_s = 8678  # docs/recipes.md
+    (warning,) = check_fits(flagship, ClusterConfig(signal_s=step_s - 100))
+    assert f"signal_s={step_s - 100} in the cluster's file is less than a planned step of 8678 s" in warning
+    assert "checkpoint.every_s=1800" in warning
+    assert check_fits(flagship, ClusterConfig(signal_s=step_s + 100)) == []
+
+
 def test_colocated_engines_need_no_nodes_of_their_own() -> None:
     cluster = ClusterConfig.model_validate({"rollout_nodes": {}})
     with pytest.raises(UserError, match=r"set rollout\.colocate=false"):

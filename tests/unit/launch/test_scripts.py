@@ -1,8 +1,10 @@
 """The scripts of launch/ and tools/ by shellcheck, and what they refuse before they start anything."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,20 @@ import yaml
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
 RAY_NODE = ROOT / "launch" / "ray_node.sh"
+SRUN = """#!/usr/bin/env bash
+if [[ $* == *ray_node.sh ]]; then trap 'exit 0' USR2; while :; do sleep 0.05; done; fi
+num=0
+trap 'num=$((num + 1)); ((num < 2)) || exit 130' USR1 # as the launcher in a long step
+touch "$BAPO_LOGS/runs"
+while :; do sleep 0.05; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $* in
+    "show hostnames"*) echo node-1 ;;
+    "show node"*) echo "NodeName=node-1 NodeAddr=127.0.0.1 " ;;
+    *) echo "$*" >>"$BAPO_LOGS/asked" ;;
+esac
+"""
 
 
 def test_shellcheck_finds_nothing() -> None:
@@ -63,3 +79,38 @@ def test_the_kuberay_job_has_token_authentication_and_as_many_nodes_as_it_waits_
     assert (ROOT / config).is_file()
     versions = (ROOT / "requirements.txt").read_text()
     assert f"ray[default]=={cluster['rayVersion']}" in versions or f"ray=={cluster['rayVersion']}" in versions
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_job_whose_step_outlasts_the_time_limit_queues_again_if_there_is_a_checkpoint(
+    is_saved: bool, tmp_path: Path
+) -> None:
+    logs = tmp_path / "run" / "slurm"
+    logs.mkdir(parents=True)
+    if is_saved:
+        (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "BAPO_LAUNCH": str(ROOT / "launch"),
+        "BAPO_LOGS": str(logs),
+        "BAPO_PYTHON": "true",
+        "BAPO_SIGNAL_S": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node-1",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
+    with subprocess.Popen(["bash", ROOT / "launch" / "slurm.sbatch", "config.yaml"], env=environment) as job:
+        deadline = time.monotonic() + 20
+        while not (logs / "runs").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        start_s = time.monotonic()
+        job.send_signal(signal.SIGUSR1)
+        code = job.wait(timeout=20)
+    assert time.monotonic() - start_s >= 1.0, "the step under way got its time"
+    assert code == 130
+    asked = (logs / "asked").read_text() if (logs / "asked").exists() else ""
+    assert asked == ("requeue 7\n" if is_saved else "")
