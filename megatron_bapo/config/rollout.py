@@ -76,7 +76,7 @@ class EngineConfig(Section):
     health_check_timeout_s: PositiveFloat = 60.0
     """An engine that does not answer a probe within this time is replaced."""
     max_engine_restarts: PositiveInt = 3
-    """Attempts to replace an engine; when all of them fail the run ends."""
+    """Attempts to replace an engine; when all of them fail so does the run, as trainer.max_restarts says."""
 
 
 class RolloutConfig(SamplingConfig, EngineConfig):

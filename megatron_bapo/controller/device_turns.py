@@ -2,6 +2,7 @@
 
     engines: prompts to answers ──► trainer: updates ──► both: weights, without optimizer, keys and values ──► engines
 
+An engine that is lost is replaced in the engines' turn, and the trainer waits for one that starts (rollout/health.py).
 Where neither `rollout.sleep_level` nor `trainer.offload` is set, nothing here does anything.
 """
 

@@ -16,7 +16,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ActorDied, answer, kill, place
 from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.controller.trainer_process import kill as kill_processes
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.weight_layouts import engine_route
 from megatron_bapo.rollout.engine import INITIAL_VERSION, Engine, EngineFacts, engine_environment
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, GenerationRequest, SequenceScore
@@ -131,20 +131,21 @@ class EngineFleet:
         return self._actors[name], facts.kv_cache_tokens
 
     async def restart(self, name: str) -> tuple[GenerationEngine, int]:
-        """Kill what is left of an engine and start another in its place.
+        """Kill what is left of an engine and start another in its place; its GPUs have to be the engines' now.
 
-        Raises RunError where another could not join in.
+        Raises RunError where another could not join in, or does not start.
         """
-        rollout, transport = self._config.rollout, self._config.weight_sync.transport
+        transport = self._config.weight_sync.transport
         if transport != "store":
             raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
-        if rollout.sleep_level:
-            raise RunError(f"with rollout.sleep_level={rollout.sleep_level} the GPUs may be the trainer's now")
         self._kill(name)
         new_name = f"{name} restart {next(self._restarts)}"
         handle, start = place_engine(self._config, self._indexes[name], self._home(name), new_name)
         self._actors[name] = EngineActor(name, handle, self._config.rollout)
-        return await self.started(name, start)
+        try:
+            return await self.started(name, start)
+        except UserError as error:  # an engine with these settings has been there; GPU memory may not be free
+            raise RunError(str(error)) from error
 
     async def load_current_weights(self, engine: GenerationEngine) -> None:
         assert isinstance(engine, EngineActor), "it comes from restart"

@@ -85,7 +85,8 @@ class RolloutClient:
 
     def sleep(self, level: int) -> None:
         """Every engine frees its memory; returns when all have."""
-        ask(self._service.sleep.remote(level), SERVICE, self._config.rollout.start_timeout_s)
+        # One may have to start and to load weights first.
+        ask(self._service.sleep.remote(level), SERVICE, 3 * self._config.rollout.start_timeout_s)
 
     def wake(self, tags: tuple[str, ...]) -> None:
         ask(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)

@@ -182,11 +182,14 @@ class RolloutService:
         await self._producer.refresh(version, load)
 
     async def sleep(self, level: int) -> None:
-        """Every engine frees its memory; returns when all have."""
+        """Every engine frees its memory, one that is just starting when it has; returns when all have."""
+        await self._health.to_trainer()
         await self._on_every(lambda engine: engine.sleep(level))
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         await self._on_every(lambda engine: engine.wake(tags))
+        if "kv_cache" in tags:
+            await self._health.to_engines()
 
     async def probe(self, probe: WeightProbe) -> list[float]:
         """By how much each serving engine differs, in nats; those that are being replaced are probed before they serve.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from megatron_bapo.errors import RunError
@@ -48,6 +49,9 @@ class EngineHealth:
         self._replacing: set[str] = set()
         self.weights = asyncio.Lock()
         """Held while weights change: no probe is sent, and no new engine starts to serve with those of before."""
+        self._turn = asyncio.Condition()
+        self._is_trainers_turn = False
+        self._num_starting = 0
         self.num_restarts = 0
 
     def start(self) -> None:
@@ -58,6 +62,18 @@ class EngineHealth:
         if name not in self._replacing:
             self._replacing.add(name)
             self._spawn(self._bring_back(name, reason))
+
+    async def to_trainer(self) -> None:
+        """The trainer has the engines' GPUs next; returns when no engine starts there, and none will."""
+        async with self._turn:
+            self._is_trainers_turn = True
+            await self._turn.wait_for(lambda: not self._num_starting)
+
+    async def to_engines(self) -> None:
+        """Engines have their GPUs again, also those that start."""
+        async with self._turn:
+            self._is_trainers_turn = False
+            self._turn.notify_all()
 
     async def close(self) -> None:
         tasks = [*self._tasks]
@@ -84,10 +100,11 @@ class EngineHealth:
         self._record(name, "lost", reason)
         for attempt in range(1, self._max_restarts + 1):
             try:
-                engine, capacity_tokens = await self._fleet.restart(name)
-                async with self.weights:
-                    await self._fleet.load_current_weights(engine)
-                    self._router.add(name, engine, capacity_tokens)
+                async with self._starting():
+                    engine, capacity_tokens = await self._fleet.restart(name)
+                    async with self.weights:
+                        await self._fleet.load_current_weights(engine)
+                        self._router.add(name, engine, capacity_tokens)
             except RunError as error:
                 self._record(name, "failed to start", str(error))
                 if attempt == self._max_restarts:
@@ -98,6 +115,19 @@ class EngineHealth:
                 self._record(name, "serves", f"attempt {attempt}")
                 break
         self._replacing.discard(name)
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """In the engines' turn, which lasts until this is left."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: not self._is_trainers_turn)
+            self._num_starting += 1
+        try:
+            yield
+        finally:
+            async with self._turn:
+                self._num_starting -= 1
+                self._turn.notify_all()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -111,6 +111,46 @@ def test_a_replacement_waits_for_weights_that_are_on_their_way():
     run_in_virtual_time(main())
 
 
+def test_an_engine_lost_in_the_trainers_turn_is_replaced_in_the_engines_turn():
+    async def main() -> None:
+        fleet = ModelledFleet(2)
+        fleet.start()
+        await fleet.health.to_trainer()
+        for name in ("engine 0", "engine 1"):
+            fleet.router.remove(name, "killed while it slept")
+        await asyncio.sleep(5 * START_S)
+        assert fleet.router.engines == {}
+        fleet.version = 4
+        await fleet.health.to_engines()
+        await asyncio.sleep(1.5 * START_S)  # both at a time
+        assert fleet.router.engines == fleet.engines
+        assert [engine.version for engine in fleet.engines.values()] == [4, 4]
+        await fleet.health.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("broken_starts", [0, 1])
+def test_the_trainers_turn_begins_when_the_engine_that_starts_serves_or_has_failed(broken_starts: int):
+    async def main() -> None:
+        fleet = ModelledFleet(1, broken_starts=broken_starts)
+        fleet.start()
+        start_s = asyncio.get_running_loop().time()
+        fleet.router.remove("engine 0", "killed")
+        await asyncio.sleep(1.0)
+        await fleet.health.to_trainer()
+        assert START_S <= asyncio.get_running_loop().time() - start_s < 1.5 * START_S
+        assert len(fleet.router.engines) == 1 - broken_starts  # one that serves can be told to sleep
+        await asyncio.sleep(5 * START_S)
+        assert len(fleet.router.engines) == 1 - broken_starts
+        await fleet.health.to_engines()
+        await asyncio.sleep(START_S + 1.0)
+        assert fleet.router.engines == fleet.engines
+        await fleet.health.close()
+
+    run_in_virtual_time(main())
+
+
 def test_an_engine_that_fails_to_start_is_tried_again_and_then_ends_the_run_by_name():
     async def main(broken_starts: int) -> ModelledFleet:
         fleet = ModelledFleet(1, broken_starts=broken_starts)
