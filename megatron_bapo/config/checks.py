@@ -16,6 +16,7 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import colocation_problems
 from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems
+from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
 from megatron_bapo.config.section import Section
@@ -29,20 +30,18 @@ FP8_LOG_PROB_NOISE = 0.5
 """The same where one of them multiplies in FP8: 3 bits of mantissa round a weight by up to 1/16 of its size."""
 
 FREE_ON_RESUME = (
-    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.logprob_chunk_size"),
-    *("trainer.packing", "trainer.collective_timeout_s", "trainer.max_restarts"),
-    *("checkpoint", "logging", "evaluation", "parallel", "weight_sync"),
-    *("rollout.num_engines", "rollout.tensor_parallel_size", "rollout.max_num_seqs", "rollout.kv_cache_gib"),
-    *("rollout.colocate", "rollout.sleep_level", "trainer.offload"),
-    *("model.transformer_impl", "rollout.kv_cache_dtype"),
-    *("rollout.gpu_memory_utilization", "rollout.start_timeout_s", "rollout.request_timeout_s"),
-    *("rollout.max_request_failures", "rollout.max_engine_restarts", "rollout.on_refresh"),
-    *("rollout.health_check_interval_s", "rollout.health_check_timeout_s"),
+    *("run_dir", "parallel", "weight_sync", "checkpoint", "evaluation", "logging"),
+    *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload"),
+    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.packing", "trainer.logprob_chunk_size"),
+    *("trainer.fused_kernels", "trainer.offload", "trainer.collective_timeout_s", "trainer.max_restarts"),
+    *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
+    *("rollout.colocate", "rollout.sleep_level", "rollout.on_refresh"),
+    *("rollout.max_reward_failures", "rollout.object_store_mib"),
     *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.remote"),
     *("environment.num_workers", "environment.concurrency", "environment.timeout_s"),
-    *("optimizer.cpu_offload", "algorithm.clip_bounds.method"),
 )
-"""Keys and sections that a continued run may change: how long it trains, what it writes, and on which machines."""
+"""Keys and sections that a continued run may change. What changes the meaning of its data or of its optimisation is
+fixed; what changes where, how fast and for how long it runs, and what it writes, is free."""
 
 
 def check_config(config: Config) -> list[str]:
@@ -77,9 +76,9 @@ def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
 def resume_conflicts(old: Config, new: Config) -> list[str]:
     """The keys in which an interrupted run's configuration differs from the one it is to continue with.
 
-    Differences in `FREE_ON_RESUME` and in the name of the run directory are no conflicts.
+    Differences in `FREE_ON_RESUME` are no conflicts.
     """
-    conflicts = differences(old, new, free=(*FREE_ON_RESUME, "run_dir"))
+    conflicts = differences(old, new, free=FREE_ON_RESUME)
     style, num_decay = new.optimizer.lr_decay_style, new.optimizer.lr_decay_steps
     if (
         style not in ("constant", "inverse-square-root")
