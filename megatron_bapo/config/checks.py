@@ -24,11 +24,6 @@ from megatron_bapo.errors import UserError
 
 PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 
-BFLOAT16_LOG_PROB_NOISE = 0.1
-"""Nats by which two implementations of one bfloat16 model differ on a sampled token; up to 0.09 was measured."""
-FP8_LOG_PROB_NOISE = 0.5
-"""The same where one of them multiplies in FP8: 3 bits of mantissa round a weight by up to 1/16 of its size."""
-
 FREE_ON_RESUME = (
     *("run_dir", "parallel", "weight_sync", "checkpoint", "evaluation", "logging"),
     *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload"),
@@ -340,19 +335,16 @@ def _other_warnings(config: Config) -> Iterator[str]:
 
 def _probe_warnings(config: Config) -> Iterator[str]:
     """Rounding that the probe would take for wrong weights."""
-    tolerance = config.weight_sync.probe_tolerance
-    in_fp8 = {
-        f"fp8.recipe={config.fp8.recipe if config.fp8 else None}": config.fp8 is not None,
-        f"rollout.quantization={config.rollout.quantization}": config.rollout.quantization is not None,
-        f"rollout.kv_cache_dtype={config.rollout.kv_cache_dtype}": config.rollout.kv_cache_dtype != "auto",
-    }
-    causes = [cause for cause, holds in in_fp8.items() if holds]
-    noise, way_out = FP8_LOG_PROB_NOISE, "leave FP8 out"
-    if not causes and config.model.dtype == "bfloat16":
-        causes, noise, way_out = ["model.dtype=bfloat16"], BFLOAT16_LOG_PROB_NOISE, "model.dtype=float32"
-    if causes and tolerance < noise:
+    tolerance, noise = config.weight_sync.probe_tolerance, config.log_prob_noise
+    if tolerance is not None and tolerance < noise:
+        precisions = {
+            f"fp8.recipe={config.fp8.recipe if config.fp8 else None}": config.fp8 is not None,
+            f"rollout.quantization={config.rollout.quantization}": config.rollout.quantization is not None,
+            f"rollout.kv_cache_dtype={config.rollout.kv_cache_dtype}": config.rollout.kv_cache_dtype != "auto",
+        }
+        causes = [name for name, holds in precisions.items() if holds] or [f"model.dtype={config.model.dtype}"]
         yield (
             f"weight_sync.probe_tolerance={tolerance} with {' and '.join(causes)}: engine and trainer round "
-            f"differently, by up to {noise} nats per token, so the probe may end the run. Set probe_tolerance to "
-            f"{noise} or more, or {way_out}"
+            f"differently, by up to {noise} nats per token, so the probe may end the run. Leave probe_tolerance out, "
+            f"or set it to {noise} or more"
         )

@@ -19,6 +19,13 @@ from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, NonNegativeInt, Section
 
+FLOAT32_LOG_PROB_NOISE = 1e-4
+"""Nats by which two implementations of one model may differ on a token of the weight probe."""
+BFLOAT16_LOG_PROB_NOISE = 0.1
+"""The same in bfloat16; up to 0.09 was measured."""
+FP8_LOG_PROB_NOISE = 0.5
+"""The same where one of them multiplies in FP8: 3 bits of mantissa round a weight by up to 1/16 of its size."""
+
 
 class CreateModelConfig(Section):
     """A randomly initialised Qwen3-shaped checkpoint with a byte tokenizer, built in the run directory."""
@@ -260,8 +267,9 @@ class WeightSyncConfig(Section):
     as engines on other hosts must."""
     full_every: PositiveInt = 16
     """Every so many versions a store of the engines' own gets everything and not what changed."""
-    probe_tolerance: PositiveFloat = 1e-4
-    """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats."""
+    probe_tolerance: PositiveFloat | None = None
+    """Largest accepted difference of the engine's and the trainer's log-probs on the probe, in nats; by default what
+    rounding explains: 1e-4 in float32, 0.1 in bfloat16, 0.5 where the engine or the trainer computes in FP8."""
     probe_tokens: Annotated[int, Field(ge=2)] = 32
     """Length of the probe sequence."""
 
@@ -353,6 +361,18 @@ class Config(Section):
             fp8_multiple=self.fp8.multiple if self.fp8 is not None else None,
             packing=self.trainer.packing,
         )
+
+    @property
+    def log_prob_noise(self) -> float:
+        """Nats by which engine and trainer may differ on a token under the same weights, by rounding."""
+        if self.fp8 is not None or self.rollout.quantization is not None or self.rollout.kv_cache_dtype != "auto":
+            return FP8_LOG_PROB_NOISE
+        return FLOAT32_LOG_PROB_NOISE if self.model.dtype == "float32" else BFLOAT16_LOG_PROB_NOISE
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Of the weight probe, in nats."""
+        return self.weight_sync.probe_tolerance or self.log_prob_noise
 
     @property
     def max_micro_batch_tokens(self) -> int:

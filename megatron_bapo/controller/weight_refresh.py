@@ -41,6 +41,5 @@ def probe(worker: Worker, rollouts: RolloutClient | None, turns: DeviceTurns, po
     turns.to_engines()
     if rollouts is None:
         return {}
-    config = worker.config.weight_sync
-    differences = rollouts.probe(WeightProbe(policy_version, token_ids, ours, config.probe_tolerance))
+    differences = rollouts.probe(WeightProbe(policy_version, token_ids, ours, worker.config.probe_tolerance))
     return {"weight_sync/probe_diff_max": Max(max(differences))} if differences else {}

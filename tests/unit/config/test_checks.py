@@ -350,8 +350,24 @@ def test_a_run_is_extended_only_where_its_schedule_does_not_bend(settings: dict[
     assert all("learning-rate schedule" in conflict for conflict in conflicts)
 
 
+@pytest.mark.parametrize(
+    ("values", "nats"),
+    [
+        ({}, 1e-4),
+        ({"model__dtype": "bfloat16"}, 0.1),
+        ({"model__dtype": "bfloat16", "rollout__kv_cache_dtype": "fp8_e4m3"}, 0.5),
+        ({"model__dtype": "bfloat16", "fp8": {}}, 0.5),
+        ({"model__dtype": "bfloat16", "weight_sync__probe_tolerance": 0.3}, 0.3),
+    ],
+    ids=str,
+)
+def test_the_weight_probe_allows_what_the_precision_explains(values: dict[str, Any], nats: float) -> None:
+    assert config(**values).probe_tolerance == nats
+
+
 def test_a_probe_tighter_than_bfloat16_is_warned_about() -> None:
-    (warning,) = check_config(config(model__dtype="bfloat16"))
+    assert check_config(config(model__dtype="bfloat16")) == []
+    (warning,) = check_config(config(model__dtype="bfloat16", weight_sync__probe_tolerance=0.0001))
     assert "weight_sync.probe_tolerance=0.0001 with model.dtype=bfloat16" in warning
     assert check_config(config(model__dtype="bfloat16", weight_sync__probe_tolerance=0.15)) == []
 

@@ -91,9 +91,10 @@ def test_a_plan_refuses_fp8_where_the_gpu_has_none(plan: Plan, expected: str) ->
         ({"rollout__quantization": "fp8_per_block"}, 0.1, True),
         ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0.1, True),
         ({"rollout__quantization": "fp8_per_block"}, 0.5, False),
+        ({"rollout__quantization": "fp8_per_block"}, None, False),
     ],
     ids=str,
 )
-def test_a_probe_that_fp8_rounding_would_fail_is_warned_of(values: dict, tolerance: float, warned: bool) -> None:
+def test_a_probe_that_fp8_rounding_would_fail_is_warned_of(values: dict, tolerance: float | None, warned: bool) -> None:
     warnings = check_config(config(**values, model__dtype="bfloat16", weight_sync__probe_tolerance=tolerance))
-    assert any("so the probe may end the run. Set probe_tolerance to 0.5" in line for line in warnings) == warned
+    assert any("so the probe may end the run. Leave probe_tolerance out" in line for line in warnings) == warned
