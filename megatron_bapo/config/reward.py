@@ -25,7 +25,8 @@ class RemoteRewardConfig(Section):
     retry_wait_s: PositiveFloat = 1.0
     """Before the first retry; twice as long before each further one, up to 30 s."""
     authorization_env: str | None = None
-    """Name of the environment variable with the `Authorization` header, such as `Bearer ...`; it is written nowhere."""
+    """Name of the environment variable with the `Authorization` header, such as `Bearer ...`; it is written nowhere,
+    and an environment's processes do not get it."""
 
     @field_validator("url")
     @classmethod

@@ -31,6 +31,8 @@ class Target:
     """Keywords that are left out where the function has no such parameter."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keywords, the same in every call."""
+    withheld: tuple[str, ...] = ()
+    """Environment variables that its processes do not get."""
 
 
 def load(target: Target) -> tuple[Callable[..., Any], bool]:

@@ -24,6 +24,8 @@ from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker import LINE_LIMIT, START_LIMIT_S
 
 KILL_LIMIT_S = 10.0
+RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Whoever has it runs what he likes in the run's Ray cluster."""
 CANCEL_GRACE_S = 1.0
 """In which a coroutine that is late has to let go."""
 
@@ -161,7 +163,7 @@ class _Worker:
                 [sys.executable, "-P", "-m", "megatron_bapo.functions.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=_environment(target.withheld),
                 # A group of its own: Ctrl-C passes it by, and what the function itself started is killed with it.
                 start_new_session=True,
             )
@@ -261,8 +263,12 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, with its import path, so that the worker finds the modules that it would find."""
+def _environment(withheld: Sequence[str]) -> dict[str, str]:
+    """This process's, with its import path, so that the worker finds the modules that it would find.
+
+    Without secrets that are not for the function.
+    """
     folders = [folder or os.getcwd() for folder in sys.path]
     path = os.pathsep.join(dict.fromkeys([*folders, os.getcwd()]))
-    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
+    kept = {name: value for name, value in os.environ.items() if name not in (*RAY_TOKEN, *withheld)}
+    return {"OMP_NUM_THREADS": "1"} | kept | {"PYTHONPATH": path}

@@ -29,14 +29,23 @@ _TURN, _CONTENT = "0turn0", "0content0"
 class FunctionEnvironment:
     """Runs the function in worker processes with a time limit, and encodes its replies."""
 
-    def __init__(self, config: EnvironmentConfig, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises UserError when the function cannot be loaded, or the chat template has no place for replies."""
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        data: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        withheld: tuple[str, ...] = (),
+    ) -> None:
+        """`withheld` are environment variables that the function does not get.
+
+        Raises UserError when the function cannot be loaded, or the chat template has no place for replies.
+        """
         self._config = config
         self.num_timeouts = 0
         """Since the start."""
         self._encode = reply_encoder(tokenizer, config.role, chat_template=data.chat_template)
         self._pool = FunctionPool(
-            _target(config),
+            _target(config, withheld),
             num_workers=config.num_workers,
             concurrency=config.concurrency,
             timeout_s=config.timeout_s,
@@ -99,7 +108,7 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
     return encode
 
 
-def _target(config: EnvironmentConfig) -> Target:
+def _target(config: EnvironmentConfig, withheld: tuple[str, ...]) -> Target:
     return Target(
         name=f"environment.type={config.type}"
         if config.function is None
@@ -107,4 +116,5 @@ def _target(config: EnvironmentConfig) -> Target:
         spec=config.function or BUILT_IN[config.type],
         arguments=ARGUMENTS,
         returns="reply",
+        withheld=withheld,
     )

@@ -31,6 +31,8 @@ def obey(answer):
         child = subprocess.Popen(["sleep", "60"])
         Path(argument).write_text(str(child.pid))
         time.sleep(60)
+    if command == "has":
+        return float(argument in os.environ)
     if command == "raise":
         raise KeyError(argument)
     if command == "exit":
@@ -63,9 +65,11 @@ def module(tmp_path, monkeypatch) -> str:
     return "worker_pool_test_functions"
 
 
-def in_pool(use: Callable[[FunctionPool], Awaitable[Any]], spec: str, **settings: Any) -> Any:
+def in_pool(
+    use: Callable[[FunctionPool], Awaitable[Any]], spec: str, withheld: tuple[str, ...] = (), **settings: Any
+) -> Any:
     async def main() -> Any:
-        target = Target(f"reward.function={spec}", spec, ("answer",), "score")
+        target = Target(f"reward.function={spec}", spec, ("answer",), "score", withheld=withheld)
         pool = FunctionPool(target, **{"num_workers": 1, "concurrency": 32, "timeout_s": 60.0} | settings)
         try:
             return await use(pool)
@@ -267,3 +271,13 @@ def test_ctrl_c_reaches_the_parent_alone_which_kills_its_workers(tmp_path):
     assert output == "interrupted\n"
     assert errors == ""
     wait_until_dead(worker_id, limit_s=5.0)
+
+
+def test_a_function_gets_its_own_variables_and_no_secrets_of_others(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "OF_THE_REWARD", "OF_THE_USER")
+    for name in names:
+        monkeypatch.setenv(name, "value")
+    asked = [f"has {name}" for name in names]
+    assert results(f"{module}:obey", *asked, withheld=("OF_THE_REWARD",)) == [0.0, 0.0, 0.0, 1.0]

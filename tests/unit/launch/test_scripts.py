@@ -82,7 +82,7 @@ def test_the_kuberay_job_has_token_authentication_and_as_many_nodes_as_it_waits_
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_a_job_whose_step_outlasts_the_time_limit_queues_again_if_there_is_a_checkpoint(
+def test_a_job_out_of_time_queues_again_if_there_is_a_checkpoint_and_writes_down_no_secret(
     is_saved: bool, tmp_path: Path
 ) -> None:
     logs = tmp_path / "run" / "slurm"
@@ -98,6 +98,7 @@ def test_a_job_whose_step_outlasts_the_time_limit_queues_again_if_there_is_a_che
         "BAPO_LOGS": str(logs),
         "BAPO_PYTHON": "true",
         "BAPO_SIGNAL_S": "2",
+        **dict.fromkeys(("RAY_AUTH_TOKEN", "SLURM_JWT", "WANDB_API_KEY", "OPENAI_LOGIN"), "s3cret"),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node-1",
         "SLURM_JOB_NUM_NODES": "1",
@@ -112,5 +113,8 @@ def test_a_job_whose_step_outlasts_the_time_limit_queues_again_if_there_is_a_che
         code = job.wait(timeout=20)
     assert time.monotonic() - start_s >= 1.0, "the step under way got its time"
     assert code == 130
+    found = (logs / "7-environment.txt").read_text()
+    assert "SLURM_JOB_NUM_NODES=1" in found
+    assert "s3cret" not in found
     asked = (logs / "asked").read_text() if (logs / "asked").exists() else ""
     assert asked == ("requeue 7\n" if is_saved else "")
