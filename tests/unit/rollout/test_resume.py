@@ -182,7 +182,7 @@ def test_interrupted_at_any_time_nothing_is_lost_trained_too_often_or_generated_
 
         again = world(MODES[mode], Tool(reply_s=0.2), score_s=0.1)
         held = await resumed(again, checkpoint)
-        after = await again.train(4)
+        after = await again.train(2)
         settings = again.settings
         uses = Counter(group.prompt.prompt_id for batch in before[:num_taken] + after for group in batch.groups)
         assert max(uses.values()) <= settings.max_reuse
@@ -201,7 +201,7 @@ def test_interrupted_at_any_time_nothing_is_lost_trained_too_often_or_generated_
         await again.producer.close()
         return check_continued(held, groups)
 
-    num_continued = [run_in_virtual_time(main(0.37 + 1.07 * i, tmp_path / str(i))) for i in range(8)]
+    num_continued = [run_in_virtual_time(main(0.37 + 1.93 * i, tmp_path / str(i))) for i in range(4)]
     assert sum(num_continued) > 0
 
 
