@@ -23,6 +23,13 @@ from megatron_bapo.logs import last_lines
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
 _GENTLY_S, _POLL_S = 10.0, 0.1
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this with
+    # tensor and sequence parallelism on Hopper and older).
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Environment variables that users may set otherwise."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def start_trainer(node: TrainerNode, store: Path, log_file: Path) -> psutil.Pope
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **_environment(node)},
+            env={**_DEFAULTS, **os.environ, **_environment(node)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )

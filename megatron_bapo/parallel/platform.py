@@ -50,9 +50,6 @@ def claim_device() -> None:
     Otherwise every rank of a host leaves a context on its first GPU.
     """
     if has_gpu():
-        # In one hardware queue a collective starts before the product that is to hide it (Megatron-Core asks for this
-        # with tensor and sequence parallelism on Hopper and older); read when the device is first used.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(local_device())
 
 
