@@ -20,7 +20,8 @@ def compute_score(
     r"""The `score`, 1.0 when the answer equals the ground truth, else 0.0, and the answer that was read, as `pred`.
 
     The answer is the text's last \boxed{} (several close together make a set), else its last formula or number. The
-    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs.
+    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs. Where it is a number, a sum or product of
+    numbers, such as the task itself, is no answer: math-verify would work it out.
     Raises ValueError when nothing can be read from the ground truth.
     """
     delimited = "\\boxed" in ground_truth or "$" in ground_truth
@@ -28,8 +29,18 @@ def compute_score(
     if not gold:
         raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
     answer = parse(solution_str, parsing_timeout=NO_TIMEOUT)
+    is_task = isinstance(gold[0], sympy.Number) and _is_left_to_do(answer)
     # math-verify's comparison is not symmetric: the ground truth comes first.
-    return {"score": float(verify(gold, answer, timeout_seconds=NO_TIMEOUT)), "pred": _written(answer)}
+    is_right = not is_task and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
+    return {"score": float(is_right), "pred": _written(answer)}
+
+
+def _is_left_to_do(answer: list[Any]) -> bool:
+    """12 + 34 and 3 * 4, but not 3 * 10^5, 50% or 1/2."""
+    if not answer or not isinstance(answer[0], sympy.Add | sympy.Mul):
+        return False
+    factors = [factor for factor in answer[0].args if isinstance(factor, sympy.Integer) and factor != -1]
+    return isinstance(answer[0], sympy.Add) or len(factors) > 1
 
 
 def _written(answer: list[Any]) -> str | None:

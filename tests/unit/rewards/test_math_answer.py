@@ -17,6 +17,10 @@ from megatron_bapo.rewards.math_answer import compute_score
         ("\\boxed{(x+1)^2}", "x^2 + 2x + 1"),
         ("\\boxed{42}", "The result is $42$"),
         ("\\boxed{42}", "\\boxed{42}"),
+        ("\\boxed{3 \\times 10^5}", "300000"),
+        ("\\boxed{50\\%}", "0.5"),
+        ("\\boxed{1 + \\sqrt{2}}", "1+\\sqrt{2}"),
+        ("\\boxed{2 \\cdot 3 \\cdot x}", "6x"),
     ],
 )
 def test_an_equal_answer_scores_one(answer, ground_truth):
@@ -33,6 +37,10 @@ def test_an_equal_answer_scores_one(answer, ground_truth):
         ("42, no: 43", "42"),
         ("\\boxed{42} \\boxed{43}", "42"),
         ("\\boxed{\\frac{1}{", "\\frac{1}{2}"),
+        ("12 + 30", "42"),
+        ("12 + 30 =", "42"),
+        ("\\boxed{6 \\times 7}", "42"),
+        ("50 - 8", "42"),
     ],
 )
 def test_another_answer_scores_zero(answer, ground_truth):
