@@ -45,6 +45,13 @@ class Example:
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
+    def num_learned(self) -> int:
+        """Sampled tokens that rollout correction has not rejected."""
+        if self.correction_weights is None:
+            return self.trajectory.num_sampled
+        return int(np.count_nonzero(self.correction_weights))
+
+    @property
     def num_input_tokens(self) -> int:
         return len(self.trajectory.prompt_token_ids) + len(self.trajectory.response_token_ids) - 1
 

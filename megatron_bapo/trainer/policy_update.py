@@ -41,10 +41,14 @@ def update_policy(
     `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
     no scoring pass. `sampled_now` says that engines with the current weights drew the tokens: what their log-probs
     differ by is the engine's arithmetic. `reservoir` keeps a sample of the tokens.
+
+    Without examples the update is skipped: parameters, moments and Adam's step count stay as they are.
     """
     config, algorithm = worker.config, worker.config.algorithm
     if reservoir is not None:
         examples = reservoir.choose(examples)
+    if not examples:
+        return step_metrics(None, lr)
     micro_batches = worker.micro_batches(examples)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:

@@ -70,10 +70,15 @@ def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length
 
 
 def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
-    """The examples that an update learns from, weighted; `overlong.mode=filter` leaves truncated answers out."""
+    """The examples that an update learns from, weighted; `overlong.mode=filter` leaves truncated answers out.
+
+    Empty where there is no token to learn from: all answers are left out, or all tokens rejected.
+    """
     algorithm = config.algorithm
     if algorithm.overlong.mode == "filter":
         examples = [example for example in examples if example.trajectory.finish_reason != "length"]
+    if not any(example.num_learned for example in examples):
+        return []
     return weighted(examples, algorithm.loss_agg_mode, config.rollout.max_response_length)
 
 

@@ -110,10 +110,13 @@ def speculation_metrics(*, speculated: bool, missed: bool) -> dict[str, Metric]:
     }
 
 
-def step_metrics(step: StepResult, lr: float) -> dict[str, Metric]:
-    return {
-        "actor/grad_norm": Mean(step.grad_norm, 1.0),
-        "actor/grad_norm_max": Max(step.grad_norm),
-        "actor/skipped_updates": Mean(float(step.skipped), 1.0),
+def step_metrics(step: StepResult | None, lr: float) -> dict[str, Metric]:
+    """Of an update's optimizer step; None where an empty minibatch left none to take."""
+    metrics: dict[str, Metric] = {
+        "actor/skipped_updates": Mean(float(step is None or step.skipped), 1.0),
+        "actor/empty_minibatches": Mean(float(step is None), 1.0),
         "actor/lr": Last(lr),
     }
+    if step is not None:
+        metrics |= {"actor/grad_norm": Mean(step.grad_norm, 1.0), "actor/grad_norm_max": Max(step.grad_norm)}
+    return metrics

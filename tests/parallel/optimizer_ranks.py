@@ -23,7 +23,7 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.offload import TrainerMemory
 from megatron_bapo.trainer.optimizer import STATES
-from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
+from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, update_policy
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.worker import Worker, create_worker
 
@@ -87,7 +87,17 @@ def poisoned_update(worker: Worker) -> dict[str, bool]:
     return {
         "skipped": skipped == 1.0 and on_all_ranks(worker.optimizer.num_skipped == 1),
         "unchanged": on_all_ranks(same_bits(before, everything(worker)) and worker.optimizer.num_steps == num_steps),
+        "empty_is_skipped": empty_update(worker),
     }
+
+
+def empty_update(worker: Worker) -> bool:
+    """Whether an update on an empty minibatch changes nothing, takes no step and reports itself."""
+    before, num_steps = everything(worker), worker.optimizer.num_steps
+    updated = reduce_updates([update_policy(worker, [], lr=LEARNING_RATE, on_policy=False)] * 2, worker.groups)
+    found = {"actor/skipped_updates": 1.0, "actor/empty_minibatches": 1.0, "actor/lr": LEARNING_RATE}
+    unchanged = same_bits(before, everything(worker)) and worker.optimizer.num_steps == num_steps
+    return on_all_ranks(unchanged and [scalars(metrics) for metrics in updated] == [found] * 2)
 
 
 def offloaded(worker: Worker) -> dict[str, bool]:

@@ -207,6 +207,11 @@ def test_a_nan_on_one_rank_makes_all_ranks_skip_and_changes_nothing(results: Pat
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_an_empty_minibatch_is_a_skipped_update_on_all_ranks(results: Path, name: str) -> None:
+    assert facts(results, name)["empty_is_skipped"]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_offloading_between_updates_empties_the_device_and_brings_every_bit_back(results: Path, name: str) -> None:
     """The third update follows it; that of a resumed run, which has to give the same bits, does not."""
     found = facts(results, name)

@@ -62,6 +62,13 @@ def test_exactly_so_many_tokens_of_each_update_are_kept_with_their_values():
     assert set(table["advantage_sign"]) == {-1.0, 0.0, 1.0}
 
 
+def test_an_update_without_examples_counts_as_one():
+    reservoir = TokenReservoir(2, seed=(1,))
+    assert reservoir.choose([]) == []
+    add(reservoir, lay_out(reservoir.choose(EXAMPLES)))
+    assert gather(reservoir)["update"] == [2.0, 2.0]
+
+
 def test_all_tokens_are_kept_where_there_are_fewer():
     reservoir = TokenReservoir(100, seed=(1,))
     add(reservoir, lay_out(reservoir.choose(EXAMPLES)))

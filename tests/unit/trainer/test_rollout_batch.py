@@ -1,0 +1,40 @@
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_bapo.config.algorithm import LossAggMode
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.rollout_batch import minibatch
+from tests.unit.config.examples import config
+from tests.unit.trainer.test_token_reservoir import example
+
+MODES: tuple[LossAggMode, ...] = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def truncated(length: int) -> Example:
+    whole = example(length, 1.0)
+    return dataclasses.replace(whole, trajectory=dataclasses.replace(whole.trajectory, finish_reason="length"))
+
+
+def corrected(length: int, kept: int) -> Example:
+    """With an importance weight of 2 for its first `kept` tokens; the others are rejected."""
+    return dataclasses.replace(example(length, 1.0), correction_weights=np.where(np.arange(length) < kept, 2.0, 0.0))
+
+
+def found(examples: list[Example], mode: LossAggMode, **algorithm: Any) -> list[Example]:
+    return minibatch(config(algorithm={"loss_agg_mode": mode, **algorithm}), examples)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_minibatch_without_a_token_to_learn_from_is_empty(mode: LossAggMode) -> None:
+    assert found([truncated(3), truncated(5)], mode, overlong={"mode": "filter"}) == []
+    assert found([corrected(3, kept=0), corrected(5, kept=0)], mode) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_truncated_answers_are_left_out_of_the_denominators_where_they_are_filtered(mode: LossAggMode) -> None:
+    whole = example(4, -1.0)
+    assert found([truncated(3), whole], mode, overlong={"mode": "filter"}) == found([whole], mode)
+    assert len(found([truncated(3), whole], mode)) == 2
