@@ -52,9 +52,9 @@ class Trainee:
     seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
 
-    def update(self, examples: list[Example], *, on_policy: bool) -> None:
+    def update(self, examples: list[Example], *, sampled_now: bool) -> None:
         start = process_time()
-        metrics = update_policy(self.worker, examples, lr=LEARNING_RATE, on_policy=on_policy)
+        metrics = update_policy(self.worker, examples, lr=LEARNING_RATE, on_policy=False, sampled_now=sampled_now)
         self.seconds.append(process_time() - start)
         self.metrics.append(scalars(metrics))
 
@@ -124,7 +124,7 @@ def train(trainees: dict[str, Trainee]) -> None:
         }
         for number in range(UPDATES_PER_BATCH):
             for name, trainee in trainees.items():
-                trainee.update(own[name][number], on_policy=number == 0)
+                trainee.update(own[name][number], sampled_now=number == 0)
     scored, speculated = ([m["actor/bapo_clip_high"] for m in trainees[n].metrics] for n in ("score", "speculate"))
     assert scored == speculated, "score and speculate found different bounds"
     for ours, theirs in zip(

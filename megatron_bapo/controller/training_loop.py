@@ -238,27 +238,26 @@ def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[d
         run.recorder.write_rollouts(run.state, scored, [np.asarray(example.advantage) for example in examples])
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
-    # Ratios start from the trainer's own log-probs, or from those of engines that had its present weights.
     sampled_now = all(
         span.policy_version == run.state.policy_version
         for group in scored.groups
         for trajectory in group.trajectories
         for span in trajectory.version_spans
     )
-    is_fresh = config.algorithm.behaviour_policy == "recomputed" or sampled_now
+    recomputed, num_steps = config.algorithm.behaviour_policy == "recomputed", run.worker.optimizer.num_steps
     for epoch in range(config.trainer.ppo_epochs):
         order = np.arange(len(examples))
         if epoch:
             order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
         for start in range(0, len(order), size):
             chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
-            unchanged = epoch == 0 and start == 0
+            unchanged = run.worker.optimizer.num_steps == num_steps
             parts.append(
                 update_policy(
                     run.worker,
                     chosen,
                     lr=_policy_lr(run, len(parts)),
-                    on_policy=unchanged and is_fresh,
+                    on_policy=unchanged and recomputed,
                     sampled_now=unchanged and sampled_now,
                     reservoir=reservoir,
                 )

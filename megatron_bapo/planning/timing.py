@@ -142,8 +142,8 @@ def step_time(
 def _scoring_passes(config: Config) -> float:
     """Forward passes over a trajectory for each time that it is trained on.
 
-    Those of `bound_scopes.py`: a step's first update has every ratio at 1 and needs none. What speculation saves of
-    them, nobody knows beforehand.
+    Those of `bound_scopes.py`: a step's first update is trained at once by ratios of 1. What speculation saves of
+    them, and how often it trains twice, nobody knows beforehand.
     """
     algorithm, trainer = config.algorithm, config.trainer
     finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"

@@ -38,9 +38,10 @@ def update_policy(
 ) -> dict[str, Metric]:
     """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
-    `on_policy` says that the ratio's denominators come from the current weights: every ratio is 1, so the bounds need
-    no scoring pass. `sampled_now` says that engines with the current weights drew the tokens: what their log-probs
-    differ by is the engine's arithmetic. `reservoir` keeps a sample of the tokens.
+    `on_policy` says that the trainer computed the ratio's denominators with the current weights: every ratio is 1,
+    and that settles the bounds. `sampled_now` says that engines with the current weights drew the tokens: what their
+    log-probs differ by is the engine's arithmetic, so the bounds need a check. `reservoir` keeps a sample of the
+    tokens.
 
     Without examples the update is skipped: parameters, moments and Adam's step count stay as they are.
     """
@@ -85,7 +86,7 @@ def update_policy(
         worker.optimizer.zero_grad()
         return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
 
-    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy)
+    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, sampled_now=sampled_now)
     metrics = merge(r.metrics for r in results) | found | length_metrics(examples)
     metrics |= step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:

@@ -29,8 +29,10 @@ WAYS = {
     "score": {},
     "speculate": {"method": "speculate"},
     "speculate-scored": {"method": "speculate"},
+    "fresh": {},
     "microbatch": {"scope": "microbatch"},
 }
+"""`fresh` trains on the same minibatches as if engines with the present weights had sampled them."""
 POSITIVE_SHARES = (0.49, 0.9, 0.1, 0.53)
 """Of the minibatches' advantages; the second and the third leave no doubt about their bounds."""
 NUM_EPOCHS = 2
@@ -66,7 +68,8 @@ def train(worker: Worker, way: str) -> list[dict[str, float]]:
         for _ in range(MIN_MEASURED if way == "speculate" else 0):
             speculation.record(missed=False, scoring_cost=1.0)
         examples = minibatch(number, worker.model.architecture.vocab_size)
-        metrics = update_policy(replace(worker, speculation=speculation), examples, lr=LEARNING_RATE, on_policy=False)
+        predicting = replace(worker, speculation=speculation)
+        metrics = update_policy(predicting, examples, lr=LEARNING_RATE, on_policy=False, sampled_now=way == "fresh")
         updates.append(scalars(reduce_metrics(metrics, worker.groups)))
     return updates
 

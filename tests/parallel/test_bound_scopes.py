@@ -62,9 +62,9 @@ def bounds(results: Path, name: str, way: str) -> list[tuple[float, float]]:
     return list(zip(low, high, strict=True))
 
 
-@pytest.mark.parametrize("way", ["speculate", "speculate-scored"])
+@pytest.mark.parametrize("way", ["speculate", "speculate-scored", "fresh"])
 @pytest.mark.parametrize("name", CASES)
-def test_speculation_gives_the_bits_that_scoring_gives(results: Path, name: str, way: str) -> None:
+def test_a_prediction_that_is_checked_gives_the_bits_that_scoring_gives(results: Path, name: str, way: str) -> None:
     assert same_bits(load_folder(results / name / way), load_folder(results / name / "score"))
     common = set(updates(results, name, "score")[0]) & set(updates(results, name, way)[0])
     assert {"actor/bapo_positive_share", "actor/grad_norm", "actor/loss", "actor/pg_clipfrac"} < common
@@ -76,16 +76,19 @@ def test_speculation_gives_the_bits_that_scoring_gives(results: Path, name: str,
 def test_bounds_vary_and_some_predictions_are_right_and_some_wrong(results: Path, name: str) -> None:
     hits = series(results, name, "speculate", "bapo_speculation_hit")
     assert 2 <= sum(hits) <= len(hits) - 2
-    assert series(results, name, "speculate-scored", "bapo_speculation_hit") == hits
+    for way in ("speculate-scored", "fresh"):
+        assert series(results, name, way, "bapo_speculation_hit") == hits
     found = bounds(results, name, "score")
     assert found[1] == START
     assert found[2] == END
     assert set(found) - {START, END}
 
 
-@pytest.mark.parametrize(("way", "speculated"), [("speculate", 1.0), ("speculate-scored", 0.0)])
+@pytest.mark.parametrize(("way", "speculated"), [("speculate", 1.0), ("speculate-scored", 0.0), ("fresh", 1.0)])
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_is_speculated_where_that_pays(results: Path, name: str, way: str, speculated: float) -> None:
+def test_an_update_is_speculated_where_that_pays_or_its_samples_are_fresh(
+    results: Path, name: str, way: str, speculated: float
+) -> None:
     assert set(series(results, name, way, "bapo_speculated")) == {speculated}
 
 
