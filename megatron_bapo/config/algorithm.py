@@ -30,6 +30,10 @@ class ClipBoundsSettings(Section):
     ratio_upper_step: PositiveFloat = 0.05
     contribution: Literal["value", "gradient"] = "value"
     """`value`: clipped surrogate of every token (Eq. 8); `gradient`: only tokens whose gradient is not clipped away."""
+    weights: Literal["token", "loss"] = "token"
+    """What a token's contribution weighs: 1, as in the authors' released code and by the paper's figures, or what the
+    loss gives it by `loss_agg_mode`. Only with `seq-mean-token-mean` are the bounds others. Rollout correction weights
+    contributions with both."""
     search_order: Literal["upper_first", "lower_first"] = "upper_first"
     target_measure: Literal["share", "ratio"] = "share"
     """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does. The target is a share
@@ -120,7 +124,8 @@ class AlgorithmConfig(Section):
     clip_ratio_low: Fraction = 0.2
     clip_ratio_high: PositiveFloat = 0.2
     clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = None
-    """Dual clip: ratio from which on a token with a negative advantage has no gradient."""
+    """Dual clip: ratio from which on a token with a negative advantage has no gradient. BAPO's search does not know it,
+    as in the authors' released code: beyond it contributions go on growing with the ratio."""
     adv_estimator: AdvEstimator = "grpo"
     norm_adv_by_std: bool = True
     """GRPO's advantages: reward minus the group's mean, divided by the group's standard deviation."""

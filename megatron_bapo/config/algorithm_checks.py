@@ -49,7 +49,13 @@ def _truncation_problems(config: Config) -> Iterator[str]:
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
+    algorithm, bounds = config.algorithm, config.algorithm.clip_bounds
+    if (algorithm.objective, algorithm.loss_agg_mode, bounds.weights) == ("bapo", "seq-mean-token-mean", "token"):
+        yield (
+            "algorithm.clip_bounds.weights=token with algorithm.loss_agg_mode=seq-mean-token-mean: the bounds balance "
+            "sums over tokens, the loss weighs every answer alike, so the share that they reach is not the loss's. Set "
+            "clip_bounds.weights=loss, or loss_agg_mode=token-mean"
+        )
     if algorithm.objective == "gspo" and algorithm.loss_agg_mode != "seq-mean-token-mean":
         yield (
             f"algorithm.loss_agg_mode={algorithm.loss_agg_mode} with algorithm.objective=gspo, which weighs every "

@@ -134,13 +134,15 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
     )
     algorithm = worker.config.algorithm
     current_N = behaviour_N if scores is None else torch.cat([s.log_probs_N for s in scores])
+    contributions_N = corrections_N if algorithm.rollout_correction.active else None  # of rejected tokens 0
+    if algorithm.clip_bounds.weights == "loss":
+        contributions_N = weights_N * corrections_N
     return find_clip_bounds(
         current_N - behaviour_N,
         advantages_N,
         algorithm.clip_bounds,
         mask=weights_N != 0,
-        # What the loss weights, the contributions weight as well; rejected tokens have none.
-        weights=corrections_N if algorithm.rollout_correction.active else None,
+        weights=contributions_N,
         reduce=sum_over(worker.groups.data_context),
     )
 

@@ -33,6 +33,15 @@ def test_gspo_is_told_that_its_weights_are_not_the_papers() -> None:
     assert "Set loss_agg_mode=seq-mean-token-mean" in warning
 
 
+def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> None:
+    by_answer = {"algorithm__loss_agg_mode": "seq-mean-token-mean"}
+    (warning,) = check_config(config(**by_answer))
+    assert "clip_bounds.weights=token" in warning
+    assert "Set clip_bounds.weights=loss" in warning
+    assert check_config(config(**by_answer, algorithm__clip_bounds__weights="loss")) == []
+    assert check_config(config(algorithm__loss_agg_mode="seq-mean-token-sum-norm")) == []
+
+
 @pytest.mark.parametrize(
     ("values", "value", "rule", "way_out"),
     [
