@@ -22,8 +22,9 @@ class Fp8Config(Section):
     """Matrix products of the layers in FP8, in training and scoring alike; the keys are Megatron's without `fp8_`."""
 
     recipe: Fp8Recipe = "blockwise"
-    """Where scales come from: `delayed`, one a tensor from its past largest values; `tensorwise`, from the tensor
-    itself; `blockwise`, one for 128 x 128 weights and for 128 of a token's activations; `mxfp8`, one for 32 numbers, on
+    """Where scales come from: `delayed`, one a tensor from its past largest values, which checkpoints do not hold: a
+    resumed run collects them anew and does not repeat the interrupted one's bits; `tensorwise`, from the tensor itself;
+    `blockwise`, one for 128 x 128 weights and for 128 of a token's activations; `mxfp8`, one for 32 numbers, on
     Blackwell."""
     format: Literal["e4m3", "hybrid"] | None = None
     """`hybrid` has gradients in E5M2; by default that of `delayed` and `tensorwise`, the others take `e4m3`."""
@@ -37,6 +38,11 @@ class Fp8Config(Section):
     @property
     def number_format(self) -> Literal["e4m3", "hybrid"]:
         return self.format or ("hybrid" if self.recipe in ("delayed", "tensorwise") else "e4m3")
+
+    @property
+    def remembers_passes(self) -> bool:
+        """Whether a training pass changes the scales of the next one, so that none can be repeated bit for bit."""
+        return self.recipe == "delayed"
 
     @property
     def num_bf16_layers(self) -> tuple[int, int]:

@@ -43,6 +43,12 @@ def _fp8_problems(config: Config) -> Iterator[str]:
             "fp8.first_last_layers_bf16=true with fp8.recipe=delayed: its scales are reduced once for all layers "
             "together; set recipe=tensorwise or blockwise, or first_last_layers_bf16=false"
         )
+    if fp8.remembers_passes and config.algorithm.clip_bounds.method == "speculate":
+        yield (
+            f"algorithm.clip_bounds.method=speculate with fp8.recipe={fp8.recipe}, whose scales follow from past "
+            "training passes: one that is repeated by other bounds would not be that of method=score; set method="
+            "score, or recipe=tensorwise or blockwise"
+        )
     if config.optimizer.cpu_offload and fp8.recipe != "delayed":
         yield (
             f"optimizer.cpu_offload=true with fp8.recipe={fp8.recipe}: Megatron's offloading optimizer takes "

@@ -8,12 +8,12 @@
 The prediction takes every ratio to be 1. Where the ratio's denominators are the trainer's own, under its present
 weights, that is no prediction but settles the bounds. Where engines with the present weights gave them, it is wrong by
 their arithmetic alone, and next to the target that may be enough to move the bounds: such fresh minibatches are trained
-at once and checked, whatever the method.
+at once and checked, whatever the method, unless FP8 scales remember passes, which then cannot be repeated.
 
-In general the bounds under ratios of 1 follow from the sums of positive and negative advantages,
-which decide between the first and the last bounds almost alone. In 492 updates of two runs on the quickstart's task, 8
-updates a rollout batch, it was right in 99% with a target of 0.4, and in 83% with 0.5, the hardest, which is the median
-share there; the previous update's bounds were right in 98% and 53%, the ratios of earlier updates no better.
+Predicted bounds follow from the sums of positive and negative advantages, which decide between the first and the last
+bounds almost alone. In 492 updates of two runs on the quickstart's task, 8 updates a rollout batch, the prediction was
+right in 99% with a target of 0.4, and in 83% with 0.5, the hardest, which is the median share there; the previous
+update's bounds were right in 98% and 53%, the ratios of earlier updates no better.
 
 Only the last pipeline stage has log-probs, and so bounds. What the other ranks need to know is one small maximum over
 all ranks. Sums of the search go over data- and context-parallel ranks only: tensor-parallel ranks hold the same tokens.
@@ -70,7 +70,8 @@ def train_within_bounds(
     if on_policy:
         bounds = _bounds(worker, micro_batches, None)
         return train(_limits(bounds)), bounds_metrics(bounds)
-    if sampled_now:
+    fp8 = worker.config.fp8
+    if sampled_now and not (fp8 and fp8.remembers_passes):
         return _train_and_check(worker, micro_batches, train)[:2]
     if algorithm.clip_bounds.method == "speculate":
         return _speculate(worker, micro_batches, train)

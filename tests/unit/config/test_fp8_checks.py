@@ -48,6 +48,10 @@ def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> Non
             ["first_last_layers_bf16=true with fp8.recipe=delayed", "set recipe=tensorwise or blockwise"],
         ),
         (
+            fp8("delayed") | {"algorithm__clip_bounds": {"method": "speculate"}},
+            ["clip_bounds.method=speculate with fp8.recipe=delayed", "set method=score, or recipe=tensorwise"],
+        ),
+        (
             fp8() | {"optimizer__cpu_offload": True},
             ["optimizer.cpu_offload=true with fp8.recipe=tensorwise", "recipe=delayed alone", "cpu_offload=false"],
         ),
