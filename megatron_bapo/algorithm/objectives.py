@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.config.algorithm import Objective
 
 TokenObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
@@ -64,11 +65,11 @@ def sequence_log_ratios(
 ) -> Tensor:
     """Each token's sequence's mean log-ratio [T] over the tokens that count: GSPO's log s (arXiv 2507.18071, Eq. 7).
 
-    `sequence_index_T` lies below `num_sequences`; `reduce` sums one tensor in place over the ranks that share the
-    sequences.
+    Tokens' log-ratios are clamped to +-20. `sequence_index_T` lies below `num_sequences`; `reduce` sums one tensor in
+    place over the ranks that share the sequences.
     """
     sums_2B = log_ratio_T.new_zeros(2, num_sequences)
-    sums_2B[0].index_add_(0, sequence_index_T, log_ratio_T.masked_fill(~counts_T, 0.0))
+    sums_2B[0].index_add_(0, sequence_index_T, clamped_log_ratio(log_ratio_T).masked_fill(~counts_T, 0.0))
     sums_2B[1].index_add_(0, sequence_index_T, counts_T.to(sums_2B.dtype))
     if reduce is not None:
         reduce(sums_2B)

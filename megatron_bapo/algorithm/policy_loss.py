@@ -118,7 +118,7 @@ def policy_loss(
     else:
         loss = _objective_loss(log_probs_T, tokens, low, high, settings)
     if settings.kl_loss_coef or settings.entropy_coeff:
-        excluded_T = ~_counts(log_probs_T - tokens.behaviour_log_probs_T, tokens)
+        excluded_T = ~counting(log_probs_T - tokens.behaviour_log_probs_T, tokens)
         weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
         if settings.kl_loss_coef:
             loss = loss + settings.kl_loss_coef * _kl_loss(log_probs_T, tokens, weights_T, settings)
@@ -131,7 +131,7 @@ def _objective_loss(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
-    excluded_T = ~_counts(log_ratio_T, tokens)
+    excluded_T = ~counting(log_ratio_T, tokens)
     value_T = OBJECTIVES[settings.objective](
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
         log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
@@ -151,7 +151,7 @@ def policy_statistics(
 ) -> PolicyLossSums:
     """What `policy_loss` did with the same tokens. Clip counts are of the objective's ratio, GSPO's the sequence's."""
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
-    counts_T = _counts(log_ratio_T, tokens)
+    counts_T = counting(log_ratio_T, tokens)
     log_ratio_T = log_ratio_T.masked_fill(~counts_T, 0.0)
     ratio_T = _objective_log_ratio(log_ratio_T, tokens).exp()
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
@@ -188,8 +188,8 @@ def _present(tokens: LossTokens) -> Tensor:
     return present_T if tokens.correction_T is None else present_T & (tokens.correction_T != 0)
 
 
-def _counts(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
-    """Which tokens exist and are usable."""
+def counting(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
+    """Which tokens [T] exist and are usable: nothing of theirs is NaN, and nothing but a log-ratio infinite."""
     counts_T = _present(tokens) & ~log_ratio_T.detach().isnan()
     counts_T &= tokens.advantages_T.isfinite() & tokens.weights_T.isfinite()
     return counts_T if tokens.correction_T is None else counts_T & tokens.correction_T.isfinite()

@@ -6,13 +6,14 @@ Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.objectives import sequence_log_ratios
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics, supervised_loss
+from megatron_bapo.algorithm.policy_loss import LossTokens, counting, policy_loss, policy_statistics, supervised_loss
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
@@ -101,25 +102,27 @@ def loss_tokens(
 
     GSPO's ratios need every log-prob of a sequence, so the output layer runs once more, before the loss.
     """
-    config, sequence_log_ratio_N = worker.config, None
-    if config.algorithm.objective == "gspo":
-        with torch.no_grad():
-            log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
-        sequence_log_ratio_N = sequence_log_ratios(
-            log_probs_N - micro_batch.behaviour_log_probs_N,
-            micro_batch.weights_N * micro_batch.corrections_N != 0,
-            micro_batch.sequence_index_N,
-            micro_batch.num_sequences,
-            sum_over(worker.groups.context),
-        )
-    return LossTokens(
+    config = worker.config
+    tokens = LossTokens(
         micro_batch.behaviour_log_probs_N,
         micro_batch.advantages_N,
         micro_batch.weights_N,
         micro_batch.corrections_N if config.algorithm.rollout_correction.active else None,
         micro_batch.reference_log_probs_N if config.algorithm.kl_loss_coef else None,
-        sequence_log_ratio_N,
     )
+    if config.algorithm.objective != "gspo":
+        return tokens
+    with torch.no_grad():
+        log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
+    log_ratio_N = log_probs_N - micro_batch.behaviour_log_probs_N
+    sequence_log_ratio_N = sequence_log_ratios(
+        log_ratio_N,
+        counting(log_ratio_N, tokens),
+        micro_batch.sequence_index_N,
+        micro_batch.num_sequences,
+        sum_over(worker.groups.context),
+    )
+    return replace(tokens, sequence_log_ratio_T=sequence_log_ratio_N)
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
