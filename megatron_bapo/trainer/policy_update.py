@@ -39,25 +39,23 @@ def update_policy(
 ) -> dict[str, Metric]:
     """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
 
-    `on_policy` says that the trainer computed the ratio's denominators with the current weights: every ratio is 1,
-    and that settles the bounds. `sampled_now` says that engines with the current weights drew the tokens: what their
-    log-probs differ by is the engine's arithmetic, so the bounds need a check. `reservoir` keeps a sample of the
-    tokens.
-
-    Without examples the update is skipped: parameters, moments and Adam's step count stay as they are.
+    `on_policy` says that the trainer computed the ratio's denominators with the current weights: every ratio is 1.
+    `sampled_now` says that engines with these weights drew the tokens: what their log-probs differ by is the engine's
+    arithmetic. `reservoir` keeps a sample of the tokens. Without examples the update is skipped and changes nothing.
     """
-    config, algorithm = worker.config, worker.config.algorithm
+    config, algorithm, temperature = worker.config, worker.config.algorithm, worker.config.rollout.temperature
     if reservoir is not None:
         examples = reservoir.choose(examples)
     if not examples:
         return step_metrics(None, lr)
     micro_batches = worker.micro_batches(examples)
+    share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
     def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
         outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
         if limits is None:
             with torch.no_grad():
-                scores = Scores(*log_probs_and_entropy(*outputs, temperature=config.rollout.temperature))
+                scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
             limits, found = micro_batch_limits(worker, micro_batch, scores)
         low, high = limits
         tokens = loss_tokens(worker, micro_batch, outputs)
@@ -66,14 +64,11 @@ def update_policy(
             return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm, fused=worker.fused_kernels)
 
         loss, log_probs_N, entropy_N = token_loss(
-            *outputs,
-            loss_of,
-            temperature=config.rollout.temperature,
-            entropy_requires_grad=algorithm.entropy_coeff != 0.0,
+            *outputs, loss_of, temperature=temperature, entropy_requires_grad=algorithm.entropy_coeff != 0.0
         )
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
         log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
-        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N) | found
+        metrics = loss_metrics(loss, tokens.weights_T, sums, entropy_N, log_ratio_N, share=share) | found
         if reservoir is not None:
             reservoir.add(micro_batch, log_probs_N, entropy_N)
         if sampled_now:

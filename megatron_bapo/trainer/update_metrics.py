@@ -28,17 +28,23 @@ def loss_metrics(
     sums: PolicyLossSums,
     entropy_N: torch.Tensor,
     log_ratio_N: torch.Tensor,
+    *,
+    share: float,
 ) -> dict[str, Metric]:
+    """Of one micro-batch. `share` is 1 / (the minibatch's micro-batches on all data- and context-parallel ranks).
+
+    Losses add up over these, and so do their shares, to 1: the minibatch's metric is the loss that is optimised.
+    """
     fields = [getattr(sums, field.name) for field in dataclasses.fields(sums)]
     absent_N = (weights_N == 0) | log_ratio_N.isnan()
     ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(absent_N, 0.0)
     largest = torch.cat([ratio_N, ratio_N.new_zeros(1)]).amax()
-    own = [entropy_N.double().sum(), loss.detach().double(), weights_N.double().sum(), largest]
-    entropy, total, weight, max_ratio, *values = torch.stack([*own, *fields]).tolist()
+    own = [entropy_N.double().sum(), loss.detach().double(), largest]
+    entropy, total, max_ratio, *values = torch.stack([*own, *fields]).tolist()
     of = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
     num = of["num_tokens"]
     return {
-        "actor/loss": Mean(total, weight),
+        "actor/loss": Mean(total, share),
         "actor/entropy": Mean(entropy, entropy_N.numel()),
         "actor/ppo_kl": Mean(of["k1_kl"], num),
         "actor/ppo_kl_k3": Mean(of["k3_kl"], num),
@@ -46,7 +52,7 @@ def loss_metrics(
         "actor/pg_clipfrac_lower": Mean(of["num_clipped_low"], num),
         "actor/pg_clipfrac_upper": Mean(of["num_clipped_high"], num),
         "actor/pg_clipfrac_dual": Mean(of["num_clipped_dual"], num),
-        "actor/kl_loss": Mean(of["kl_loss"], weight),
+        "actor/kl_loss": Mean(of["kl_loss"], share),
         "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
         "actor/positive_loss_share": Mean(of["positive_sum"], of["positive_sum"] + of["negative_sum"]),
         "actor/num_positive_tokens": Sum(of["num_positive"]),

@@ -8,7 +8,7 @@ from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
 from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
-from megatron_bapo.metrics.values import scalars
+from megatron_bapo.metrics.values import Metric, merge, scalars
 from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics, mismatch_metrics
 from tests.unit.trainer.test_token_reservoir import example
 
@@ -19,7 +19,9 @@ LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
 BAPO = AlgorithmConfig()
 
 
-def metrics(log_ratio: list[float], advantages: list[float], weights: list[float]) -> dict[str, float]:
+def of_micro_batch(
+    log_ratio: list[float], advantages: list[float], weights: list[float], share: float = 1.0
+) -> dict[str, Metric]:
     ratio, advantage, weight = (
         torch.tensor(values, dtype=torch.float64) for values in (log_ratio, advantages, weights)
     )
@@ -27,7 +29,20 @@ def metrics(log_ratio: list[float], advantages: list[float], weights: list[float
     current, entropy = behaviour + ratio, torch.ones_like(ratio)
     tokens = LossTokens(behaviour, advantage, weight)
     loss = policy_loss(current, entropy, tokens, LOW, HIGH, BAPO)
-    return scalars(loss_metrics(loss, weight, policy_statistics(current, tokens, LOW, HIGH, BAPO), entropy, ratio))
+    sums = policy_statistics(current, tokens, LOW, HIGH, BAPO)
+    return loss_metrics(loss, weight, sums, entropy, ratio, share=share)
+
+
+def metrics(log_ratio: list[float], advantages: list[float], weights: list[float]) -> dict[str, float]:
+    return scalars(of_micro_batch(log_ratio, advantages, weights))
+
+
+def test_the_loss_of_a_minibatch_is_what_its_micro_batches_add_up_to_whatever_their_weights() -> None:
+    """At r = 1 the loss is -sum w A; weights of 1 / trajectories, for one, do not add up to 1."""
+    parts = [of_micro_batch([0.0] * 3, [1.0, -2.0, 4.0], [0.5] * 3, 1 / 2), of_micro_batch([0.0], [1.0], [0.25], 1 / 2)]
+    assert scalars(merge(parts))["actor/loss"] == pytest.approx(-(0.5 * 3.0 + 0.25), rel=1e-12)
+    updates = [merge(parts), of_micro_batch([0.0], [1.0], [2.0])]
+    assert scalars(merge(updates))["actor/loss"] == pytest.approx((-1.75 - 2.0) / 2, rel=1e-12)
 
 
 def test_absent_and_dropped_tokens_show_in_no_metric_but_their_count():
