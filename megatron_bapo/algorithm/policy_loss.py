@@ -79,7 +79,8 @@ def token_weights(
 ) -> Tensor:
     """Weight of each trajectory's tokens, float64 [B], with which the minibatch's token losses add up to `mode`.
 
-    `num_trajectories` and `num_tokens` (response tokens) count the whole minibatch, over all micro-batches and ranks.
+    Lengths and `num_tokens` count response tokens that are not rejected; `num_trajectories` and `num_tokens` are those
+    of the whole minibatch, over all micro-batches and ranks.
     The modes are verl's `loss_agg_mode` (`agg_loss` in `core_algos.py`); `seq-mean-token-sum-norm` is Dr. GRPO's
     constant divisor (arXiv 2503.20783, appendix A).
     """
@@ -90,7 +91,7 @@ def token_weights(
         case "seq-mean-token-sum":
             return torch.full_like(lengths_B, 1 / num_trajectories)
         case "seq-mean-token-mean":
-            return 1 / (num_trajectories * lengths_B)
+            return 1 / (num_trajectories * lengths_B.clamp(min=1.0))
         case "seq-mean-token-sum-norm":
             return torch.full_like(lengths_B, 1 / (num_trajectories * max_response_length))
 

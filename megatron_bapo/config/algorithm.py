@@ -93,7 +93,8 @@ class RolloutCorrectionConfig(Section):
     rollout_is_threshold: PositiveFloat = 2.0
     """Largest weight."""
     rollout_rs: CorrectionLevel | None = None
-    """Rejection: tokens weigh 0 where their own ratio, their sequence's product or its geometric mean is outside."""
+    """Rejection: tokens are left out of the loss and of its denominators where their own ratio, their sequence's
+    product or its geometric mean is outside."""
     rollout_rs_threshold: PositiveFloat = 2.0
     rollout_rs_threshold_lower: PositiveFloat | None = None
     """By default 1 / rollout_rs_threshold."""

@@ -57,8 +57,12 @@ def make_examples(
 
 
 def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length: int) -> list[Example]:
-    """The examples of a minibatch with weights that carry its global denominator."""
-    lengths = torch.tensor([example.trajectory.num_sampled for example in examples])
+    """The examples of a minibatch with weights that carry its global denominator.
+
+    As in verl, whose rejection takes tokens out of the response mask, rejected ones count in no number of tokens, and
+    trajectories without any other still count as trajectories.
+    """
+    lengths = torch.tensor([example.num_learned for example in examples])
     weights = token_weights(
         mode,
         lengths,

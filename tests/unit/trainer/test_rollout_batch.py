@@ -33,6 +33,18 @@ def test_a_minibatch_without_a_token_to_learn_from_is_empty(mode: LossAggMode) -
     assert found([corrected(3, kept=0), corrected(5, kept=0)], mode) == []
 
 
+def test_rejected_tokens_leave_the_denominators_as_in_verl() -> None:
+    """Sums over accepted tokens are divided by their number; sequences count with none, too."""
+    examples = [corrected(4, kept=1), corrected(6, kept=3), corrected(5, kept=0), example(2, 1.0)]
+    weights = {mode: [e.weight for e in found(examples, mode)] for mode in MODES}
+    assert weights["token-mean"] == pytest.approx([1 / 6] * 4)
+    assert weights["seq-mean-token-mean"][:2] == pytest.approx([1 / (4 * 1), 1 / (4 * 3)])
+    assert weights["seq-mean-token-mean"][3] == pytest.approx(1 / (4 * 2))
+    assert np.isfinite(weights["seq-mean-token-mean"][2])
+    assert weights["seq-mean-token-sum"] == pytest.approx([1 / 4] * 4)
+    assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / (4 * 100)] * 4)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_truncated_answers_are_left_out_of_the_denominators_where_they_are_filtered(mode: LossAggMode) -> None:
     whole = example(4, -1.0)
