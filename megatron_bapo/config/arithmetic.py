@@ -9,11 +9,12 @@ from megatron_bapo.config.schema import Config
 def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
     """Rows (what, how it comes about) from the layout down to the token limits, printed before anything starts.
 
-    The configuration must have passed `check_config`: every division is exact.
+    The configuration must have passed `check_config`.
     """
     trainer, dp, n = config.trainer, config.parallel.data_parallel_size, config.rollout.n
     steps, batch, mini_batch = trainer.total_steps, trainer.train_batch_size, trainer.ppo_mini_batch_size
-    updates, per_rank = trainer.updates_per_step, mini_batch // dp
+    updates, per_rank = trainer.updates_per_step, -(-mini_batch // dp)
+    each = f"{mini_batch / dp:,.1f}".removesuffix(".0")
     rows = [
         ("trainer", _trainer_layout(config)),
         ("engines", f"{config.rollout.num_engines} x {config.rollout.tensor_parallel_size} tensor parallel"),
@@ -22,7 +23,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
             "updates per step",
             f"{_count(trainer.ppo_epochs, 'pass', 'passes')} x {batch:,} / {mini_batch:,} trajectories = {updates:,}",
         ),
-        ("each update", f"{mini_batch:,} trajectories = {per_rank:,} x {_count(dp, 'data-parallel rank')}"),
+        ("each update", f"{mini_batch:,} trajectories = {each} x {_count(dp, 'data-parallel rank')}"),
         (
             "whole run",
             f"{_count(steps, 'step')} x {updates:,} = {steps * updates:,} updates on {steps * batch:,} trajectories",

@@ -122,17 +122,16 @@ def _layout_problems(config: Config) -> Iterator[str]:
     if grid:
         return
     dp = parallel.data_parallel_size
-    ranks = f"{dp} data-parallel ranks (parallel.world_size={parallel.world_size} / {parallel.model_parallel_size})"
-    if trainer.ppo_mini_batch_size % dp:
-        yield (
-            f"trainer.ppo_mini_batch_size={trainer.ppo_mini_batch_size} trajectories must split evenly over {ranks}; "
-            f"set it to {_multiples(trainer.ppo_mini_batch_size, dp)}"
-        )
-    if config.warm_start is not None and config.warm_start.batch_size % dp:
-        yield (
-            f"warm_start.batch_size={config.warm_start.batch_size} examples must split evenly over {ranks}; "
-            f"set it to {_multiples(config.warm_start.batch_size, dp)}"
-        )
+    sizes = {"trainer.ppo_mini_batch_size": trainer.ppo_mini_batch_size}
+    if config.warm_start is not None:
+        sizes["warm_start.batch_size"] = config.warm_start.batch_size
+    for key, size in sizes.items():
+        if size < dp:
+            yield (
+                f"{key}={size} trajectories leave some of {dp} data-parallel ranks (parallel.world_size="
+                f"{parallel.world_size} / {parallel.model_parallel_size}) without any; set it to {dp} or more, or "
+                "lower world_size"
+            )
 
 
 def _setting_problems(parallel: ParallelConfig) -> Iterator[str]:

@@ -71,7 +71,7 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
 
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
     """Of one update, on one data-parallel rank."""
-    trajectories = config.trainer.ppo_mini_batch_size // config.parallel.data_parallel_size
+    trajectories = config.trainer.ppo_mini_batch_size / config.parallel.data_parallel_size
     tokens = trajectories * mean_length(config, assumptions)
     needed = -(-tokens // (config.max_micro_batch_tokens * assumptions.packing_efficiency))
     return round_up(max(1, int(needed)), config.parallel.num_micro_batches_multiple)

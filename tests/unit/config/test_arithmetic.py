@@ -23,6 +23,8 @@ def test_everything_is_counted_in_trajectories() -> None:
     assert table["each step"] == "64 prompts x 16 = 1,024 trajectories"
     assert table["updates per step"] == "2 passes x 1,024 / 256 trajectories = 8"
     assert table["each update"] == "256 trajectories = 64 x 4 data-parallel ranks"
+    odd = rows(parallel={"world_size": 3})["each update"]
+    assert odd == "256 trajectories = 85.3 x 3 data-parallel ranks"
     assert table["whole run"] == "10 steps x 8 = 80 updates on 10,240 trajectories"
 
 
