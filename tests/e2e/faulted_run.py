@@ -75,6 +75,7 @@ SCRIPT = (
     Fault("raise"),
     Fault("hang"),
     Fault("exit"),
+    Fault("kill", "trainer"),
 )
 """Each waits until the one before is over, but for those that hit the replacement."""
 
@@ -117,7 +118,8 @@ class FaultedRun:
             *("rollout.num_engines=2", "rollout.health_check_interval_s=1", "rollout.health_check_timeout_s=5"),
             *("rollout.max_engine_restarts=6", "rollout.max_reward_failures=8", "rollout.start_timeout_s=200"),
             *("reward.type=function", "reward.function=planted_reward:score", "reward.timeout_s=4"),
-            *("warm_start=null", "checkpoint.every_steps=100000", "data.validation=null", "data.max_prompt_length=32"),
+            *("warm_start=null", "data.validation=null", "data.max_prompt_length=32"),
+            *("checkpoint.every_steps=100000", "checkpoint.every_s=30"),
             *(f"data.train.size={12 * self.total_steps}", "data.train.reasoning_gym.chain_sum.max_digits=3"),
             *(f"trainer.total_steps={self.total_steps}", *overrides),
         )
