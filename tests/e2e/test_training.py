@@ -222,7 +222,7 @@ def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, 
     )
     assert repeated == original
     assert len(repeated) == 6 + 4
-    assert repeated[-1]["actor/grad_norm"] > 0
+    assert any(row["actor/grad_norm"] > 0 for row in repeated[6:])
     weights, same = (load_file(next((d / "hf").glob("*.safetensors"))) for d in (resumed["run_dir"], replayed))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
