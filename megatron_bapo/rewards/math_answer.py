@@ -20,8 +20,8 @@ def compute_score(
     r"""The `score`, 1.0 when the answer equals the ground truth, else 0.0, and the answer that was read, as `pred`.
 
     The answer is the text's last \boxed{} (several close together make a set), else its last formula or number. The
-    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs. Where it is a number, a sum or product of
-    numbers, such as the task itself, is no answer: math-verify would work it out.
+    ground truth is a number or LaTeX, with or without \boxed{} or dollar signs. Where it is a number, a sum or product
+    of numbers, such as the task itself, is no answer: math-verify would work it out.
     Raises ValueError when nothing can be read from the ground truth.
     """
     delimited = "\\boxed" in ground_truth or "$" in ground_truth

@@ -18,7 +18,7 @@ from megatron_bapo.records import Group, HeldRollouts, Prompt, Trajectory
 from megatron_bapo.rollout.generation import Reply, ScoredGroups
 from megatron_bapo.rollout.virtual_time import run_in_virtual_time
 from tests.unit.rollout.modelled_engines import log_prob, next_token
-from tests.unit.rollout.test_producer import World, settings
+from tests.unit.rollout.world import World, settings
 
 NUM_STEPS = 5
 MEAN_LENGTH = 30
@@ -63,6 +63,7 @@ def world(values: dict[str, Any], tool: Tool | None, *, score_s: float = 0.0) ->
     return World(
         settings(max_response_length=60, **values),
         mean_length=MEAN_LENGTH,
+        num_engines=1,  # of several, another one than before may go on with an answer, and another moment later
         num_prompts=400,
         environment=tool,
         score_s=score_s,
