@@ -66,6 +66,7 @@ class Fault:
 
 
 SCRIPT = (
+    Fault("kill", "trainer"),
     Fault("kill"),
     Fault("kill", "start"),
     Fault("kill", "return"),
@@ -75,9 +76,9 @@ SCRIPT = (
     Fault("raise"),
     Fault("hang"),
     Fault("exit"),
-    Fault("kill", "trainer"),
 )
-"""Each waits until the one before is over, but for those that hit the replacement."""
+"""Each waits until the one before is over, but for those that hit the replacement. The trainer comes first: a run that
+starts again from its checkpoint forgets what was set aside since."""
 
 
 def drawn_by_lot(num: int, seed: int) -> list[Fault]:
