@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +13,6 @@ from transformers import Qwen2Config
 from bench import gpu, gpu_bapo_step, gpu_kernels, gpu_train_step, gpu_weight_handover, results
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import has_gpu
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.parameters import num_parameters
@@ -36,16 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True,
     ).save_pretrained(folder)  # fmt: skip
     return folder
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
-        with gpu.one_rank() as (groups, _):
-            yield groups
-            parallel_state.destroy_model_parallel()
 
 
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU, on which the benches would start")

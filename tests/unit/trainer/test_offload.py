@@ -1,15 +1,13 @@
 """State that gives way to engines: emptied storages, and what is in them afterwards. On whatever device is here."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen2Config
 
-from bench import gpu, gpu_train_step
+from bench import gpu_train_step
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.offload import Storages, TrainerMemory
 from megatron_bapo.trainer.policy_update import update_policy
@@ -17,16 +15,6 @@ from megatron_bapo.trainer.worker import Worker, create_worker
 
 # Megatron-Core warns of its own defaults and of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ParallelGroups]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            patch.setenv(name, "0")  # `one_rank` sets them; this puts them back
-        with gpu.one_rank() as (groups, _):
-            yield groups
-            parallel_state.destroy_model_parallel()
 
 
 def make_worker(folder: Path, groups: ParallelGroups, dtype: str) -> Worker:
