@@ -133,7 +133,8 @@ def on_two_cores(folder: Path, changes: Sequence[str]) -> tuple[list[tuple[objec
     overlapping = overlapping_run(trained(folder, "overlapping", (*changes, *OVERLAPPING)))
     workload = with_overlap(recorded_workload(sync, larger)[0], overlapping)
     print(f"{workload.num_cores:.2f} cores for engines and trainer together", flush=True)
-    rows, ratios, sync_s = [], {}, 0.0
+    rows: list[tuple[object, ...]] = []
+    ratios, sync_s = {}, 0.0
     for name, mode in {"sync": (), **OTHERS}.items():
         overrides = (*changes, *mode)
         settings = load_config(folder / "config.yaml", [f"run_dir={folder}", *overrides]).rollout
@@ -159,7 +160,7 @@ def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
         for name, settings in candidates(config.rollout).items()
     }
     sync_s, chosen = results["sync"].seconds, best(results)
-    rows = [
+    rows: list[tuple[object, ...]] = [
         (f"32B, {name}", "", r.seconds / r.num_steps, r.seconds / sync_s, "the best" * (name == chosen))
         for name, r in results.items()
     ]
@@ -186,7 +187,7 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             real_rows, real_ratios = on_two_cores(folder.absolute(), arguments.changes)
         rows, ratios = real_rows + rows, real_ratios | ratios
-    figures |= {f"{_key(str(row[0]))}_s": round(float(row[1] or row[2]), 2) for row in rows}
+    figures |= {f"{_key(str(row[0]))}_s": round(float(str(row[1] or row[2])), 2) for row in rows}
     report("rollout_modes", ("run", "s/step", "simulated", "to sync", ""), rows, ratios=ratios, figures=figures)
 
 
