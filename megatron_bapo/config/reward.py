@@ -79,6 +79,11 @@ class RewardConfig(Section):
         check_spec("reward.function", self.function)
         return self
 
+    @property
+    def secret_variables(self) -> tuple[str, ...]:
+        """Environment variables that no function but the reward may see."""
+        return (self.remote.authorization_env,) if self.remote and self.remote.authorization_env else ()
+
 
 class EnvironmentConfig(Section):
     """What answers the policy between the turns of an answer, such as a tool.

@@ -69,9 +69,9 @@ class RolloutService:
         self._scorer = Scorer(config.reward)
         self._environment = None
         if config.environment is not None:
-            remote = config.reward.remote
-            secrets = (remote.authorization_env,) if remote is not None and remote.authorization_env else ()
-            self._environment = FunctionEnvironment(config.environment, config.data, self._tokenizer, secrets)
+            self._environment = FunctionEnvironment(
+                config.environment, config.data, self._tokenizer, config.reward.secret_variables
+            )
         self._router = Router(lambda name, reason: self._health.on_lost(name, reason), self._record)
         self._producer = Producer(
             config.rollout,

@@ -32,7 +32,7 @@ class WorkedExamples:
         self._name = f"warm_start.demonstration={spec}"
         self._encode = reply_encoder(tokenizer, environment.role, chat_template=config.data.chat_template)
         self._pool = FunctionPool(
-            Target(self._name, spec, ARGUMENTS, returns="turns"),
+            Target(self._name, spec, ARGUMENTS, returns="turns", withheld=config.reward.secret_variables),
             num_workers=environment.num_workers,
             concurrency=environment.concurrency,
             timeout_s=environment.timeout_s,

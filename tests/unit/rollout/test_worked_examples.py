@@ -65,3 +65,20 @@ def test_a_demonstration_that_fails_or_has_no_room_names_the_prompt(tokenizer):
         made(config(), tokenizer, "What?")
     with pytest.raises(UserError, match=r"has 38 tokens for prompt train:4, and rollout.max_response_length is 16"):
         made(config(rollout__max_response_length=16), tokenizer, "12 + 30 =")
+
+
+def test_a_demonstration_does_not_see_the_rewards_authorization(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "looking.py").write_text(
+        "import os\n\n\n"
+        "def around(messages, data_source, ground_truth, extra_info=None):\n"
+        "    return [os.environ.get('OF_THE_REWARD', 'nothing')]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("OF_THE_REWARD", "Bearer word")
+    remote = {"reward__type": "remote", "reward__remote__url": "http://host/score"}
+    settings = config(
+        warm_start__demonstration="looking:around", **remote, reward__remote__authorization_env="OF_THE_REWARD"
+    )
+    example = made(settings, tokenizer, "6 * 7 =")
+
+    assert tokenizer.decode(example.response_token_ids[:-1]) == "nothing"
