@@ -35,7 +35,8 @@ class Usage:
     """One process after a step."""
 
     step: int
-    resident_mib: float
+    anonymous_mib: float
+    """Without pages of files, which the kernel drops and reads again as it likes."""
     num_files: int
     num_threads: int
 
@@ -68,7 +69,7 @@ class WatchedRun:
             late = [usage for usage in usages if usage.step > self.num_steps // 2]
             if len(late) < 3:  # it lived shortly
                 continue
-            steps, mib = ([getattr(u, name) for u in late] for name in ("step", "resident_mib"))
+            steps, mib = ([getattr(u, name) for u in late] for name in ("step", "anonymous_mib"))
             slope = float(np.polyfit(steps, mib, 1)[0])
             files, threads = (getattr(late[-1], name) - getattr(late[0], name) for name in ("num_files", "num_threads"))
             found.append(Growth(role, slope, mib[-1], files, threads))
@@ -123,7 +124,8 @@ def _usages(family: list[psutil.Process], step: int) -> list[tuple[tuple[str, in
         with suppress(psutil.NoSuchProcess), process.oneshot():
             command = " ".join([process.name(), *process.cmdline()])
             role = next((role for part, role in ROLES.items() if part in command), "other")
-            mib = process.memory_info().rss / 2**20
+            memory = process.memory_info()
+            mib = (memory.rss - memory.shared) / 2**20
             found.append(((role, process.pid), Usage(step, mib, process.num_fds(), process.num_threads())))
     return found
 
