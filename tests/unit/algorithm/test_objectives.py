@@ -57,7 +57,7 @@ Formula = Callable[[float, float], tuple[float, float]]
         (dual_clipped, {"objective": "ppo", "clip_ratio_c": DUAL}),
         (dual_clipped, {"objective": "bapo", "clip_ratio_c": DUAL}),
     ],
-    ids=str,
+    ids=["bapo", "ppo", "ppo-dual", "bapo-dual"],
 )
 def test_the_clipped_surrogates(formula: Formula, settings: dict[str, Any]) -> None:
     current, behaviour, advantages = tokens()
