@@ -16,6 +16,9 @@ GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
 GPU_MEGATRON_SITE := build/megatron-gpu-site
 SMOLLM2 := models/smollm2-135m-instruct
 
+# Whole runs, which come first, wait a lot; the other tests run beside them (tests/scheduling.py).
+TWO_WORKERS := --numprocesses 2 --no-loadscope-reorder
+
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup quickstart smollm2 test test-gpu-megatron check format bench gpu-check gpu-bench doctor clean
@@ -60,7 +63,7 @@ format: setup
 
 test: check $(GPU_MEGATRON_SITE)/.complete
 	@tools/install_cluster_packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_WORKERS)
 
 $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
 	@rm -rf $(GPU_MEGATRON_SITE)
@@ -71,7 +74,7 @@ $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
 # The trainer's tests with the GPU lock's Megatron-Core in the place of the CPU lock's; `make test` has a few of them.
 test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
-		tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
+		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
 	@rm -rf $(BENCH_SITE)

@@ -61,7 +61,7 @@ def weight_stores() -> set[Path]:
     return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
-def test_a_cable_that_is_cut_for_seconds_changes_nothing_and_one_that_stays_cut_ends_the_run_by_the_hosts_name(
+def test_a_short_cut_of_the_cable_changes_nothing_a_killed_rank_restarts_the_run_and_a_lost_host_ends_it_by_name(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     run_dir, token, stores_before = tmp_path / "run", write_token(tmp_path), weight_stores()
@@ -75,13 +75,14 @@ def test_a_cable_that_is_cut_for_seconds_changes_nothing_and_one_that_stays_cut_
             environment |= ENVIRONMENT | IMPATIENT
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path))
     wait_for_step(run_dir, 2, tmp_path)
-    processes = on_both(hosts)
     hosts.cut_cable()
     time.sleep(BLIP_S)
     before = max(train_steps(run_dir))
     hosts.mend_cable()
     wait_for_step(run_dir, before + 3, tmp_path)
     assert not (run_dir / "engine_events.jsonl").exists()
+    _kill_a_rank(hosts, run_dir, tmp_path)
+    processes = on_both(hosts)
     hosts.cut_cable()
     start_s = time.monotonic()
     try:
@@ -97,6 +98,21 @@ def test_a_cable_that_is_cut_for_seconds_changes_nothing_and_one_that_stays_cut_
     assert on_both(hosts) == {}
     assert weight_stores() <= stores_before
     check_weights_crossed(run_dir)
+
+
+def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
+    """That of the second host: all parts start again on both, from the newest checkpoint."""
+    before, restarts = on_both(hosts), run_dir / "restarts.jsonl"
+    rank = next(p for p in hosts.processes(1) if "megatron_bapo.controller.trainer_rank" in before[p].cmdline()[:4])
+    os.kill(rank, signal.SIGKILL)
+    deadline = time.monotonic() + LOSS_LIMIT_S
+    while not restarts.exists():
+        assert time.monotonic() < deadline, (logs / "node-0.log").read_text()
+        time.sleep(0.1)
+    wait_for_step(run_dir, max(train_steps(run_dir)) + 1, logs)
+    assert ["was ended by SIGKILL" in restart["reason"] for restart in read_rows(restarts)] == [True]
+    started = {process.name() for pid, process in on_both(hosts).items() if pid not in before}
+    assert started >= {"ray::NodeAgent", "ray::Engine", "ray::RolloutService"}
 
 
 def check_weights_crossed(run_dir: Path) -> None:

@@ -6,13 +6,9 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each (name, differences) that a test recorded as its property `matrix`; none to bury failures under."""
-    rows = [
-        value
-        for report in terminalreporter.getreports("passed")
-        for key, value in report.user_properties
-        if key == "matrix"
-    ]
+    """A line for each (name, differences) that a test recorded as its property `matrix`; failures are not buried."""
+    passed = terminalreporter.getreports("passed")
+    rows = [value for report in passed for key, value in report.user_properties if key == "matrix"]
     if not rows or terminalreporter.getreports("failed"):
         return
     terminalreporter.section("layouts against one process, largest differences")
