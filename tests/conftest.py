@@ -1,13 +1,16 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, which it takes up only before its first import."""
+"""What must hold before the first test: how Triton's kernels run, that Ctrl-C counts, and who runs what."""
 
 import os
+import signal
 
 import pytest
 
 from megatron_bapo.parallel.platform import has_gpu
 
 if not has_gpu():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"  # read once, at Triton's first import
+# Shells have what they start in the background ignore it, and so would the runs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
