@@ -8,9 +8,9 @@ on elsewhere, or anew in a resumed run, needs nothing but its messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.config.schema import DataConfig
@@ -19,6 +19,9 @@ from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import Prompt
 from megatron_bapo.rollout.generation import Reply
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ARGUMENTS = ("messages", "data_source", "ground_truth", "extra_info")
 BUILT_IN = {"calculator": "megatron_bapo.environments.calculator:reply"}

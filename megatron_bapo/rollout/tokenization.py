@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_bapo.config.schema import DataConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
 
     Raises UserError when the folder has none, or when it names no end-of-sequence token.
     """
+    from transformers import AutoTokenizer  # seconds, which processes that load none do not spend
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

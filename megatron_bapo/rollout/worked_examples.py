@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
@@ -15,6 +15,9 @@ from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.rollout.environment import ARGUMENTS, reply_encoder
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class WorkedExamples:
