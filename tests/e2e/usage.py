@@ -71,9 +71,14 @@ class WatchedRun:
                 continue
             steps, mib = ([getattr(u, name) for u in late] for name in ("step", "anonymous_mib"))
             slope = float(np.polyfit(steps, mib, 1)[0])
-            files, threads = (getattr(late[-1], name) - getattr(late[0], name) for name in ("num_files", "num_threads"))
+            files, threads = (_rise([getattr(u, name) for u in late]) for name in ("num_files", "num_threads"))
             found.append(Growth(role, slope, mib[-1], files, threads))
         return found
+
+
+def _rise(counts: list[int]) -> int:
+    """From the first three to the last three: one may have been taken in the middle of something."""
+    return int(np.median(counts[-3:]) - np.median(counts[:3]))
 
 
 def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
@@ -141,7 +146,8 @@ def main() -> None:
     for growth in run.growths():
         files, threads = growth.files, growth.threads
         print(f"| {growth.role} | {growth.mib:.0f} | {growth.mib_per_step:+.2f} | {files:+d} | {threads:+d} |")
-    print(f"processes after each step: {run.num_processes}; files in the weight store: {run.num_shared}")
+    for what, counts in (("processes", run.num_processes), ("files in the weight store", run.num_shared)):
+        print(f"{what}: {counts[0]} after the first step, then {min(counts[1:])} to {max(counts[1:])}")
 
 
 if __name__ == "__main__":
