@@ -4,13 +4,14 @@ python -m bench.hf_io, with requirements-bench.txt on the path
 
 Both sides fill and write the same Megatron model, a random Qwen3 of 0.1B parameters in float32, at TP 1 in one process
 and at TP 2 in two gloo ranks; each starts from the same files and its result is compared with them bit by bit. Seconds
-are medians, until the last rank is done; the files are in the system's cache. Bytes are the most that PyTorch's
-allocator gave out on a rank above the model, without the mapped checkpoint.
+are medians, until the last rank is done and its files are on the disk; what is read is in the system's cache. Bytes are
+the most that PyTorch's allocator gave out on a rank above the model, without the mapped checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -115,10 +116,15 @@ def _rank(rank: int, num_ranks: int, folder: Path) -> None:
 
 
 def _once(task: Task, written: Path, groups: ParallelGroups) -> None:
-    """Until the last rank is done, with no earlier export in the way."""
+    """Until the last rank is done and its files are flushed, with no earlier export in the way."""
     if groups.is_main:
         shutil.rmtree(written, ignore_errors=True)
     task()
+    dist.barrier()
+    if groups.is_main:
+        for path in written.glob("*.safetensors"):
+            with path.open() as file:
+                os.fsync(file.fileno())
     dist.barrier()
 
 

@@ -55,9 +55,14 @@ class ParallelGroups:
         return self.pipeline.rank == self.pipeline.size - 1
 
     @property
-    def is_stage_leader(self) -> bool:
-        """One rank of each pipeline stage: it writes what the stage owns."""
-        return self.tensor.rank == 0 and self.data_context.rank == 0
+    def stage_size(self) -> int:
+        """The number of ranks of a pipeline stage."""
+        return self.tensor.size * self.data_context.size
+
+    @property
+    def stage_rank(self) -> int:
+        """This rank's number in its pipeline stage: by tensor rank first, or else expert tensor, then expert rank."""
+        return self.data_context.rank * self.tensor.size + self.tensor.rank
 
     @property
     def global_rank(self) -> int:

@@ -1,7 +1,7 @@
 """Complete trainer state on disk: safetensors and JSON, in Hugging Face's names, so in no particular layout.
 
     checkpoints/step-00000020/
-        weights/ exp_avg/ exp_avg_sq/    one safetensors file per pipeline stage, fp32
+        weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file of each rank that owns tensors
         state.json                       counters, Adam's step, the run's position in the data
         buffered.parquet, unfinished.parquet    rollouts for later batches, where there are any
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_bapo.model.hf_export import write_stage_file
+from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.trainer.optimizer import STATES, State
@@ -63,7 +62,7 @@ def save_checkpoint(
     barrier(worker.groups)
     for state_name in states:
         read = functools.partial(worker.optimizer.read, state=state_name)
-        write_stage_file(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
+        write_stage(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
         if write_more is not None:
@@ -103,11 +102,3 @@ def _stored(adam_step: int) -> tuple[State, ...]:
 
 def _write(worker: Worker, state: State, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     worker.optimizer.write(parameter, state, tensor)
-
-
-def flush_to_disk(folder: Path) -> None:
-    """A rename must not survive a power cut that its files do not."""
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)

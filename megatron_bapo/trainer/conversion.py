@@ -16,11 +16,11 @@ import torch
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.hf_export import complete_folder
+from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes
 from megatron_bapo.model.weight_copy import Advance, Copied, copy_tensors, first_difference
-from megatron_bapo.trainer.checkpoint import WEIGHTS, flush_to_disk, write_state
+from megatron_bapo.trainer.checkpoint import WEIGHTS, write_state
 
 
 def checkpoint_from_hugging_face(

@@ -133,24 +133,24 @@ class Optimizer:
         return broken.item() == 0.0
 
     @torch.no_grad()
-    def read(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor | None:
+    def read(self, parameter: torch.nn.Parameter, state: State, *, to: int = 0) -> torch.Tensor | None:
         """One state of this rank's whole shard of a parameter, fp32 in the parameter's shape, on its device.
 
-        Collective over the ranks that share the parameter (`sharing_axis`); the result is on the axis's rank 0, None
+        Collective over the ranks that share the parameter (`sharing_axis`); the result is on the axis's rank `to`, None
         elsewhere. It may be the live tensor: do not change it.
         """
-        axis, spans = self.sharing_axis(parameter), self._spans[parameter]
+        axis, givers = self.sharing_axis(parameter), self._givers(parameter, to)
         own = self._own(parameter, state).to(parameter.device)
-        if axis.rank != 0:
-            if axis.rank in spans:
-                send(own, axis, to=0)
+        if axis.rank != to:
+            if axis.rank in givers:
+                send(own, axis, to=to)
             return None
         if own.numel() == parameter.numel():
             return own.view(parameter.shape)
         whole = own.new_empty(parameter.numel())
-        if 0 in spans:
-            whole[slice(*spans[0])].copy_(own)
-        receive({rank: whole[slice(*span)] for rank, span in spans.items() if rank != 0}, axis)
+        if to in givers:
+            whole[slice(*givers.pop(to))].copy_(own)
+        receive({rank: whole[slice(*span)] for rank, span in givers.items()}, axis)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
@@ -225,18 +225,22 @@ class Optimizer:
         piece = self._pieces.get(parameter)
         return torch.empty(0, device=parameter.device) if piece is None else piece.tensor(state)
 
-    def _gather_spans(self) -> dict[torch.nn.Parameter, dict[int, tuple[int, int]]]:
-        """For every parameter, which rank of its axis gives which elements; the first one where several have them."""
-        found: dict[torch.nn.Parameter, dict[int, tuple[int, int]]] = {}
+    def _givers(self, parameter: torch.nn.Parameter, to: int) -> dict[int, tuple[int, int]]:
+        """Which ranks of the sharing axis give rank `to` which elements: what it has itself, and one rank all else."""
+        spans = self._spans[parameter]
+        giver = {span: rank for rank, span in [*enumerate(spans), (to, spans[to])] if span is not None}
+        return {rank: span for span, rank in giver.items()}
+
+    def _gather_spans(self) -> dict[torch.nn.Parameter, list[tuple[int, int] | None]]:
+        """The elements of every parameter that each rank of its sharing axis has a piece of."""
+        found: dict[torch.nn.Parameter, list[tuple[int, int] | None]] = {}
         parameters = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
         for axis in (self._groups.data_context, self._groups.expert_data):
             shared = [p for p in parameters if self.sharing_axis(p) is axis]
             own = [(piece.start, piece.stop) if (piece := self._pieces.get(p)) else None for p in shared]
             by_rank: list[Any] = [None] * axis.size
             dist.all_gather_object(by_rank, own, group=axis.group)
-            for parameter, *spans in zip(shared, *by_rank, strict=True):
-                first = {span: rank for rank, span in reversed(list(enumerate(spans))) if span is not None}
-                found[parameter] = {rank: span for span, rank in first.items()}
+            found |= {parameter: list(spans) for parameter, *spans in zip(shared, *by_rank, strict=True)}
         return found
 
 

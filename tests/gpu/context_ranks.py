@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_bapo.model.hf_export import write_stage_file
+from megatron_bapo.model.hf_export import write_stage
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.worker import create_worker
 from tests.gpu.policies import log_probs, make_config, train
@@ -24,7 +24,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     worker = create_worker(config, config.model_path, groups)
     found = log_probs(worker)
     train(worker, 1)
-    write_stage_file(out, worker.model, groups, read=partial(worker.optimizer.read, state="exp_avg"))
+    write_stage(out, worker.model, groups, read=partial(worker.optimizer.read, state="exp_avg"))
     if groups.is_main:
         np.save(out / "log_probs.npy", found)
 

@@ -17,7 +17,7 @@ def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site:
     case_file = root / f"cases-{world_size}.json"
     case_file.write_text(json.dumps(cases))
     command = [sys.executable, str(HERE / script), str(case_file), str(root), str(world_size)]
-    folders = [*([str(site)] if site else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [*([str(site)] if site else []), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, write_stage_file
+from megatron_bapo.model.hf_export import save_hugging_face, write_stage
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt
@@ -76,7 +76,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
             found[f"update-{number}"] = scalars(reduce_metrics(updated, groups))
             if number == 0:
                 read = partial(worker.optimizer.read, state="exp_avg")
-                write_stage_file(out / "gradients", worker.model, groups, read=read)
+                write_stage(out / "gradients", worker.model, groups, read=read)
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(found))

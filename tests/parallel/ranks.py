@@ -18,7 +18,7 @@ from running import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage_file
+from megatron_bapo.model.hf_export import save_hugging_face, stream_tensors, write_stage
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
@@ -35,7 +35,7 @@ def update(worker: Worker) -> dict[str, float]:
 
 def write_gradients(worker: Worker, folder: Path) -> None:
     """A tenth of them: Adam's first moment after the first update, whatever ranks it is spread over."""
-    write_stage_file(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
+    write_stage(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
@@ -66,7 +66,7 @@ def _run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     save_hugging_face(worker.model, groups, packed.model_path, out / "initial")
     if held := dict(stream_tensors(worker.model, groups)):  # all at once, as a bucket of the weight sync may
         copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
-        save_file(copies, out / "held" / f"{groups.pipeline.rank}.safetensors")
+        save_file(copies, out / "held" / f"{groups.global_rank}.safetensors")
     for number in range(3):
         metrics[f"update-{number}"] = update(worker)
         if number == 0:

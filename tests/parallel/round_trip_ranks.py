@@ -1,20 +1,41 @@
 """Run by `launch`: loads a checkpoint into a layout, and saves it as a checkpoint and as a Hugging Face folder.
 
 The model comes from a Hugging Face folder of the same weights. These and Adam's moments are made NaN before the
-checkpoint is read.
+checkpoint is read. `rank-N.json` says what rank N did when it saved the checkpoint.
 """
 
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from examples import make_config
 from running import run_cases
 
+from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.checkpoint import load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.optimizer import STATES
 from megatron_bapo.trainer.worker import create_worker
+
+
+@contextmanager
+def recorded_flushes() -> Iterator[dict[str, int]]:
+    """Name and size of what this rank has fsync put on the disk."""
+    flushed, fsync = {}, os.fsync
+
+    def flush(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed[path.name] = path.stat().st_size
+        fsync(descriptor)
+
+    with patch.object(os, "fsync", flush):
+        yield flushed
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
@@ -33,7 +54,10 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
             assert moments is None or not moments.any(), f"{state_name} is not zero in a checkpoint of no steps"
     assert worker.optimizer.num_steps == 0
     save_hugging_face(worker.model, groups, source, out / "written")
-    save_checkpoint(worker, out / "checkpoints", 0, state, keep=1)
+    with recorded_flushes() as flushed:
+        peak = peak_allocated_bytes(partial(save_checkpoint, worker, out / "checkpoints", 0, state, keep=1))
+    facts = {"flushed": flushed, "peak_bytes": peak}
+    (out / f"rank-{groups.global_rank}.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

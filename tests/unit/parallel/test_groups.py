@@ -35,7 +35,7 @@ def test_one_process_is_first_last_and_main_on_every_axis():
     assert [(axis.rank, axis.size) for axis in (groups.tensor, groups.pipeline, groups.data)] == [(0, 1)] * 3
     assert groups.is_first_stage
     assert groups.is_last_stage
-    assert groups.is_stage_leader
+    assert (groups.stage_rank, groups.stage_size) == (0, 1)
     assert groups.is_main
 
 
