@@ -36,7 +36,7 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.parallel.platform import memory_snapshot, now_s
+from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -47,6 +47,7 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, create_reference
 
@@ -277,7 +278,7 @@ def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[d
             )
     run.state.update += len(parts)
     updates = reduce_updates(parts, run.worker.groups)
-    return merge(updates) | batch_metrics, updates, reservoir.gather(run.worker.groups)
+    return merge([*updates, batch_metrics]), updates, reservoir.gather(run.worker.groups)
 
 
 def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
@@ -339,6 +340,9 @@ def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], time
     assert isinstance(num_tokens, Sum), "the token count is a sum"
     metrics["perf/throughput"] = Last(num_tokens.value / timer.seconds["step"])
     metrics["training/policy_version"] = Last(run.state.policy_version)
+    metrics |= utilization_metrics(
+        metrics[MODEL_FLOPS], timer.seconds["update"], run.config.parallel.world_size, device_name()
+    )
     run.recorder.write("train", step, metrics)
     run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
 

@@ -90,6 +90,11 @@ def visible_devices() -> list[str]:
     return (names.split(",") if names else [str(index) for index in range(1024)])[: torch.cuda.device_count()]
 
 
+def device_name() -> str | None:
+    """Of this rank's GPU as its driver gives it, e.g. NVIDIA H100 80GB HBM3."""
+    return torch.cuda.get_device_name(local_device()) if has_gpu() else None
+
+
 def device_uuid() -> str | None:
     """Of this rank's GPU as NVML spells it."""
     return f"GPU-{torch.cuda.get_device_properties(local_device()).uuid}" if has_gpu() else None

@@ -45,7 +45,7 @@ checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true}}
 """
 RUN_LIMIT_S = 240
-OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/cpu_")
+OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/tflops_per_gpu", "perf/cpu_")
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
