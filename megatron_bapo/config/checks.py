@@ -59,7 +59,7 @@ def check_planned(config: Config, architecture: Architecture, where: str) -> lis
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
-        *(algorithm_problems, _data_problems, colocation_problems, transformer_engine_problems),
+        *(algorithm_problems, _data_problems, _logging_problems, colocation_problems, transformer_engine_problems),
     )
     problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:
@@ -211,6 +211,12 @@ def _multiples(value: int, of: int) -> str:
     """The multiples next to a value that is none."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
+
+
+def _logging_problems(config: Config) -> Iterator[str]:
+    ranks, world = config.logging.profile_ranks, config.parallel.world_size
+    if not all(rank < world for rank in ranks):
+        yield f"logging.profile_ranks={list(ranks)} must be of the trainer ranks 0 to {world - 1} (parallel.world_size)"
 
 
 def _data_problems(config: Config) -> Iterator[str]:

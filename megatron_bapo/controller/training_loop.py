@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch.profiler import record_function
 
 from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.device_turns import DeviceTurns
@@ -36,7 +37,7 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s
+from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -56,14 +57,15 @@ WEIGHT_SYNC = "bringing the weights to the engines"
 
 @dataclass
 class Timer:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step; a profiler's trace shows the phases by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = now_s()
-        yield
+        with record_function(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now_s() - start
 
     def metrics(self) -> dict[str, Metric]:
@@ -120,7 +122,7 @@ def train(run: Run) -> None:
         evaluate(run)
     for step in run.remaining_steps():
         timer = Timer()
-        with timer.phase("step"):
+        with profiling(run, step), timer.phase("step"):
             scored = take_groups(run, timer)
             run.turns.to_trainer()
             start_cpu_s = family_cpu_s() if run.recorder else 0.0
@@ -286,6 +288,14 @@ def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
     if step != run.config.logging.memory_snapshot_step:
         return nullcontext()
     return memory_snapshot(run.directory.memory / f"rank-{run.worker.groups.global_rank}.pickle")
+
+
+def profiling(run: Run, step: int) -> AbstractContextManager[None]:
+    """Of this rank, in the steps that ask for it."""
+    rank, logging = run.worker.groups.global_rank, run.config.logging
+    if step not in logging.profile_steps or rank not in logging.profile_ranks:
+        return nullcontext()
+    return profiled(run.directory.profile / f"step-{step}-rank-{rank}.json.gz")
 
 
 def evaluation_is_due(run: Run) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_bapo.errors import RunError
 
@@ -134,6 +135,18 @@ def memory_snapshot(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def profiled(file: Path) -> Iterator[None]:
+    """Write what torch does on the CPU, and on the GPU where there is one, in the block: a Chrome trace, gzipped where
+    the file's name ends in .gz. A block that fails leaves none.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu() else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
 
 
 def host_buffers(num_bytes: int) -> list[torch.Tensor]:

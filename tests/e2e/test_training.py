@@ -1,5 +1,6 @@
 """The whole loop on real parts: Ray, a vLLM engine, reward workers, two trainer ranks; interrupted, resumed, broken."""
 
+import gzip
 import ipaddress
 import json
 import re
@@ -202,7 +203,8 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
 def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of its own on the rollouts of the resumed one."""
     run_dir = tmp_path_factory.mktemp("e2e") / "replayed"
-    process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"))
+    profiled = "logging.profile_steps=[2,3]", "logging.profile_ranks=[1]"
+    process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"), *profiled)
     code, output, errors = finish(process)
     assert code == 0, output + errors
     assert "held-out prompts are not evaluated" in output
@@ -225,6 +227,21 @@ def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, 
     assert any(row["actor/grad_norm"] > 0 for row in repeated[6:])
     weights, same = (load_file(next((d / "hf").glob("*.safetensors"))) for d in (resumed["run_dir"], replayed))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_the_steps_and_ranks_that_are_asked_for_are_profiled(replayed: Path) -> None:
+    files = sorted((replayed / "profile").iterdir())
+    assert [file.name for file in files] == ["step-2-rank-1.json.gz", "step-3-rank-1.json.gz"]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    assert {"step", "update", "aten::mm"} <= {event.get("name") for event in events}
+
+
+def test_every_step_says_what_its_training_computed_and_how_fast(replayed: Path) -> None:
+    rows = [row["metrics"] for row in read_rows(replayed / "metrics.jsonl") if row["phase"] == "train"]
+    for row in rows:
+        rate = row["perf/model_flops"] / row["timing_s/update"] / 2
+        assert row["perf/tflops_per_gpu"] == pytest.approx(rate / 1e12)
+        assert row["perf/model_flops"] > 1e8
 
 
 def test_the_repeated_run_writes_the_same_rollouts_and_advantages(resumed: dict, replayed: Path) -> None:
