@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
-    missing = chain(_missing_prompt_files(config), _missing_variables(config))
+    missing = chain(_missing_prompt_files(config), _missing_variables(config), _missing_packages(config))
     return _checked(config, chain(missing, model_problems(config)))
 
 
@@ -269,6 +270,12 @@ def _missing_variables(config: Config) -> Iterator[str]:
             f"reward.remote.authorization_env={name} is not set in the environment; set it to the whole header, such "
             "as 'Bearer ...'"
         )
+
+
+def _missing_packages(config: Config) -> Iterator[str]:
+    # A folder `wandb`, which other programs leave where they run, would be found, too, and has no origin.
+    if config.logging.wandb is not None and getattr(find_spec("wandb"), "origin", None) is None:
+        yield "logging.wandb needs the package wandb, which is not installed: pip install wandb, or leave it out"
 
 
 def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:

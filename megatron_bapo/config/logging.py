@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -22,8 +22,27 @@ class MismatchAlarmsConfig(Section):
     """How far the mean of trainer's / engine's probability may be from 1."""
 
 
+class WandbConfig(Section):
+    """Send metrics to Weights & Biases as well, with the package wandb.
+
+    It takes the key from WANDB_API_KEY or its own login, on the machine of trainer rank 0. A resumed run continues its
+    wandb run.
+    """
+
+    project: Annotated[str, Field(min_length=1)]
+    entity: str | None = None
+    """User or team; by default wandb's own choice."""
+    name: str | None = None
+    """By default the name of run_dir."""
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to wandb/ in the run directory, for `wandb sync` later."""
+
+
 class LoggingConfig(Section):
     tensorboard: bool = True
+    wandb: WandbConfig | None = None
     memory_snapshot_step: PositiveInt | None = None
     """Record this step's GPU allocations, with their stacks, to memory/rank-*.pickle for pytorch.org/memory_viz. Steps
     are slower while torch records."""

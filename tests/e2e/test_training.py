@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.tolerances import ENGINE_LOG_PROB
+from tests.unit.metrics.wandb_files import read_wandb
 
 CONFIG = """
 run_dir: {run_dir}
@@ -45,6 +46,7 @@ optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true}}
 """
+WANDB = ("logging.wandb.project=e2e", "logging.wandb.mode=offline")
 RUN_LIMIT_S = 240
 OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/tflops_per_gpu", "perf/cpu_")
 
@@ -131,7 +133,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     At first trainer ranks send to the engine; then it loads from a store of its own. Groups are trained on twice.
     """
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl")
+    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *WANDB)
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening, stores = open_to_the_network(family), weight_stores(family)
@@ -147,7 +149,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "steps_before": train_steps(run_dir),
         "left": leftovers(family, stores),
         "second": finish(
-            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2")
+            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *WANDB)
         ),
     }
 
@@ -280,6 +282,16 @@ def test_report_and_tensorboard_show_the_run(resumed: dict) -> None:
     events = EventAccumulator(str(run_dir / "tensorboard" / "train"))
     events.Reload()
     assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2, 3, 4]
+
+
+def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: dict) -> None:
+    rows, found = read_rows(resumed["run_dir"] / "metrics.jsonl"), read_wandb(resumed["run_dir"])
+    assert found.runs == [("e2e", (resumed["run_dir"] / "wandb_id").read_text(), "run")] * 2
+    assert [number for number, _ in found.rows] == list(range(len(rows)))
+    for row, (_, values) in zip(rows, found.rows, strict=True):
+        if row["phase"] == "train":
+            assert values["training/global_step"] == row["step"]
+            assert values["critic/score/mean"] == row["metrics"]["critic/score/mean"]
 
 
 def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> None:
