@@ -28,7 +28,7 @@ from megatron_bapo.parallel.platform import (
     take_peak_memory,
 )
 from megatron_bapo.planning.known_models import FOLDER
-from megatron_bapo.planning.timing import forward_flops
+from megatron_bapo.planning.timing import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import create_worker
@@ -99,7 +99,7 @@ def measure(
     gc.collect()
     release_cached_memory()
     lengths = [example.num_input_tokens for example in examples]
-    flops = 3 * sum(sum(forward_flops(architecture, length, length**2)) for length in lengths)
+    flops = TRAINING_PASSES * forward_pass_flops(architecture, lengths)
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
 
 

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError with every violated rule at once.
     """
-    missing = chain(_missing_prompt_files(config), _missing_variables(config))
+    missing = chain(_missing_prompt_files(config), _missing_variables(config), _missing_packages(config))
     return _checked(config, chain(missing, model_problems(config)))
 
 
@@ -59,7 +60,7 @@ def check_planned(config: Config, architecture: Architecture, where: str) -> lis
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
-        *(algorithm_problems, _data_problems, colocation_problems, transformer_engine_problems),
+        *(algorithm_problems, _data_problems, _logging_problems, colocation_problems, transformer_engine_problems),
     )
     problems = [*chain.from_iterable(rule(config) for rule in rules), *more_problems]
     if problems:
@@ -213,6 +214,12 @@ def _multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
+def _logging_problems(config: Config) -> Iterator[str]:
+    ranks, world = config.logging.profile_ranks, config.parallel.world_size
+    if not all(rank < world for rank in ranks):
+        yield f"logging.profile_ranks={list(ranks)} must be of the trainer ranks 0 to {world - 1} (parallel.world_size)"
+
+
 def _data_problems(config: Config) -> Iterator[str]:
     train, validation = config.data.train, config.data.validation
     for key, source in _prompt_sources(config).items():
@@ -263,6 +270,12 @@ def _missing_variables(config: Config) -> Iterator[str]:
             f"reward.remote.authorization_env={name} is not set in the environment; set it to the whole header, such "
             "as 'Bearer ...'"
         )
+
+
+def _missing_packages(config: Config) -> Iterator[str]:
+    # A folder `wandb`, which other programs leave where they run, would be found, too, and has no origin.
+    if config.logging.wandb is not None and getattr(find_spec("wandb"), "origin", None) is None:
+        yield "logging.wandb needs the package wandb, which is not installed: pip install wandb, or leave it out"
 
 
 def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:

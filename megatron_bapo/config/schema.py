@@ -1,8 +1,8 @@
 """The configuration: frozen sections, every default of the project, no torch.
 
 A key that is not here is fatal. Sizes are counted in trajectories or tokens, times in seconds. Derived values are
-properties. Rules that span sections live in `checks.py`, the larger sections in `algorithm.py`, `rollout.py` and
-`reward.py`.
+properties. Rules that span sections live in `checks.py`, the larger sections in `algorithm.py`, `logging.py`,
+`reward.py` and `rollout.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.fp8 import Fp8Config
+from megatron_bapo.config.logging import LoggingConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
@@ -296,35 +297,6 @@ class EvaluationConfig(SamplingConfig):
     """0: only before the first and after the last step."""
     n: PositiveInt = 4
     """Samples per held-out prompt (mean@n)."""
-
-
-class MismatchAlarmsConfig(Section):
-    """How far the engines' log-probs may be from the trainer's under the same weights before the run warns.
-
-    In NeMo-RL's names, measured at updates on tokens that the current weights sampled."""
-
-    token_mult_prob_error: Annotated[float, Field(ge=1.0)] = 1.05
-    """Mean of exp |trainer's log-prob - engine's|."""
-    gen_kl_error: PositiveFloat = 1e-3
-    """k3 estimate of the KL divergence in nats per token."""
-    sampling_importance_ratio: PositiveFloat = 0.05
-    """How far the mean of trainer's / engine's probability may be from 1."""
-
-
-class LoggingConfig(Section):
-    tensorboard: bool = True
-    memory_snapshot_step: PositiveInt | None = None
-    """Record this step's GPU allocations, with their stacks, to memory/rank-*.pickle for pytorch.org/memory_viz. Steps
-    are slower while torch records."""
-    num_sample_answers: NonNegativeInt = 8
-    """Answers kept per step for the report."""
-    entropy_clip_rule: bool = False
-    """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
-    num_reservoir_tokens: NonNegativeInt = 64
-    """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
-    mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
-    dump_rollouts: bool = False
-    """Write every trained trajectory to rollouts/, a Parquet file a step, from which `train --rollouts-from` trains."""
 
 
 class Config(Section):

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from megatron_bapo.config.colocation_checks import check_devices
 from megatron_bapo.config.loading import dump_config
-from megatron_bapo.config.schema import Config, MismatchAlarmsConfig
+from megatron_bapo.config.logging import MismatchAlarmsConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
 from megatron_bapo.controller.cluster_planes import (
     Hosts,

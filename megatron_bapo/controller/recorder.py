@@ -5,6 +5,7 @@ live display shows.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_bapo.metrics.sinks import (
 )
 from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_after, write_token_table
 from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
+from megatron_bapo.metrics.wandb_sink import WandbSink
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 
@@ -66,6 +68,9 @@ class Recorder:
                 "validation": state.step,
             }
             self._tensorboard = TensorBoardSink(directory.tensorboard, resume_steps=kept)
+        self._wandb = None
+        if config.logging.wandb is not None:
+            self._wandb = WandbSink(config, _identity(directory.wandb_id), num_rows=len(rows))
         self.phase("loading")
         self.recorded = {(row["phase"], row["step"]) for row in rows}
         """Rows that the resumed run does not owe."""
@@ -87,6 +92,8 @@ class Recorder:
         self._metrics.write(row)
         if self._tensorboard is not None:
             self._tensorboard.write(row)
+        if self._wandb is not None:
+            self._wandb.write(row)
 
     def write_updates(self, step: int, updates: Sequence[Mapping[str, Metric]]) -> None:
         """A row for each update, with the fractions of the outcomes of the bound search so far."""
@@ -125,6 +132,15 @@ class Recorder:
             sink.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+
+def _identity(file: Path) -> str:
+    """What the file says, from the first call on."""
+    if not file.exists():
+        write_line(file, secrets.token_hex(4))
+    return file.read_text()
 
 
 def _outcomes(metrics: Mapping[str, float | None]) -> dict[str, Metric]:

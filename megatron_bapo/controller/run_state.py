@@ -128,6 +128,16 @@ class RunDirectory:
         return self.root / "memory"
 
     @property
+    def profile(self) -> Path:
+        """Traces of steps, one a step and rank."""
+        return self.root / "profile"
+
+    @property
+    def wandb_id(self) -> Path:
+        """Which Weights & Biases run this is, however often it is resumed."""
+        return self.root / "wandb_id"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch.profiler import record_function
 
 from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.device_turns import DeviceTurns
@@ -36,7 +37,7 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
-from megatron_bapo.parallel.platform import memory_snapshot, now_s
+from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import HeldRollouts, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -47,6 +48,7 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, create_reference
 
@@ -55,14 +57,15 @@ WEIGHT_SYNC = "bringing the weights to the engines"
 
 @dataclass
 class Timer:
-    """Seconds by phase of one step."""
+    """Seconds by phase of one step; a profiler's trace shows the phases by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = now_s()
-        yield
+        with record_function(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + now_s() - start
 
     def metrics(self) -> dict[str, Metric]:
@@ -119,7 +122,7 @@ def train(run: Run) -> None:
         evaluate(run)
     for step in run.remaining_steps():
         timer = Timer()
-        with timer.phase("step"):
+        with profiling(run, step), timer.phase("step"):
             scored = take_groups(run, timer)
             run.turns.to_trainer()
             start_cpu_s = family_cpu_s() if run.recorder else 0.0
@@ -277,7 +280,7 @@ def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[d
             )
     run.state.update += len(parts)
     updates = reduce_updates(parts, run.worker.groups)
-    return merge(updates) | batch_metrics, updates, reservoir.gather(run.worker.groups)
+    return merge([*updates, batch_metrics]), updates, reservoir.gather(run.worker.groups)
 
 
 def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
@@ -285,6 +288,14 @@ def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
     if step != run.config.logging.memory_snapshot_step:
         return nullcontext()
     return memory_snapshot(run.directory.memory / f"rank-{run.worker.groups.global_rank}.pickle")
+
+
+def profiling(run: Run, step: int) -> AbstractContextManager[None]:
+    """Of this rank, in the steps that ask for it."""
+    rank, logging = run.worker.groups.global_rank, run.config.logging
+    if step not in logging.profile_steps or rank not in logging.profile_ranks:
+        return nullcontext()
+    return profiled(run.directory.profile / f"step-{step}-rank-{rank}.json.gz")
 
 
 def evaluation_is_due(run: Run) -> bool:
@@ -339,6 +350,9 @@ def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], time
     assert isinstance(num_tokens, Sum), "the token count is a sum"
     metrics["perf/throughput"] = Last(num_tokens.value / timer.seconds["step"])
     metrics["training/policy_version"] = Last(run.state.policy_version)
+    metrics |= utilization_metrics(
+        metrics[MODEL_FLOPS], timer.seconds["update"], run.config.parallel.world_size, device_name()
+    )
     run.recorder.write("train", step, metrics)
     run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_bapo.config.schema import MismatchAlarmsConfig
+from megatron_bapo.config.logging import MismatchAlarmsConfig
 
 WAY_OUT = (
     "correct for it (algorithm.behaviour_policy=recomputed with algorithm.rollout_correction.rollout_is=token), lower "

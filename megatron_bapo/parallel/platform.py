@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_bapo.errors import RunError
 
@@ -90,6 +91,11 @@ def visible_devices() -> list[str]:
     return (names.split(",") if names else [str(index) for index in range(1024)])[: torch.cuda.device_count()]
 
 
+def device_name() -> str | None:
+    """Of this rank's GPU as its driver gives it, e.g. NVIDIA H100 80GB HBM3."""
+    return torch.cuda.get_device_name(local_device()) if has_gpu() else None
+
+
 def device_uuid() -> str | None:
     """Of this rank's GPU as NVML spells it."""
     return f"GPU-{torch.cuda.get_device_properties(local_device()).uuid}" if has_gpu() else None
@@ -129,6 +135,18 @@ def memory_snapshot(file: Path) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def profiled(file: Path) -> Iterator[None]:
+    """Write what torch does on the CPU, and on the GPU where there is one, in the block: a Chrome trace, gzipped where
+    the file's name ends in .gz. A block that fails leaves none.
+    """
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu() else [])]
+    with profile(activities=activities) as profiler:
+        yield
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))
 
 
 def host_buffers(num_bytes: int) -> list[torch.Tensor]:

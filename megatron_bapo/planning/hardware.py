@@ -34,6 +34,23 @@ GPUS: dict[GpuName, Gpu] = {
     "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, "NVIDIA H200 SXM and DGX H200 data sheets"),
     "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, "NVIDIA HGX B200 and DGX B200 data sheets"),
 }
+DEVICE_NAMES: dict[str, GpuName] = {
+    "NVIDIA A100-SXM4-40GB": "A100",
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA A100-PCIE-40GB": "A100",
+    "NVIDIA A100 80GB PCIe": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA B200": "B200",
+}
+"""Of the boards with this type's arithmetic, as their driver names them. Not of H100 PCIe, NVL and GH200 or of MIG
+slices, which have another peak."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 FLOPs a second of the GPU that torch and NVML call so; None of one that is not known."""
+    name = DEVICE_NAMES.get(device_name)
+    return None if name is None else GPUS[name].bf16_tflops * 1e12
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ percent, and good for ranking layouts, which share the errors. Sources of the co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
@@ -24,6 +25,8 @@ from megatron_bapo.planning.precision import (
 from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.trainer_memory import mean_length, mean_response, num_micro_batches
 
+TRAINING_PASSES = 3
+"""Forward passes that take the FLOPs of one forward and one backward pass."""
 ADAM_BYTES = 32
 """Memory traffic of one parameter's update: reads of gradient, parameter and moments, writes of three, and the copy."""
 LATENCY_S = 12e-6
@@ -93,10 +96,19 @@ class StepTime:
 
 
 def forward_flops(architecture: Architecture, length: float, square: float) -> tuple[float, float]:
-    """(matrix products with weights, causal attention) of one sequence; `square` is the mean square of the lengths."""
+    """(matrix products with weights, causal attention) of one sequence; `square` is the mean square of the lengths.
+
+    Both are linear: sums over sequences of the lengths and of their squares give the FLOPs of all. The output layer is
+    counted at every token, as is usual, also where only those of the response need it.
+    """
     width = architecture.num_attention_heads * architecture.head_dim
     attention = 2 * architecture.num_hidden_layers * width * square
     return 2.0 * num_active_parameters(architecture) * length, attention
+
+
+def forward_pass_flops(architecture: Architecture, lengths: Sequence[int]) -> float:
+    """Of one forward pass over sequences of these lengths, in tokens."""
+    return sum(forward_flops(architecture, sum(lengths), sum(length**2 for length in lengths)))
 
 
 def step_time(
@@ -108,17 +120,20 @@ def step_time(
     trajectories = trainer.train_batch_size * trainer.ppo_epochs
     products, attention = forward_flops(architecture, length, assumptions.square_over_mean * length**2)
     scored = _scoring_passes(config)
-    model_flops = trajectories * (3 + scored) * (products + attention)
+    passes = TRAINING_PASSES + scored
+    model_flops = trajectories * passes * (products + attention)
     # In FLOPs of bfloat16 that take as long.
     equal = products * product_seconds_share(config, architecture, gpu, assumptions)
-    work = (3 + scored) * (equal + attention) + _recomputed(config, architecture, equal, attention)
+    work = passes * (equal + attention) + _recomputed(config, architecture, equal, attention)
     if parallel.context_parallel_size > 1 and config.model.transformer_impl == "local":
-        work += (3 + scored) * attention  # the mask hides the future, and no kernel leaves it out
+        work += passes * attention  # the mask hides the future, and no kernel leaves it out
     compute = trajectories * work / (parallel.world_size * peak * assumptions.compute_efficiency)
     busy = num_micro_batches(config, assumptions) * parallel.virtual_pipeline_model_parallel_size
-    passes = 3 + scored + (parallel.recompute_granularity == "full")
     tokens = trajectories * length / data_context_size(parallel)
-    tensor, context, expert, pipeline = _layer_collectives(config, architecture, gpu, assumptions, tokens, passes)
+    with_recomputed = passes + (parallel.recompute_granularity == "full")
+    tensor, context, expert, pipeline = _layer_collectives(
+        config, architecture, gpu, assumptions, tokens, with_recomputed
+    )
     data, optimizer = _update_seconds(config, architecture, gpu, assumptions)
     return StepTime(
         generation=generation_seconds(config, architecture, gpu, engine, assumptions),

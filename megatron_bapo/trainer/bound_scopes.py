@@ -49,14 +49,25 @@ class Trained:
     scores: Scores
 
 
+@dataclass(frozen=True)
+class TrainedMinibatch:
+    """Of the training pass that counts."""
+
+    micro_batches: list[Trained]
+    metrics: dict[str, Metric]
+    """Of the bounds."""
+    scored: bool
+    """Whether another pass gave the ratios before: forward only, or a training pass by bounds that were wrong."""
+
+
 TrainingPass = Callable[[Limits | None], list[Trained]]
 """Gradients of the whole minibatch, from zero, by these bounds; without them each micro-batch finds its own."""
 
 
 def train_within_bounds(
     worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass, *, on_policy: bool, sampled_now: bool
-) -> tuple[list[Trained], dict[str, Metric]]:
-    """Leave the gradients that belong to the minibatch's bounds; what the pass that counts found, and the bounds'.
+) -> TrainedMinibatch:
+    """Leave the gradients that belong to the minibatch's bounds.
 
     `on_policy` and `sampled_now` say that the trainer, or engines, computed the behaviour log-probs with the present
     weights.
@@ -64,42 +75,40 @@ def train_within_bounds(
     algorithm = worker.config.algorithm
     if algorithm.objective != "bapo":
         low, high = 1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high
-        return train((torch.tensor(low, device=local_device()), torch.tensor(high, device=local_device()))), {}
+        limits = torch.tensor(low, device=local_device()), torch.tensor(high, device=local_device())
+        return TrainedMinibatch(train(limits), {}, scored=False)
     if algorithm.clip_bounds.scope == "microbatch":
-        return train(None), {}
+        return TrainedMinibatch(train(None), {}, scored=False)
     if on_policy:
         bounds = _bounds(worker, micro_batches, None)
-        return train(_limits(bounds)), bounds_metrics(bounds)
+        return TrainedMinibatch(train(_limits(bounds)), bounds_metrics(bounds), scored=False)
     fp8 = worker.config.fp8
     if sampled_now and not (fp8 and fp8.remembers_passes):
-        return _train_and_check(worker, micro_batches, train)[:2]
+        return _train_and_check(worker, micro_batches, train)
     if algorithm.clip_bounds.method == "speculate":
         return _speculate(worker, micro_batches, train)
     bounds = _bounds(worker, micro_batches, _score(worker, micro_batches))
-    return train(_limits(bounds)), bounds_metrics(bounds)
+    return TrainedMinibatch(train(_limits(bounds)), bounds_metrics(bounds), scored=True)
 
 
-def _train_and_check(
-    worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass
-) -> tuple[list[Trained], dict[str, Metric], bool]:
-    """Train by the predicted bounds, and again where those of the loss's ratios are others; the last value says so."""
+def _train_and_check(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> TrainedMinibatch:
+    """Train by the predicted bounds, and again where those of the loss's ratios are others."""
     predicted = _bounds(worker, micro_batches, None)
     results = train(_limits(predicted))
     exact = _bounds(worker, micro_batches, [result.scores for result in results])
     missed = any(_largest([_differ(predicted, exact)], worker.groups))
     if missed:
         results = train(_limits(exact))
-    return results, bounds_metrics(exact) | speculation_metrics(speculated=True, missed=missed), missed
+    metrics = bounds_metrics(exact) | speculation_metrics(speculated=True, missed=missed)
+    return TrainedMinibatch(results, metrics, scored=missed)
 
 
-def _speculate(
-    worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass
-) -> tuple[list[Trained], dict[str, Metric]]:
+def _speculate(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> TrainedMinibatch:
     """Train at once where that pays, else score, and compare the prediction all the same."""
     if worker.speculation.pays:
-        results, metrics, missed = _train_and_check(worker, micro_batches, train)
-        worker.speculation.record(missed=missed)
-        return results, metrics
+        trained = _train_and_check(worker, micro_batches, train)
+        worker.speculation.record(missed=trained.scored)
+        return trained
     predicted, start = _bounds(worker, micro_batches, None), now_s()
     exact = _bounds(worker, micro_batches, _score(worker, micro_batches))
     scored = now_s()
@@ -107,7 +116,8 @@ def _speculate(
     seconds = scored - start, now_s() - scored
     differ, scoring_s, training_s = _largest((_differ(predicted, exact), *seconds), worker.groups)
     worker.speculation.record(missed=bool(differ), scoring_cost=scoring_s / training_s)
-    return results, bounds_metrics(exact) | speculation_metrics(speculated=False, missed=bool(differ))
+    metrics = bounds_metrics(exact) | speculation_metrics(speculated=False, missed=bool(differ))
+    return TrainedMinibatch(results, metrics, scored=True)
 
 
 def micro_batch_limits(worker: Worker, micro_batch: MicroBatch, scores: Scores) -> tuple[Limits, dict[str, Metric]]:

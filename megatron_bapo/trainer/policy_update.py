@@ -25,6 +25,7 @@ from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.update_metrics import length_metrics, loss_metrics, mismatch_metrics, step_metrics
+from megatron_bapo.trainer.utilization import update_flops
 from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
 
 
@@ -47,7 +48,7 @@ def update_policy(
     if reservoir is not None:
         examples = reservoir.choose(examples)
     if not examples:
-        return step_metrics(None, lr)
+        return step_metrics(None, lr) | update_flops(worker, [], scored=False)
     micro_batches = worker.micro_batches(examples)
     share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
@@ -82,11 +83,11 @@ def update_policy(
         worker.optimizer.zero_grad()
         return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
 
-    results, found = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, sampled_now=sampled_now)
-    metrics = merge(r.metrics for r in results) | found | length_metrics(examples)
-    metrics |= step_metrics(worker.optimizer.step(lr), lr)
+    trained = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, sampled_now=sampled_now)
+    metrics = merge(r.metrics for r in trained.micro_batches) | trained.metrics | length_metrics(examples)
+    metrics |= update_flops(worker, examples, scored=trained.scored) | step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:
-        metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in results])
+        metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in trained.micro_batches])
     return metrics
 
 

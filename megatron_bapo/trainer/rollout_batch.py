@@ -21,6 +21,7 @@ from megatron_bapo.metrics.values import Max, Mean, Metric
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.utilization import scoring_flops
 from megatron_bapo.trainer.worker import Worker, score_trajectories
 
 
@@ -35,11 +36,14 @@ def make_examples(
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     nothing: list[None] = [None] * len(trajectories)
     proximal = references = corrections = nothing
+    num_passes = 0
     metrics: dict[str, Metric] = {}
     if algorithm.behaviour_policy == "recomputed":
         proximal = score_trajectories(worker, trajectories, temperature)
+        num_passes += 1
     if reference is not None:
         references = score_trajectories(worker, trajectories, temperature, reference)
+        num_passes += 1
     examples = [
         Example(trajectory, 0.0, 0.0, proximal_log_probs=own, reference_log_probs=frozen)
         for trajectory, own, frozen in zip(trajectories, proximal, references, strict=True)
@@ -53,7 +57,7 @@ def make_examples(
         replace(example, advantage=advantage, correction_weights=correction)
         for example, advantage, correction in zip(examples, advantages, corrections, strict=True)
     ]
-    return examples, metrics | found
+    return examples, metrics | found | scoring_flops(worker, examples, num_passes)
 
 
 def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length: int) -> list[Example]:

@@ -1,5 +1,6 @@
 """The whole loop on real parts: Ray, a vLLM engine, reward workers, two trainer ranks; interrupted, resumed, broken."""
 
+import gzip
 import ipaddress
 import json
 import re
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.tolerances import ENGINE_LOG_PROB
+from tests.unit.metrics.wandb_files import read_wandb
 
 CONFIG = """
 run_dir: {run_dir}
@@ -44,8 +46,9 @@ optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true}}
 """
+WANDB = ("logging.wandb.project=e2e", "logging.wandb.mode=offline")
 RUN_LIMIT_S = 240
-OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/cpu_")
+OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/tflops_per_gpu", "perf/cpu_")
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
@@ -130,7 +133,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     At first trainer ranks send to the engine; then it loads from a store of its own. Groups are trained on twice.
     """
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl")
+    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *WANDB)
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening, stores = open_to_the_network(family), weight_stores(family)
@@ -146,7 +149,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "steps_before": train_steps(run_dir),
         "left": leftovers(family, stores),
         "second": finish(
-            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2")
+            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *WANDB)
         ),
     }
 
@@ -202,7 +205,8 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
 def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of its own on the rollouts of the resumed one."""
     run_dir = tmp_path_factory.mktemp("e2e") / "replayed"
-    process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"))
+    profiled = "logging.profile_steps=[2,3]", "logging.profile_ranks=[1]"
+    process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"), *profiled)
     code, output, errors = finish(process)
     assert code == 0, output + errors
     assert "held-out prompts are not evaluated" in output
@@ -225,6 +229,21 @@ def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, 
     assert any(row["actor/grad_norm"] > 0 for row in repeated[6:])
     weights, same = (load_file(next((d / "hf").glob("*.safetensors"))) for d in (resumed["run_dir"], replayed))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
+def test_the_steps_and_ranks_that_are_asked_for_are_profiled(replayed: Path) -> None:
+    files = sorted((replayed / "profile").iterdir())
+    assert [file.name for file in files] == ["step-2-rank-1.json.gz", "step-3-rank-1.json.gz"]
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    assert {"step", "update", "aten::mm"} <= {event.get("name") for event in events}
+
+
+def test_every_step_says_what_its_training_computed_and_how_fast(replayed: Path) -> None:
+    rows = [row["metrics"] for row in read_rows(replayed / "metrics.jsonl") if row["phase"] == "train"]
+    for row in rows:
+        rate = row["perf/model_flops"] / row["timing_s/update"] / 2
+        assert row["perf/tflops_per_gpu"] == pytest.approx(rate / 1e12)
+        assert row["perf/model_flops"] > 1e8
 
 
 def test_the_repeated_run_writes_the_same_rollouts_and_advantages(resumed: dict, replayed: Path) -> None:
@@ -263,6 +282,16 @@ def test_report_and_tensorboard_show_the_run(resumed: dict) -> None:
     events = EventAccumulator(str(run_dir / "tensorboard" / "train"))
     events.Reload()
     assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2, 3, 4]
+
+
+def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: dict) -> None:
+    rows, found = read_rows(resumed["run_dir"] / "metrics.jsonl"), read_wandb(resumed["run_dir"])
+    assert found.runs == [("e2e", (resumed["run_dir"] / "wandb_id").read_text(), "run")] * 2
+    assert [number for number, _ in found.rows] == list(range(len(rows)))
+    for row, (_, values) in zip(rows, found.rows, strict=True):
+        if row["phase"] == "train":
+            assert values["training/global_step"] == row["step"]
+            assert values["critic/score/mean"] == row["metrics"]["critic/score/mean"]
 
 
 def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> None:

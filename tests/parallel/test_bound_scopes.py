@@ -65,10 +65,29 @@ def bounds(results: Path, name: str, way: str) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_prediction_that_is_checked_gives_the_bits_that_scoring_gives(results: Path, name: str, way: str) -> None:
     assert same_bits(load_folder(results / name / way), load_folder(results / name / "score"))
-    common = set(updates(results, name, "score")[0]) & set(updates(results, name, way)[0])
+    common = set(updates(results, name, "score")[0]) & set(updates(results, name, way)[0]) - {"perf/model_flops"}
     assert {"actor/bapo_positive_share", "actor/grad_norm", "actor/loss", "actor/pg_clipfrac"} < common
     for ours, theirs in zip(updates(results, name, way), updates(results, name, "score"), strict=True):
         assert {key: ours[key] for key in common} == {key: theirs[key] for key in common}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scoring_pass_and_a_wrong_prediction_cost_a_forward_pass(results: Path, name: str) -> None:
+    once = [update["perf/model_flops"] / 3 for update in updates(results, name, "microbatch")]
+    hits = series(results, name, "speculate", "bapo_speculation_hit")
+    passes = {"speculate": [4 - hit for hit in hits], "speculate-scored": [4.0] * len(hits)}
+    passes["score"] = [5.0] * len(hits)  # with one for the entropy after the update
+    for way, expected in passes.items():
+        flops = [update["perf/model_flops"] for update in updates(results, name, way)]
+        assert [own / one for own, one in zip(flops, once, strict=True)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, model, _) in CASES.items() if model == "qwen3"])
+def test_model_flops_are_the_same_under_every_layout(results: Path, name: str) -> None:
+    ours, theirs = (
+        [update["perf/model_flops"] for update in updates(results, which, "score")] for which in (name, "one")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

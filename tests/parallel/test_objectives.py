@@ -117,3 +117,12 @@ def test_every_addition_takes_part(results: Path) -> None:
     assert math.isfinite(decoupled["update-1"]["actor/bapo_positive_share"])
     clipped = metrics(results, "gspo-one-process")["update-0"]
     assert 0 < clipped["actor/pg_clipfrac"] < 1
+
+
+@pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])
+def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, layout: str) -> None:
+    scored = {name: metrics(results, f"{name}-{layout}")["batch"]["perf/model_flops"] for name in ALGORITHMS}
+    trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
+    assert scored == pytest.approx(
+        {"gspo": 0.0, "cispo": 0.0, "kl-loss-entropy": trained / 3, "decoupled": 2 * trained / 3}
+    )

@@ -16,7 +16,7 @@ from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import has_gpu
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.parameters import num_parameters
-from megatron_bapo.planning.timing import forward_flops
+from megatron_bapo.planning.timing import forward_pass_flops
 
 # Megatron-Core warns of its own defaults and of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,7 +71,7 @@ def test_ceilings_are_measured() -> None:
 def test_the_train_steps_flops_are_those_of_the_planner(model: Path, groups: ParallelGroups) -> None:
     found = gpu_train_step.measure(model, groups, gpu_train_step.layers()["local bf16"], **STEP)
     lengths, architecture = [18, 17, 15, 14] * 2, read_architecture(model)
-    per_step = 3 * sum(sum(forward_flops(architecture, n, n**2)) for n in lengths)
+    per_step = 3 * forward_pass_flops(architecture, lengths)
     assert found.flops / found.tokens_per_s == pytest.approx(per_step / 128, rel=1e-9)
 
 

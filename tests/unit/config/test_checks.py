@@ -1,4 +1,5 @@
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,20 @@ def test_what_rewards_and_curriculum_need_from_outside_must_be_there(monkeypatch
     assert "reward.remote.authorization_env=REWARD_TOKEN is not set in the environment; set it to the whole" in variable
     monkeypatch.setenv("REWARD_TOKEN", "Bearer word")
     assert len(problems(broken)) == 1
+
+
+def test_without_wandb_a_run_that_reports_to_it_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where a folder has its name, which Python takes for a package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (problem,) = problems(config(logging__wandb={"project": "p"}))
+    assert "logging.wandb needs the package wandb, which is not installed: pip install wandb" in problem
+
+
+def test_ranks_that_are_profiled_must_be_there() -> None:
+    (problem,) = problems(config(parallel__world_size=2, logging__profile_ranks=[0, 2]))
+    assert "logging.profile_ranks=[0, 2] must be of the trainer ranks 0 to 1" in problem
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_bapo.config.schema import MismatchAlarmsConfig
+from megatron_bapo.config.logging import MismatchAlarmsConfig
 from megatron_bapo.metrics.alarms import mismatch_alarms
 
 LIMITS = MismatchAlarmsConfig()

@@ -1,7 +1,11 @@
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from megatron_bapo.parallel.platform import SMALLEST_PIECE, host_buffers
+from megatron_bapo.parallel.platform import SMALLEST_PIECE, host_buffers, profiled
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5000, SMALLEST_PIECE, SMALLEST_PIECE + 1, 13 * SMALLEST_PIECE + 17])
@@ -12,3 +16,11 @@ def test_host_memory_comes_in_powers_of_two_that_add_up_to_what_is_asked(num_byt
     # The allocator rounds only the last one, which is small.
     assert all(piece.nbytes.bit_count() == 1 for piece in pieces[:-1])
     assert not pieces or pieces[-1].nbytes.bit_count() == 1 or pieces[-1].nbytes <= SMALLEST_PIECE
+
+
+def test_a_profile_is_a_gzipped_chrome_trace_of_the_block(tmp_path: Path) -> None:
+    file = tmp_path / "profile" / "step-2-rank-0.json.gz"
+    with profiled(file):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
+    assert "aten::mm" in names

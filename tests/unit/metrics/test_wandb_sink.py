@@ -1,0 +1,92 @@
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wandb
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.metrics.sinks import MetricsRow, Phase
+from megatron_bapo.metrics.wandb_sink import WandbSink
+from tests.unit.config.examples import config
+from tests.unit.metrics.wandb_files import WandbFiles, read_wandb
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+ROWS: list[tuple[Phase, int, dict[str, float | None]]] = [
+    ("warm_start", 1, {"actor/loss": 3.0}),
+    ("validation", 0, {"val/mean@4": 0.25, "response_length/mean": 7.0}),
+    ("train", 1, {"actor/loss": 0.5, "response_length/mean": 9.0, "actor/bapo_clip_low": None}),
+    ("train", 2, {"actor/loss": math.nan, "response_length/mean": 8.0}),
+]
+
+
+def settings(run_dir: Path, **values: str) -> Config:
+    return config(run_dir=str(run_dir), logging__wandb={"project": "reasoning", "mode": "offline", **values})
+
+
+def row(phase: Phase, step: int, metrics: dict[str, float | None]) -> MetricsRow:
+    return {"step": step, "phase": phase, "time_s": 1.5, "metrics": metrics}
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that was resumed after its third row."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_API_KEY", KEY)
+        for start, end in ((0, 3), (3, 4)):
+            sink = WandbSink(settings(folder, name="first"), "abcd1234", num_rows=start)
+            for each in ROWS[start:end]:
+                sink.write(row(*each))
+            sink.close()
+        wandb.teardown()  # as at a process's end: files are complete
+    return folder
+
+
+@pytest.fixture
+def written(run_dir: Path) -> WandbFiles:
+    return read_wandb(run_dir)
+
+
+def test_a_resumed_run_is_the_same_wandb_run(written: WandbFiles) -> None:
+    assert written.runs == [("reasoning", "abcd1234", "first")] * 2
+
+
+def test_rows_come_back_by_their_place_with_their_phases_steps(written: WandbFiles) -> None:
+    assert [number for number, _ in written.rows] == [0, 1, 2, 3]
+    warm_start, validation, train, _ = (values for _, values in written.rows)
+    assert warm_start == {"warm_start/global_step": 1, "warm_start/actor/loss": 3.0}
+    assert validation == {"training/global_step": 0, "val/mean@4": 0.25, "validation/response_length/mean": 7.0}
+    assert train == {"training/global_step": 1, "actor/loss": 0.5, "response_length/mean": 9.0}
+
+
+def test_a_metric_is_drawn_over_its_phases_steps(written: WandbFiles) -> None:
+    assert written.axes["actor/loss"] == written.axes["val/mean@4"] == "training/global_step"
+    assert written.axes["warm_start/actor/loss"] == "warm_start/global_step"
+
+
+def test_the_key_is_nowhere_in_the_run_directory(run_dir: Path) -> None:
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+WITHOUT_KEY = """
+import sys
+from pathlib import Path
+from megatron_bapo.metrics.wandb_sink import WandbSink
+from tests.unit.metrics.test_wandb_sink import settings
+WandbSink(settings(Path(sys.argv[1]), mode="online"), "abcd1234")
+"""
+
+
+def test_without_a_key_the_way_out_is_named(tmp_path: Path) -> None:
+    """In a process of its own: wandb remembers a key. At its server's address there is nothing."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    command = [sys.executable, "-c", WITHOUT_KEY, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert "UserError: logging.wandb:" in ended.stderr
+    assert "set WANDB_API_KEY or run `wandb login`, or set logging.wandb.mode=offline" in ended.stderr

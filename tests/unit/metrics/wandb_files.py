@@ -1,0 +1,56 @@
+"""What wandb has written to a folder in offline mode, as its server would read it.
+
+Records are protobuf messages in LevelDB's log format (github.com/google/leveldb, doc/log_format.md) behind 7 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+BLOCK, HEADER = 32768, 7
+FULL, LAST = 1, 4
+
+
+@dataclass
+class WandbFiles:
+    runs: list[tuple[str, str, str]] = field(default_factory=list)
+    """(project, id, name), one each time that a run was opened."""
+    axes: dict[str, str] = field(default_factory=dict)
+    """What a metric is drawn over."""
+    rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """By wandb's own step, without what wandb adds."""
+
+
+def read_wandb(run_dir: Path) -> WandbFiles:
+    found = WandbFiles()
+    for record in (r for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")) for r in _records(file)):
+        match record.WhichOneof("record_type"):
+            case "run":
+                found.runs.append((record.run.project, record.run.run_id, record.run.display_name))
+            case "metric":
+                found.axes[record.metric.name] = record.metric.step_metric
+            case "history":
+                items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+                values = {name: json.loads(value) for name, value in items.items() if not name.startswith("_")}
+                found.rows.append((record.history.step.num, values))
+    return found
+
+
+def _records(file: Path) -> Iterator[Record]:
+    data, position, parts = file.read_bytes(), HEADER, b""
+    while position + HEADER <= len(data):
+        if BLOCK - position % BLOCK < HEADER:
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += HEADER + length
+        parts += data[position - length : position]
+        if kind in (FULL, LAST):
+            yield Record.FromString(parts)
+            parts = b""
