@@ -60,6 +60,11 @@ class ParallelGroups:
         return self.tensor.rank == 0 and self.data_context.rank == 0
 
     @property
+    def is_replica_leader(self) -> bool:
+        """One rank of each data-parallel replica: it receives what all of them need."""
+        return self.tensor.rank == 0 and self.context.rank == 0 and self.is_first_stage
+
+    @property
     def global_rank(self) -> int:
         return dist.get_rank()
 
