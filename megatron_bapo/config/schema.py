@@ -258,7 +258,8 @@ class TrainerConfig(Section):
     """A rank that waits longer for another fails; must exceed rollout.request_timeout_s."""
     max_restarts: NonNegativeInt = 3
     """When a trainer rank or another part of the run fails, all of it starts again from the newest checkpoint: so many
-    times in a row without a new step. Wrong input, a lost node and what does not come up at first end the run."""
+    times in a row without a new step. Wrong input, a failed weight probe, a lost node and what does not come up at
+    first end the run."""
 
     @property
     def updates_per_step(self) -> int:

@@ -43,9 +43,9 @@ from megatron_bapo.controller.restarts import Restarts
 from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
-from megatron_bapo.controller.run_state import RunDirectory, check_resumable
+from megatron_bapo.controller.run_state import FAILURES, RunDirectory, check_resumable
 from megatron_bapo.controller.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import ProbeFailed, RunError, UserError
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
@@ -167,7 +167,7 @@ def _run_planes(
             exit_code = _watch(trainer, starting, config, directory, display, interrupts, restarts)
             if exit_code != 0:
                 raise _failure(exit_code, directory, trainer.log_file)
-    except NodeLost:
+    except (NodeLost, ProbeFailed):
         raise
     except RunError as failure:
         if interrupts.requested:
@@ -324,8 +324,8 @@ def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
         message = failure["message"]
-        if failure["kind"] == "user":
-            return UserError(message)
+        if failure["kind"] != "run":
+            return FAILURES[failure["kind"]](message)
     else:
         message = (
             f"the trainer ended with exit code {exit_code}; the same command continues from the last complete "

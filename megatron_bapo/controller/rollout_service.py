@@ -198,7 +198,7 @@ class RolloutService:
     async def probe(self, probe: WeightProbe) -> list[float]:
         """By how much each serving engine differs, in nats; those that are being replaced are probed before they serve.
 
-        Raises RunError for an engine that does not pass.
+        Raises ProbeFailed for an engine that does not pass.
         """
         self._fleet.probe = probe
         scores = await self._on_every(lambda engine: engine.score(probe.token_ids))

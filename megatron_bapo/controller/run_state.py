@@ -14,7 +14,10 @@ from typing import Any
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import ProbeFailed, RunError, UserError
+
+FAILURES: dict[str, type[UserError | RunError]] = {"user": UserError, "probe": ProbeFailed, "run": RunError}
+"""What a trainer tells the launcher of how it ended; the first kind that fits."""
 
 
 @dataclass
@@ -177,7 +180,8 @@ class RunDirectory:
     def record_failure(self, error: Exception) -> None:
         """Keep the first failure of any rank; what others say afterwards is only its consequence."""
         if isinstance(error, UserError | RunError):
-            failure = {"kind": "user" if isinstance(error, UserError) else "run", "message": str(error)}
+            kind = next(kind for kind, failures in FAILURES.items() if isinstance(error, failures))
+            failure = {"kind": kind, "message": str(error)}
         else:
             message = f"a trainer rank failed with {type(error).__name__}: {error}; {self.trainer_log} has the trace"
             failure = {"kind": "run", "message": message}

@@ -4,7 +4,7 @@
     ------                        ---------                                   ---
     take() ──────────────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
-      └─ broadcast ─────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
+      └─ share out ─────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
                                   publish weights ─► store (shared memory)
     load_weights(version) ───────────────────────────────────────► engines read the store
       └─ probe: engine's log-probs against the trainer's, or the run ends
@@ -46,7 +46,8 @@ from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
-from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, weighted
+from megatron_bapo.trainer.rollout_batch import laid_out_together, make_examples, minibatch, minibatches, weighted
+from megatron_bapo.trainer.rollout_shares import share_out
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
@@ -123,11 +124,11 @@ def train(run: Run) -> None:
     for step in run.remaining_steps():
         timer = Timer()
         with profiling(run, step), timer.phase("step"):
-            scored = take_groups(run, timer)
+            scored, trajectories = take_groups(run, timer)
             run.turns.to_trainer()
             start_cpu_s = family_cpu_s() if run.recorder else 0.0
             with timer.phase("update"), snapshot(run, step):
-                metrics, updates, tokens = update_on(run, scored)
+                metrics, updates, tokens = update_on(run, scored, trajectories)
             if run.recorder is not None:
                 metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
             with timer.phase("weight_sync"):
@@ -160,9 +161,8 @@ def warm_start(run: Run) -> None:
         return
     run.announce("warm start")
     while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
-        trajectories: list[Trajectory] = broadcast_object(
-            run.rollouts.worked_examples(settings.batch_size) if run.rollouts else None, run.worker.groups
-        )
+        worked = run.rollouts.worked_examples(settings.batch_size) if run.rollouts else None
+        trajectories = share_out(run.worker, worked, [range(settings.batch_size)])
         examples = weighted(
             [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
             "token-mean",
@@ -232,52 +232,51 @@ def deliver(run: Run) -> dict[str, Metric]:
     return refresh_weights(run.worker, run.engines, run.transport, run.turns, run.state.policy_version)
 
 
-def take_groups(run: Run, timer: Timer) -> ScoredGroups:
-    """The next rollout batch, on every rank."""
+def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Trajectory]]:
+    """The next rollout batch, None on all ranks but the main one, and its trajectories as each rank needs them."""
     run.announce("reading rollouts" if run.transport is None else "generating answers")
-    start, answer = now_s(), None
+    start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
     if run.rollouts is not None:
-        answer = run.rollouts.take()
-    scored, seconds = broadcast_object(answer, run.worker.groups)
+        scored, seconds = run.rollouts.take()
+        own = [trajectory for group in scored.groups for trajectory in group.trajectories]
+        batches = laid_out_together(run.config, own, run.state.step)
+    trajectories = share_out(run.worker, own, batches)
+    policy_version = broadcast_object(scored.policy_version if scored else None, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
-    if scored.policy_version is not None:
-        run.state.policy_version = scored.policy_version
+    if policy_version is not None:
+        run.state.policy_version = policy_version
     run.announce("training")
-    return scored
+    return scored, trajectories
 
 
-def update_on(run: Run, scored: ScoredGroups) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
+def update_on(
+    run: Run, scored: ScoredGroups | None, trajectories: list[Trajectory]
+) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
     """All updates on one rollout batch: the batch's and each update's metrics, reduced, and a sample of the tokens."""
-    config, size = run.config, run.config.trainer.ppo_mini_batch_size
-    examples, batch_metrics = make_examples(run.worker, run.reference, scored.groups)
-    if run.recorder is not None:
+    config = run.config
+    examples, batch_metrics = make_examples(run.worker, run.reference, trajectories)
+    if run.recorder is not None and scored is not None:
         run.recorder.write_rollouts(run.state, scored, [np.asarray(example.advantage) for example in examples])
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     sampled_now = all(
         span.policy_version == run.state.policy_version
-        for group in scored.groups
-        for trajectory in group.trajectories
+        for trajectory in trajectories
         for span in trajectory.version_spans
     )
     recomputed, num_steps = config.algorithm.behaviour_policy == "recomputed", run.worker.optimizer.num_steps
-    for epoch in range(config.trainer.ppo_epochs):
-        order = np.arange(len(examples))
-        if epoch:
-            order = np.random.default_rng([config.seed, run.state.step, epoch]).permutation(order)
-        for start in range(0, len(order), size):
-            chosen = minibatch(config, [examples[i] for i in order[start : start + size]])
-            unchanged = run.worker.optimizer.num_steps == num_steps
-            parts.append(
-                update_policy(
-                    run.worker,
-                    chosen,
-                    lr=_policy_lr(run, len(parts)),
-                    on_policy=unchanged and recomputed,
-                    sampled_now=unchanged and sampled_now,
-                    reservoir=reservoir,
-                )
+    for chosen in minibatches(config, trajectories, run.state.step):
+        unchanged = run.worker.optimizer.num_steps == num_steps
+        parts.append(
+            update_policy(
+                run.worker,
+                minibatch(config, [examples[i] for i in chosen]),
+                lr=_policy_lr(run, len(parts)),
+                on_policy=unchanged and recomputed,
+                sampled_now=unchanged and sampled_now,
+                reservoir=reservoir,
             )
+        )
     run.state.update += len(parts)
     updates = reduce_updates(parts, run.worker.groups)
     return merge([*updates, batch_metrics]), updates, reservoir.gather(run.worker.groups)
@@ -341,8 +340,8 @@ def checkpoint(run: Run) -> None:
     run.saved_s = now_s()
 
 
-def record_step(run: Run, scored: ScoredGroups, metrics: dict[str, Metric], timer: Timer) -> None:
-    if run.recorder is None:
+def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric], timer: Timer) -> None:
+    if run.recorder is None or scored is None:
         return
     step = run.state.step
     metrics = metrics | rollout_metrics(scored) | scored.metrics | timer.metrics()

@@ -34,7 +34,7 @@ def refresh_weights(
 def probe(worker: Worker, rollouts: RolloutClient | None, turns: DeviceTurns, policy_version: int) -> dict[str, Metric]:
     """Compare engine and trainer log-probs on the probe sequence, then it is the engines' turn.
 
-    `rollouts` is None on all ranks but the main one. Raises RunError for an engine that does not pass.
+    `rollouts` is None on all ranks but the main one. Raises ProbeFailed for an engine that does not pass.
     """
     token_ids = broadcast_object(rollouts.probe_token_ids if rollouts else None, worker.groups)
     ours = score_sequence(worker, token_ids)

@@ -61,7 +61,9 @@ def pack(
     def search(num_micro_batches: int) -> _Found | None:
         return _search(sizes, budget, (num_ranks, num_micro_batches), rule.equal_lengths, attention_length)
 
-    num_micro_batches = round_up(max(1, -(-int(sizes.sum()) // (budget * num_ranks))), num_multiple_of)
+    # No two that each take more than half of the budget share a micro-batch.
+    num_needed = max(1, -(-int(sizes.sum()) // budget), int(np.count_nonzero(2 * sizes > budget)))
+    num_micro_batches = round_up(-(-num_needed // num_ranks), num_multiple_of)
     while (found := search(num_micro_batches)) is None:
         num_micro_batches += num_multiple_of
     while found.busiest > UNBALANCED * found.mean and (num_micro_batches + num_multiple_of) * num_ranks <= len(lengths):

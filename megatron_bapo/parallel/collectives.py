@@ -58,6 +58,16 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> t
     return tensor
 
 
+def broadcast_in_replica(tensor: torch.Tensor, groups: ParallelGroups) -> None:
+    """Overwrite `tensor` on all ranks of a data-parallel replica with its leader's values; shapes must agree.
+
+    Walks the mesh axis by axis: the leader is the first of its pipeline, context and tensor groups.
+    """
+    for axis in (groups.pipeline, groups.context, groups.tensor):
+        if axis.size > 1:
+            dist.broadcast(tensor, src=axis.global_ranks[0], group=axis.group)
+
+
 def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
     """Global rank 0's value on every rank. The ranks are one program, so pickling between them is safe.
 

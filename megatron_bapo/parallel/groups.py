@@ -65,6 +65,11 @@ class ParallelGroups:
         return self.data_context.rank * self.tensor.size + self.tensor.rank
 
     @property
+    def is_replica_leader(self) -> bool:
+        """One rank of each data-parallel replica: it receives what all of them need."""
+        return self.tensor.rank == 0 and self.context.rank == 0 and self.is_first_stage
+
+    @property
     def global_rank(self) -> int:
         return dist.get_rank()
 

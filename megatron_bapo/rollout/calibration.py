@@ -74,6 +74,7 @@ class RecordedRun:
 
     folder: Path
     config: Config
+    num_first_steps: int
     rows: Sequence[dict[str, Any]]
     """Metrics of its steps."""
     requests: Sequence[dict[str, Any]]
@@ -132,7 +133,7 @@ def _recorded(folder: Path, num_first_steps: int) -> RecordedRun:
     if not path.exists():
         raise UserError(f"{path} is missing, which says when which answer was finished; record the run again")
     requests = [row for row in read_rows(path) if row["order"] >= 0 and row["step"] > num_first_steps]
-    return RecordedRun(folder, load_config(folder / "config.yaml", []), rows, requests)
+    return RecordedRun(folder, load_config(folder / "config.yaml", []), num_first_steps, rows, requests)
 
 
 def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload, EngineCosts]:
@@ -179,12 +180,13 @@ def with_overlap(workload: Workload, run: RecordedRun) -> Workload:
     no synchronous run shows. All of what makes its steps longer than simulated ones counts. `run` may differ in
     `rollout.*` settings of the scheduler only.
     """
-    num_first_steps = run.config.rollout.max_staleness + 1
 
     def steps_per_s(num_cores: float) -> float:
         shared = replace(workload, num_cores=num_cores)
         runs = [
-            simulate(run.config.rollout, shared, num_steps=len(run.rows), num_first_steps=num_first_steps, seed=seed)
+            simulate(
+                run.config.rollout, shared, num_steps=len(run.rows), num_first_steps=run.num_first_steps, seed=seed
+            )
             for seed in range(NUM_SIMULATIONS)
         ]
         return sum(each.num_steps for each in runs) / sum(each.seconds for each in runs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import ProbeFailed
 from megatron_bapo.rollout.messages import SequenceScore
 
 
@@ -25,16 +25,16 @@ class WeightProbe:
     def difference(self, name: str, score: SequenceScore) -> float:
         """The largest, in nats.
 
-        Raises RunError with both numbers when the engine has another version or differs by more than the tolerance.
+        Raises ProbeFailed with both numbers when the engine has another version or differs by more than the tolerance.
         """
         if score.policy_version != self.policy_version:
-            raise RunError(
+            raise ProbeFailed(
                 f"{name} serves policy version {score.policy_version}; the trainer published {self.policy_version}"
             )
         difference = np.abs(score.log_probs.astype(np.float64) - self.log_probs)
         worst = int(difference.argmax())
         if not difference[worst] <= self.tolerance:
-            raise RunError(
+            raise ProbeFailed(
                 f"after the weight sync {name} gives token {worst + 1} of the probe a log-prob of "
                 f"{score.log_probs[worst]:.6f}, the trainer {self.log_probs[worst]:.6f}; weight_sync.probe_tolerance "
                 f"is {self.tolerance}. The engine does not serve the trainer's weights, or computes in another "

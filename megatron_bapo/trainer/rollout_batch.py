@@ -19,21 +19,21 @@ from megatron_bapo.config.algorithm import LossAggMode
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import Max, Mean, Metric
 from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.utilization import scoring_flops
 from megatron_bapo.trainer.worker import Worker, score_trajectories
 
 
 def make_examples(
-    worker: Worker, reference: PolicyModel | None, groups: Sequence[Group]
+    worker: Worker, reference: PolicyModel | None, trajectories: Sequence[Trajectory]
 ) -> tuple[list[Example], dict[str, Metric]]:
     """An example for each trajectory, still of weight 0, and the whole batch's metrics; the same on every rank.
 
+    But for tokens that a rank does not train on (`share_out`). The trajectories of a group stand side by side.
     `reference` is the frozen policy where a KL coefficient asks for one. Collective.
     """
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     nothing: list[None] = [None] * len(trajectories)
     proximal = references = corrections = nothing
     num_passes = 0
@@ -52,7 +52,7 @@ def make_examples(
         correction = _correction(worker.config, examples)
         corrections = _split(correction.weights_T, trajectories)
         metrics |= correction_metrics(correction)
-    advantages, found = _advantages(worker.config, examples, len(groups))
+    advantages, found = _advantages(worker.config, examples)
     examples = [
         replace(example, advantage=advantage, correction_weights=correction)
         for example, advantage, correction in zip(examples, advantages, corrections, strict=True)
@@ -77,17 +77,33 @@ def weighted(examples: Sequence[Example], mode: LossAggMode, max_response_length
     return [replace(example, weight=weight) for example, weight in zip(examples, weights.tolist(), strict=True)]
 
 
-def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
-    """The examples that an update learns from, weighted; `overlong.mode=filter` leaves truncated answers out.
+def minibatches(config: Config, trajectories: Sequence[Trajectory], step: int) -> list[list[int]]:
+    """Which trajectories each update after `step` steps learns from: a pass over all, then others in an order by lot.
 
-    Empty where there is no token to learn from: all answers are left out, or all tokens rejected.
+    `overlong.mode=filter` leaves truncated answers out.
     """
-    algorithm = config.algorithm
-    if algorithm.overlong.mode == "filter":
-        examples = [example for example in examples if example.trajectory.finish_reason != "length"]
+    size, updates = config.trainer.ppo_mini_batch_size, list[list[int]]()
+    learned = [t.finish_reason != "length" or config.algorithm.overlong.mode != "filter" for t in trajectories]
+    for epoch in range(config.trainer.ppo_epochs):
+        order = np.arange(len(trajectories))
+        if epoch:
+            order = np.random.default_rng([config.seed, step, epoch]).permutation(order)
+        chosen = order.tolist()
+        updates += [[i for i in chosen[start : start + size] if learned[i]] for start in range(0, len(chosen), size)]
+    return updates
+
+
+def laid_out_together(config: Config, trajectories: Sequence[Trajectory], step: int) -> list[list[int]]:
+    """The trajectories of each split into micro-batches: those of the updates, and all where they are scored before."""
+    scored = config.algorithm.behaviour_policy == "recomputed" or config.algorithm.needs_reference
+    return minibatches(config, trajectories, step) + [list(range(len(trajectories)))] * scored
+
+
+def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
+    """The examples that an update learns from, weighted; empty where there is no token to learn from."""
     if not any(example.num_learned for example in examples):
         return []
-    return weighted(examples, algorithm.loss_agg_mode, config.rollout.max_response_length)
+    return weighted(examples, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
 
 
 def correction_metrics(correction: RolloutCorrection) -> dict[str, Metric]:
@@ -107,13 +123,11 @@ def _correction(config: Config, examples: Sequence[Example]) -> RolloutCorrectio
     return rollout_correction(proximal_T, rollout_T, lengths_B, config.algorithm.rollout_correction)
 
 
-def _advantages(
-    config: Config, examples: Sequence[Example], num_groups: int
-) -> tuple[list[np.ndarray], dict[str, Metric]]:
+def _advantages(config: Config, examples: Sequence[Example]) -> tuple[list[np.ndarray], dict[str, Metric]]:
     """Advantages of every token, and metrics in verl's names: critic/rewards is the score after all penalties."""
     algorithm, overlong = config.algorithm, config.algorithm.overlong
     trajectories = [example.trajectory for example in examples]
-    num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(num_groups, -1)
+    num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(-1, config.rollout.n)
     rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(num_sampled_GN)
     if overlong.buffer_length is not None:
         limit = config.rollout.max_response_length

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.data.packing import pack
+from megatron_bapo.data.packing import Plan, pack
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy
@@ -48,16 +48,19 @@ class Worker:
 
         The longest comes first: attention runs on neighbours of like length together.
         """
-        lengths = [example.num_input_tokens for example in examples]
-        plan = pack(
-            lengths,
+        plan = self.plans(examples)[self.groups.data.rank]
+        return [sorted(indices, key=lambda index: -examples[index].num_input_tokens) for indices in plan]
+
+    def plans(self, examples: Sequence[Example]) -> Plan:
+        """Which examples the micro-batches of each data-parallel rank have."""
+        return pack(
+            [example.num_input_tokens for example in examples],
             self.config.max_micro_batch_tokens,
             self.groups.data.size,
             rule=self.config.padding_rule,
             num_multiple_of=self.config.parallel.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
-        )[self.groups.data.rank]
-        return [sorted(indices, key=lambda index: -lengths[index]) for indices in plan]
+        )
 
     def lay_out(self, examples: Sequence[Example], plan: list[list[int]]) -> list[MicroBatch]:
         rule, context = self.config.padding_rule, self.groups.context

@@ -15,12 +15,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
+from tests.parallel.tensors import load_folder
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.metrics.wandb_files import read_wandb
 
@@ -227,7 +227,7 @@ def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, 
     assert repeated == original
     assert len(repeated) == 6 + 4
     assert any(row["actor/grad_norm"] > 0 for row in repeated[6:])
-    weights, same = (load_file(next((d / "hf").glob("*.safetensors"))) for d in (resumed["run_dir"], replayed))
+    weights, same = (load_folder(run_dir / "hf") for run_dir in (resumed["run_dir"], replayed))
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
@@ -268,8 +268,8 @@ def test_the_export_loads_in_transformers_with_trained_weights(resumed: dict) ->
 def test_the_last_checkpoint_holds_the_exported_weights(resumed: dict) -> None:
     run_dir = resumed["run_dir"]
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
-    saved = load_file(next((newest / "weights").glob("*.safetensors")))
-    exported = load_file(next((run_dir / "hf").glob("*.safetensors")))
+    saved = load_folder(newest / "weights")
+    exported = load_folder(run_dir / "hf")
     assert saved.keys() == exported.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
     assert json.loads((newest / "state.json").read_text())["step"] == 4
@@ -350,7 +350,5 @@ def test_a_decoupled_run_with_a_reference_policy_completes_and_reports_its_corre
     # The first step starts from the reference itself, the second does not.
     assert abs(rows[0]["actor/reward_kl_penalty"]) < ENGINE_LOG_PROB < abs(rows[1]["actor/reward_kl_penalty"])
     assert rows[1]["actor/kl_loss"] > 0
-    initial, reference = (
-        load_file(next((tmp_path / "run" / folder).glob("*.safetensors"))) for folder in ("initial_model", "reference")
-    )
+    initial, reference = (load_folder(tmp_path / "run" / folder) for folder in ("initial_model", "reference"))
     assert any(not torch.equal(initial[name], reference[name]) for name in reference)

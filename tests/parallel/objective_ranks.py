@@ -1,8 +1,8 @@
 """Run by `launch`: two updates on one rollout batch under each objective.
 
-A case is {"name", "model", "reference", "parallel", "algorithm", "fault"}. `out/NAME/` gets what the
-batch was found to be (`examples.safetensors`), the first update's gradients, the parameters after the second, and
-metrics.
+A case is {"name", "model", "reference", "parallel", "algorithm", "fault"}. The main rank shares the batch out.
+`out/NAME/` gets which trajectories' tokens each rank then has (`held-RANK.json`), what the batch was found to be
+(`examples.safetensors`), the first update's gradients, the parameters after the second, and metrics.
 """
 
 import json
@@ -22,24 +22,23 @@ from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face, write_stage
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.records import Group, Prompt
+from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
+from megatron_bapo.trainer.rollout_shares import share_out
 from megatron_bapo.trainer.worker import create_reference, create_worker
 
 GROUP_SIZE = 4
 
 
-def make_groups(vocab_size: int) -> list[Group]:
-    """The matrix's trajectories with rewards; one of them is truncated."""
+def make_trajectories(vocab_size: int) -> list[Trajectory]:
+    """The matrix's with rewards; one of them is truncated."""
     rewards = np.random.default_rng(1).random(12).round(1)
-    trajectories = [
+    return [
         replace(example.trajectory, reward=float(reward), finish_reason="length" if index == 5 else "stop")
         for index, (example, reward) in enumerate(zip(make_examples(vocab_size), rewards, strict=True))
     ]
-    prompt = Prompt("test:0", (), "", "test")
-    return [Group(prompt, tuple(trajectories[i : i + GROUP_SIZE])) for i in range(0, 12, GROUP_SIZE)]
 
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
@@ -61,14 +60,20 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     reference = None
     if config.algorithm.needs_reference:
         reference = create_reference(config, Path(case["reference"]), groups)
-    examples, metrics = rollout_batch.make_examples(
-        worker, reference, make_groups(worker.model.architecture.vocab_size)
-    )
+    given, batches = None, []
+    if groups.is_main:
+        given = make_trajectories(worker.model.architecture.vocab_size)
+        batches = rollout_batch.laid_out_together(config, given, step=0)
+    trajectories = share_out(worker, given, batches)
+    examples, metrics = rollout_batch.make_examples(worker, reference, trajectories)
+    held = [i for i, trajectory in enumerate(trajectories) if np.isfinite(trajectory.behaviour_log_probs).all()]
+    (out / f"held-{groups.global_rank}.json").write_text(json.dumps({"replica": groups.data.rank, "held": held}))
     if groups.is_main:
         save_file(arrays(examples), out / "examples.safetensors")
         (out / "gradients").mkdir()
     barrier(groups)
-    chosen, found = rollout_batch.minibatch(config, examples), {"batch": scalars(metrics)}
+    learned, found = rollout_batch.minibatches(config, trajectories, step=0)[0], {"batch": scalars(metrics)}
+    chosen = rollout_batch.minibatch(config, [examples[i] for i in learned])
     with FAULTS[case["fault"]]():
         for number in range(2):
             on_policy = config.algorithm.behaviour_policy == "recomputed" and number == 0

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.parallel.examples import make_examples
+from tests.parallel.examples import NUM_EXAMPLES, make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import LAYOUTS, MODELS
 from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
@@ -29,7 +29,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "overlong": {"mode": "filter"},
     },
 }
-SEVERAL_RANKS = ("tp2-sp", "pp2", "cp2", "dp2-distopt-overlap", "pp2-vpp2-cp2")
+REPLICAS = ("dp2-distopt-overlap", "tp2-sp-dp2", "pp2-dp2", "cp2-dp2")
+SEVERAL_RANKS = (*REPLICAS, "pp2-vpp2-cp2")
 FAULTY = "gspo-cp2-sequence-mean-of-one-rank"
 FAULTS = {FAULTY: "sequence-mean-of-one-rank"}
 
@@ -82,6 +83,17 @@ def test_batch_and_metrics_are_those_of_one_process(results: Path, algorithm: st
     assert ours.keys() == theirs.keys()
     for part in theirs:
         assert ours[part] == pytest.approx(theirs[part], rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("layout", REPLICAS)
+def test_each_replica_has_the_tokens_of_its_own_trajectories(results: Path, layout: str) -> None:
+    ranks = [json.loads(file.read_text()) for file in sorted((results / f"gspo-{layout}").glob("held-*.json"))]
+    main, others = ranks[0]["held"], ranks[1:]
+    assert main == [*range(NUM_EXAMPLES)]
+    second = next(rank["held"] for rank in others if rank["replica"] == 1)
+    first = sorted({*main} - {*second})
+    assert 0 < len(second) < NUM_EXAMPLES
+    assert [rank["held"] for rank in others] == [[first, second][rank["replica"]] for rank in others]
 
 
 def test_a_sequence_mean_of_one_context_rank_alone_does_not_pass(results: Path) -> None:

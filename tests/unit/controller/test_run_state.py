@@ -8,7 +8,7 @@ import pytest
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunDirectory, RunState, check_resumable
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import ProbeFailed, RunError, UserError
 
 HOLDER = """
 import sys, time
@@ -79,6 +79,12 @@ def test_the_first_failure_is_kept(directory):
     directory.record_failure(RunError("a peer went away"))
 
     assert json.loads(directory.failure.read_text()) == {"kind": "user", "message": "set model.dtype"}
+
+
+def test_a_failed_probe_is_told_from_what_a_restart_may_mend(directory):
+    directory.record_failure(ProbeFailed("engine 0 serves policy version 6"))
+
+    assert json.loads(directory.failure.read_text())["kind"] == "probe"
 
 
 def test_an_unforeseen_failure_names_its_type_and_the_log(directory):

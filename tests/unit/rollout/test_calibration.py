@@ -147,7 +147,7 @@ def test_an_asynchronous_run_says_how_many_cores_both_sides_have(tmp_path: Path)
     settings = load_config(tmp_path / "config.yaml", ["rollout.mode=async"])
     expected = replace(workload, num_cores=1.7)
     seconds = simulate(settings.rollout, expected, num_steps=30, num_first_steps=2).seconds / 30
-    overlapping = RecordedRun(tmp_path, settings, [{"timing_s/step": seconds}] * 30, [])
+    overlapping = RecordedRun(tmp_path, settings, 2, [{"timing_s/step": seconds}] * 30, [])
 
     assert with_overlap(workload, overlapping).num_cores == pytest.approx(1.7, abs=0.1)
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import ProbeFailed
 from megatron_bapo.rollout.messages import SequenceScore
 from megatron_bapo.rollout.weight_probe import WeightProbe
 
@@ -22,5 +22,5 @@ def test_an_engine_with_the_trainers_weights_passes():
     ],
 )
 def test_another_version_and_other_weights_are_named(score: SequenceScore, message: str):
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(ProbeFailed, match=message):
         PROBE.difference("engine 0", score)

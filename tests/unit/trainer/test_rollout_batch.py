@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -6,11 +7,13 @@ import pytest
 
 from megatron_bapo.config.algorithm import LossAggMode
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.rollout_batch import minibatch
+from megatron_bapo.trainer.rollout_batch import laid_out_together, minibatch, minibatches
 from tests.unit.config.examples import config
 from tests.unit.trainer.test_token_reservoir import example
 
 MODES: tuple[LossAggMode, ...] = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+IN_TWOS = {"trainer__ppo_mini_batch_size": 2}
 
 
 def truncated(length: int) -> Example:
@@ -29,7 +32,7 @@ def found(examples: list[Example], mode: LossAggMode, **algorithm: Any) -> list[
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_minibatch_without_a_token_to_learn_from_is_empty(mode: LossAggMode) -> None:
-    assert found([truncated(3), truncated(5)], mode, overlong={"mode": "filter"}) == []
+    assert found([], mode) == []
     assert found([corrected(3, kept=0), corrected(5, kept=0)], mode) == []
 
 
@@ -45,8 +48,24 @@ def test_rejected_tokens_leave_the_denominators_as_in_verl() -> None:
     assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / (4 * 100)] * 4)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_truncated_answers_are_left_out_of_the_denominators_where_they_are_filtered(mode: LossAggMode) -> None:
-    whole = example(4, -1.0)
-    assert found([truncated(3), whole], mode, overlong={"mode": "filter"}) == found([whole], mode)
-    assert len(found([truncated(3), whole], mode)) == 2
+def test_truncated_answers_are_left_out_of_the_updates_where_they_are_filtered() -> None:
+    trajectories = [example(3, 1.0).trajectory, truncated(4).trajectory, truncated(5).trajectory]
+    filtering = config(algorithm={"overlong": {"mode": "filter"}}, **IN_TWOS)
+    assert minibatches(filtering, trajectories, step=0) == [[0], []]
+    assert minibatches(config(**IN_TWOS), trajectories, step=0) == [[0, 1], [2]]
+
+
+def test_each_later_pass_takes_the_trajectories_in_another_order() -> None:
+    updates = minibatches(config(**IN_TWOS, trainer__ppo_epochs=3), [example(3, 1.0).trajectory] * 8, step=5)
+    first, second, third = updates[:4], updates[4:8], updates[8:]
+    assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert first != second != third != first
+    assert all(sorted(itertools.chain(*each)) == [*range(8)] for each in (second, third))
+
+
+@pytest.mark.parametrize("algorithm", [{"behaviour_policy": "recomputed"}, {"kl_loss_coef": 0.1}])
+def test_where_log_probs_are_computed_before_the_updates_all_are_laid_out_together(algorithm: dict[str, Any]) -> None:
+    trajectories = [example(3, 1.0).trajectory] * 4
+    assert laid_out_together(config(**IN_TWOS), trajectories, step=0) == [[0, 1], [2, 3]]
+    scored = config(**IN_TWOS, algorithm=algorithm)
+    assert laid_out_together(scored, trajectories, step=0) == [[0, 1], [2, 3], [0, 1, 2, 3]]
