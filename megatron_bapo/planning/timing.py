@@ -157,15 +157,16 @@ def step_time(
 def _scoring_passes(config: Config) -> float:
     """Forward passes over a trajectory for each time that it is trained on.
 
-    Those of `bound_scopes.py`: a step's first update is trained at once by ratios of 1. What speculation saves of
-    them, and how often it trains twice, nobody knows beforehand.
+    Those of `bound_scopes.py`: a step's first update is trained at once by ratios of 1, where its tokens are all of the
+    present weights or scored by them. What speculation saves, and how often it trains twice, nobody knows beforehand.
     """
-    algorithm, trainer = config.algorithm, config.trainer
+    algorithm, trainer, rollout = config.algorithm, config.trainer, config.rollout
     finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
-    once = (algorithm.behaviour_policy == "recomputed") + algorithm.needs_reference
-    return (
-        finds_bounds * (1 - 1 / trainer.updates_per_step) + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
-    )
+    recomputed = algorithm.behaviour_policy == "recomputed"
+    is_waited_for = rollout.mode == "sync" and rollout.partial_rollout.token_budget is None and rollout.max_reuse == 1
+    share_scored = 1 - (recomputed or is_waited_for) / trainer.updates_per_step
+    once = recomputed + algorithm.needs_reference
+    return finds_bounds * share_scored + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
 
 
 def generation_seconds(

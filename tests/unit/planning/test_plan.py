@@ -79,7 +79,8 @@ def test_while_weights_go_to_an_engine_both_hold_them() -> None:
 
 
 def test_what_overlaps_takes_as_long_as_the_longer_of_the_two() -> None:
-    time = recipe("r1-distill-qwen-7b_16gpus_async", placement="separate").time
+    name = "r1-distill-qwen-7b_16gpus_async"
+    time = recipe(name, placement="separate").time
     assert time.total == max(time.generation, time.training) + time.weight_sync
-    together = recipe("r1-distill-qwen-7b_16gpus_async", "rollout.mode=sync", placement="separate").time
-    assert together.total == time.generation + time.training + time.weight_sync
+    in_turn = recipe(name, "rollout.mode=sync", placement="separate").time
+    assert in_turn.total == in_turn.generation + in_turn.training + in_turn.weight_sync
