@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Each sets up what it needs; a complete set-up costs a second.
+# The main targets are `make quickstart` and `make test`. Each sets up its requirements; a finished setup takes a second.
 
 SHELL := bash
 VENV := .venv
@@ -8,20 +8,22 @@ LOCK := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 PYTHON ?= $(if $(HAS_GPU),python3.12,python3.11)
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256sum | cut -c1-16)
-# What the benches compare with lives apart from the locked environment.
+# Packages that the benchmarks compare with are installed apart from the locked environment.
 BENCH_SITE := build/bench-site
 BENCHES := packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes weight_sync rollout_overhead rollout_modes
 GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
-# Megatron-Core as in the GPU lock, laid over the locked environment; its pure Python runs under 3.11 as well.
+# Packages of the documentation site, placed before the locked environment on the path.
+DOCS_SITE := build/docs-site
+# Megatron-Core of the GPU lock, placed before the locked environment on the path; its pure Python also runs under 3.11.
 GPU_MEGATRON_SITE := build/megatron-gpu-site
 SMOLLM2 := models/smollm2-135m-instruct
 
-# Whole runs, which come first, wait a lot; the other tests run beside them (tests/scheduling.py).
+# End-to-end runs start first and wait a lot, so the other tests run beside them (tests/scheduling.py).
 TWO_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test test-gpu-megatron check format bench gpu-check gpu-bench doctor clean
+.PHONY: setup quickstart smollm2 test test-fast suite unit-fast test-cluster test-gpu-megatron check lint types format docs bench gpu-check gpu-bench doctor clean
 
 setup: $(STAMP)
 
@@ -32,10 +34,10 @@ $(STAMP):
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
 	@grep -v '^transformer-engine' $(LOCK) > $(VENV)/first.txt && $(PIP) --no-deps -r $(VENV)/first.txt
-	@# Transformer Engine compiles against the torch that is now there.
+	@# Transformer Engine compiles against the torch that is now installed.
 	@$(PIP) --no-deps --no-build-isolation -r $(LOCK)
 else
-	@# The CPU build where pip's indexes offer it, else the registry's default build with its CUDA libraries.
+	@# The CPU build if pip's indexes have it, else the default build with its CUDA libraries.
 	@$(PIP) --no-deps torch==2.13.0+cpu || $(PIP) torch==2.13.0
 	@$(PIP) --no-deps --ignore-requires-python -r $(LOCK)
 endif
@@ -51,19 +53,39 @@ $(SMOLLM2): $(STAMP)
 smollm2: $(SMOLLM2)
 	$(BIN)/python -m megatron_bapo train configs/smollm2_135m_cpu.yaml
 
-check: setup
+check: lint types
+
+lint: setup
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/lint-imports --no-cache
+
+types: setup
 	$(BIN)/pyright
 
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: check $(GPU_MEGATRON_SITE)/.complete
+# The type checker takes a minute of one core, so it runs beside the tests.
+test: lint $(GPU_MEGATRON_SITE)/.complete $(DOCS_SITE)/.complete
 	@tools/install_cluster_packages.sh
-	$(BIN)/python -m pytest $(TWO_WORKERS)
+	@$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: setup
+	$(BIN)/python -m pytest $(TWO_WORKERS) -m "not cluster_full"
+
+# Faults of whole clusters with real Slurm and Ray, as root: too long for `make test`, which runs a few of them.
+test-cluster: setup
+	@tools/install_cluster_packages.sh
+	$(BIN)/python -m pytest -m cluster_full tests/cluster
+
+# The fast development loop: linters, types and layering in parallel with the unit tests that are not marked slow.
+test-fast: setup
+	@$(MAKE) --no-print-directory --jobs 2 check unit-fast
+
+unit-fast: setup $(DOCS_SITE)/.complete
+	$(BIN)/python -m pytest --quiet --numprocesses 2 -m "not slow" tests/unit
 
 $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
 	@rm -rf $(GPU_MEGATRON_SITE)
@@ -71,7 +93,17 @@ $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
 		--python-version 3.12 --platform manylinux_2_28_x86_64 $$(grep '^megatron-core==' requirements.txt)
 	@touch $@
 
-# The trainer's tests with the GPU lock's Megatron-Core in the place of the CPU lock's; `make test` has a few of them.
+$(DOCS_SITE)/.complete: requirements-docs.txt $(STAMP)
+	@rm -rf $(DOCS_SITE)
+	@$(PIP) --no-deps --target $(DOCS_SITE) -r $<
+	@touch $@
+
+# Builds the documentation site without scripts or fonts from the internet. Any warning, such as a broken link, fails it.
+docs: $(DOCS_SITE)/.complete
+	@PYTHONPATH=$(CURDIR)/$(DOCS_SITE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "built build/site; to read and search it: python -m http.server --directory build/site"
+
+# The trainer's tests with the Megatron-Core version of the GPU lock; `make test` includes a few of them.
 test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
 		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
@@ -85,7 +117,7 @@ bench: $(BENCH_SITE)/.complete
 	@for name in $(BENCHES); do \
 		PYTHONPATH=$(CURDIR):$(CURDIR)/$(BENCH_SITE) $(BIN)/python -m bench.$$name || exit 1; done
 
-# Fails where no GPU is found, unless NO_GPU_IS_FINE=1. Both leave results/gpu/.
+# gpu-check fails without a GPU unless NO_GPU_IS_FINE=1. Both targets write to results/gpu/.
 gpu-check: setup
 	$(BIN)/python -m pytest tests/gpu
 

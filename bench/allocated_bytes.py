@@ -1,4 +1,4 @@
-"""Bytes that PyTorch's CPU allocator has given out at once, what operators use inside themselves included."""
+"""Peak bytes that PyTorch's CPU allocator has allocated, including workspaces inside operators."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_allocated_bytes(task: Callable[[], object], mapped_files: Iterable[Path] = ()) -> int:
-    """The most that was allocated during the task and not before; what it returns is dropped.
+    """Return the peak of the bytes allocated during the task; its result is dropped.
 
-    Mapping a safetensors file into memory counts as allocating it, though its pages belong to the system's cache: the
-    files among `mapped_files`, looked for when the task is done, are left out.
+    Mapping a safetensors file into memory counts as an allocation, although its pages belong to the page cache.
+    Therefore allocations with the size of one of `mapped_files`, which are listed after the task, do not count.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         task()
@@ -23,7 +23,7 @@ def peak_allocated_bytes(task: Callable[[], object], mapped_files: Iterable[Path
     assert profiler is not None
     results = profiler.kineto_results
     assert results is not None
-    # nbytes is not in torch's stub of the class.
+    # torch's type stub of the class lacks nbytes.
     events: list[Any] = [event for event in results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(change for change in changes if abs(change) not in sizes), default=0)

@@ -1,10 +1,11 @@
-"""What clip bounds cost: an update by each way to find them, against one with fixed bounds (plain GRPO).
+"""Cost of clip bounds: an update with each method to find them, against one with fixed bounds (plain GRPO).
 
-Four workers in one process start from the same weights and train on the same trajectories, 8 updates a rollout batch;
-each takes its update in turn. A trajectory's tokens are drawn at random, its behaviour log-probs are the policy's own
-at the start of its rollout batch, wrong answers are longer than right ones, and a group's share of right ones varies,
-so that bounds at the start, at the end and between occur. Times are CPU seconds of the one thread that does the work:
-what else the machine does counts little. `score` and `speculate` must make the same updates, or the bench fails.
+Four workers in one process start from the same weights and train on the same trajectories, 8 updates per rollout batch,
+taking turns after each update. The tokens of a trajectory are random, and its behaviour log-probs are the policy's own
+at the start of its rollout batch. Wrong responses are longer than right ones, and the share of right ones varies
+between groups, so that bounds at the start, at the end and between occur. Times are CPU seconds of the only working
+thread, which other load on the machine affects little. The benchmark fails if `score` and `speculate` make different
+updates.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from megatron_bapo.trainer.worker import Worker, create_worker, score
 
 NUM_BATCHES = 4
 UPDATES_PER_BATCH = 8
-PROMPTS_PER_MINIBATCH, ANSWERS_PER_PROMPT = 4, 4
-PROMPT_TOKENS, ANSWER_TOKENS = 24, 60
+PROMPTS_PER_MINIBATCH, RESPONSES_PER_PROMPT = 4, 4
+PROMPT_TOKENS, RESPONSE_TOKENS = 24, 60
 WRONG_IS_LONGER = 1.3
 LEARNING_RATE = 3e-4
 MODEL: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 4096}
-WAYS: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {"objective": "ppo"},
     "score": {"clip_bounds": {"method": "score"}},
     "speculate": {"clip_bounds": {"method": "speculate"}},
@@ -52,19 +53,19 @@ class Trainee:
     seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
 
-    def update(self, examples: list[Example], *, sampled_now: bool) -> None:
+    def update(self, examples: list[Example], *, fresh_rollout: bool) -> None:
         start = process_time()
-        metrics = update_policy(self.worker, examples, lr=LEARNING_RATE, on_policy=False, sampled_now=sampled_now)
+        metrics = update_policy(self.worker, examples, lr=LEARNING_RATE, on_policy=False, fresh_rollout=fresh_rollout)
         self.seconds.append(process_time() - start)
         self.metrics.append(scalars(metrics))
 
     def mean(self, name: str) -> float:
-        """Over the updates that report it."""
+        """Return a metric's mean over the updates that report it."""
         return float(np.mean([metrics[name] for metrics in self.metrics if name in metrics]))
 
 
 def make_config(model: Path, run_dir: Path, algorithm: dict[str, Any]) -> Config:
-    size = PROMPTS_PER_MINIBATCH * ANSWERS_PER_PROMPT
+    size = PROMPTS_PER_MINIBATCH * RESPONSES_PER_PROMPT
     return Config.model_validate(
         {
             "run_dir": run_dir,
@@ -83,13 +84,13 @@ def make_config(model: Path, run_dir: Path, algorithm: dict[str, Any]) -> Config
 
 
 def make_minibatch(rng: np.random.Generator) -> list[Example]:
-    """Groups of right and wrong answers with GRPO's advantages; behaviour log-probs are to be filled in."""
+    """Return groups of right and wrong responses with GRPO's advantages; behaviour log-probs are still zero."""
     trajectories, advantages = [], []
     for _ in range(PROMPTS_PER_MINIBATCH):
-        right = rng.random(ANSWERS_PER_PROMPT) < rng.beta(2.0, 2.0)
+        right = rng.random(RESPONSES_PER_PROMPT) < rng.beta(2.0, 2.0)
         advantages += list((right - right.mean()) / (right.std() + 1e-6))
         for is_right in right:
-            mean = ANSWER_TOKENS * (1.0 if is_right else WRONG_IS_LONGER)
+            mean = RESPONSE_TOKENS * (1.0 if is_right else WRONG_IS_LONGER)
             num_tokens = int(np.clip(rng.lognormal(np.log(mean), 0.4), 8, 400))
             trajectories.append(
                 Trajectory(
@@ -106,7 +107,7 @@ def make_minibatch(rng: np.random.Generator) -> list[Example]:
 
 
 def with_own_log_probs(worker: Worker, examples: list[Example]) -> list[Example]:
-    """The examples as the worker's policy would have sampled them."""
+    """Return the examples with the worker's log-probs as behaviour log-probs."""
     micro_batches = worker.lay_out(examples, [[index] for index in range(len(examples))])
     return [
         replace(e, trajectory=replace(e.trajectory, behaviour_log_probs=scores.log_probs_N.numpy()))
@@ -124,7 +125,7 @@ def train(trainees: dict[str, Trainee]) -> None:
         }
         for number in range(UPDATES_PER_BATCH):
             for name, trainee in trainees.items():
-                trainee.update(own[name][number], sampled_now=number == 0)
+                trainee.update(own[name][number], fresh_rollout=number == 0)
     scored, speculated = ([m["actor/bapo_clip_high"] for m in trainees[n].metrics] for n in ("score", "speculate"))
     assert scored == speculated, "score and speculate found different bounds"
     for ours, theirs in zip(
@@ -144,12 +145,12 @@ def main() -> None:
         )
         Qwen3ForCausalLM(shape).save_pretrained(root / "model")
         start_distributed(timeout_s=60.0, store_file=root / "rendezvous")
-        configs = {name: make_config(root / "model", root, algorithm) for name, algorithm in WAYS.items()}
+        configs = {name: make_config(root / "model", root, algorithm) for name, algorithm in METHODS.items()}
         groups = create_groups(configs["GRPO"].parallel, seed=0, timeout_s=60.0)
         trainees = {name: Trainee(create_worker(c, c.model_path, groups)) for name, c in configs.items()}
         train(trainees)
         torch.distributed.destroy_process_group()
-    # The first batch warms up, and tells `speculate` what scoring costs.
+    # The first batch warms up and lets `speculate` measure the cost of scoring.
     warm = {name: trainee.seconds[UPDATES_PER_BATCH:] for name, trainee in trainees.items()}
     ratios = {name: round(sum(times) / sum(warm["GRPO"]), 3) for name, times in warm.items() if name != "GRPO"}
     outcomes = ("start", "interior", "end")

@@ -1,15 +1,16 @@
-"""The clip bounds' search against the released code's loop, on a million tokens of one rank.
+"""Search for the clip bounds against the released code's loop, on a million tokens of one rank.
 
-The loop is that of the authors' `policy_loss.py` (January 2026), written anew: float32, one evaluation over all tokens
-for each pair of bounds, after it an all-reduce of the two sums (here it only counts) and the host's reading of their
-ratio, twice where the code does so. Both versions take log-probs and advantages, search the paper's ranges lower bound
-first, and must find the same bounds. In the best case the starting bounds satisfy the target, in the worst no bounds
-do. `spread` is the standard deviation of the log-ratios in nats: at 0.05 few tokens lie beyond a bound, at 1 most do.
+The loop is a reimplementation of the authors' `policy_loss.py` (January 2026): float32, one evaluation over all tokens
+for each pair of bounds, then an all-reduce of the two sums (here only counted) and a host read of their ratio, twice
+where the code does so. Both versions take log-probs and advantages, search the paper's ranges with the lower bound
+first, and must find the same bounds. In the best case the starting bounds satisfy the target, in the worst case no
+bounds do. `spread` is the standard deviation of the log-ratios in nats: at 0.05 few tokens exceed a bound, at 1 most
+do.
 
-Times are of one thread, medians of interleaved repeats; the ratios compare CPU time. With glibc's malloc as it comes,
-half of the loop's CPU time is the system's, which maps and clears its temporaries of 4 MB again and again; the search
-works in chunks, whose memory is kept. Where memory stays mapped (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at
-4e9), the loop takes half the time and the search the same.
+Times are those of one thread, medians of interleaved repeats; the ratios compare CPU time. With glibc's default malloc,
+half of the loop's CPU time is system time, because its temporaries of 4 MB are mapped and cleared each time; the search
+works in chunks whose memory is reused. If memory stays mapped (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ at
+4e9), the loop takes half the time and the search the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EPSILON = 1e-8
 
 
 class ReleasedLoop:
-    """The released search; counts its evaluations, each with an all-reduce, and the host's waits for the device."""
+    """The released search. Counts its evaluations, each with an all-reduce, and its host reads of device values."""
 
     def __init__(self, settings: ClipBoundsSettings) -> None:
         self.settings = settings
@@ -45,7 +46,7 @@ class ReleasedLoop:
         return value.item()
 
     def evaluate(self, ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, low: float, high: float) -> Tensor:
-        """P / (N + 1e-8), 0-d."""
+        """Return P / (N + 1e-8) as a 0-d tensor."""
         lowest, highest = ratio_T.new_tensor(low), ratio_T.new_tensor(high)
         raised_T, lowered_T = torch.maximum(ratio_T, lowest), torch.minimum(ratio_T, highest)
         contribution_T = torch.where(advantages_T >= 0, lowered_T, raised_T) * advantages_T * mask_T
@@ -76,13 +77,13 @@ class ReleasedLoop:
             quotient = evaluate(low, high)
             if self.read(quotient) >= target:
                 break
-        # For the log.
+        # The released code reads the value once more to log it.
         self.read(quotient)
         return low, high
 
 
 def times_s(tasks: dict[str, Callable[[], object]], num_repeats: int) -> dict[str, tuple[float, float]]:
-    """Each task's median (CPU, wall-clock) seconds, repeats interleaved."""
+    """Return each task's median (CPU, wall-clock) seconds over interleaved repeats."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
     for repeat in range(1 + num_repeats):
         for name, task in tasks.items():
@@ -90,11 +91,11 @@ def times_s(tasks: dict[str, Callable[[], object]], num_repeats: int) -> dict[st
             task()
             if repeat > 0:
                 samples[name].append((thread_time() - cpu, perf_counter() - wall))
-    return {name: (median(cpu for cpu, _ in of), median(wall for _, wall in of)) for name, of in samples.items()}
+    return {name: (median(cpu for cpu, _ in each), median(wall for _, wall in each)) for name, each in samples.items()}
 
 
 def make_tokens(spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Current and behaviour log-probs, advantages, mask [T]; float32."""
+    """Return current and behaviour log-probs, advantages and mask, each float32 [T]."""
     generator = torch.Generator().manual_seed(0)
     behaviour_T = torch.randn(NUM_TOKENS, generator=generator) - 5
     current_T = behaviour_T + torch.randn(NUM_TOKENS, generator=generator) * spread
@@ -102,7 +103,7 @@ def make_tokens(spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def search_log_probs(search: Callable[[Tensor], ClipBounds], current_T: Tensor, behaviour_T: Tensor) -> ClipBounds:
-    """The search from where the loop starts."""
+    """Run the search on the same inputs as the loop."""
     return search(current_T - behaviour_T)
 
 

@@ -1,4 +1,4 @@
-"""What the GPU benches share: the GPU itself, what it can do at best, and one rank's process group."""
+"""Shared parts of the GPU benchmarks: GPU check, timing, peak performance and a process group of one rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COPIED_BYTES = 4 << 30
 
 def require_gpu() -> None:
     if not has_gpu():
-        raise SystemExit("this bench measures a GPU, and there is none here; `make bench` has those for CPUs")
+        raise SystemExit("this benchmark needs a GPU, and none is found; `make bench` runs the CPU benchmarks")
 
 
 def seconds_of(tasks: Mapping[str, Callable[[], object]], *, num_repeats: int = 5) -> dict[str, float]:
-    """Medians, the device's queued work included."""
+    """Return the median seconds of each task, including the device's queued work."""
     return medians_s(tasks, num_repeats=num_repeats, num_warmups=2, clock=now_s)
 
 
@@ -38,13 +38,13 @@ def report_and_save(
     ratios: dict[str, float],
     figures: dict[str, float],
 ) -> None:
-    """What every bench prints; ratios and figures also go to results/gpu/, with versions."""
+    """Print the report and save ratios and figures with package versions to results/gpu/."""
     report(name, columns, rows, ratios=ratios, figures=figures)
     save(name, {"ratios": ratios, "figures": figures})
 
 
 def matrix_flops(size: int = MATRIX_SIZE) -> float:
-    """FLOP/s of bfloat16 matrix products: the ceiling of a train step on this card, as it is cooled now."""
+    """Return the FLOP/s of bfloat16 matrix products, the ceiling of a train step at this GPU's current temperature."""
     left, right = torch.randn(2, size, size, device=local_device()).bfloat16()
     out = torch.empty_like(left)
 
@@ -56,7 +56,7 @@ def matrix_flops(size: int = MATRIX_SIZE) -> float:
 
 
 def copy_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
-    """Bytes read and written a second by a copy on the device."""
+    """Return the bytes that a copy on the device reads and writes per second."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=local_device())
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of({"copy": lambda: target.copy_(source)})["copy"]
@@ -64,7 +64,7 @@ def copy_bytes_per_s(num_bytes: int = COPIED_BYTES) -> float:
 
 @contextmanager
 def one_rank() -> Iterator[tuple[ParallelGroups, Path]]:
-    """The mesh of one rank, and a folder."""
+    """Yield the process groups of one rank and a temporary folder."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)

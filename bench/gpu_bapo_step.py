@@ -1,7 +1,8 @@
-"""Where the time of one BAPO update goes: scoring, bound search, training pass, optimizer, and what is left.
+"""Time of the parts of one BAPO update: scoring, bound search, training pass, optimizer, and the rest.
 
-Qwen2.5-1.5B's shape with fresh weights, 32k tokens in micro-batches of 8k, ratios that are not 1, bounds by a scoring
-pass over the minibatch. The parts are run by themselves; the training pass is PPO's update less the optimizer's step.
+The model has Qwen2.5-1.5B's shape with random weights. An update has 32k tokens in micro-batches of 8k, ratios other
+than 1, and bounds from a scoring pass over the minibatch. Each part is timed separately; the training pass is PPO's
+update minus the optimizer step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ LEARNING_RATE = 1e-6
 
 
 def off_policy(worker: Worker, examples: list[Example]) -> list[Example]:
-    """With behaviour log-probs near the policy's, as after an update or two."""
+    """Return the examples with behaviour log-probs near the policy's, as after one or two updates."""
     rng = np.random.default_rng(0)
     scored = score_trajectories(worker, [example.trajectory for example in examples], temperature=1.0)
     return [
@@ -48,7 +49,7 @@ def off_policy(worker: Worker, examples: list[Example]) -> list[Example]:
 def measure(
     folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, max_tokens: int, step_tokens: int, dtype: str
 ) -> dict[str, float]:
-    """Seconds of the whole update and of its parts."""
+    """Return the seconds of the whole update and of its parts."""
     examples = make_batch(max_tokens, step_tokens // max_tokens, read_architecture(folder).vocab_size)
     config = make_config(folder, max_tokens, len(examples), settings, dtype=dtype)
     worker = create_worker(config, folder, groups, load=False)

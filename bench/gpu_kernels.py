@@ -1,11 +1,11 @@
-"""The output layer's kernels against the card's copies, and BAPO's loss against plain PPO-clip.
+"""Kernels of the output layer against plain copies on the GPU, and BAPO's loss against plain PPO-clip.
 
-At Qwen2.5's vocabulary of 151,936 and the 3B's hidden size, in bfloat16:
+Measured with Qwen2.5's vocabulary of 151,936 and the 3B model's hidden size, in bfloat16:
 
-- `sums`, `gradient`: the two kernels over a chunk's logits, in bytes a second that must move (logits read once; read
-  and written once), against a copy's;
+- `sums`, `gradient`: the two kernels over a chunk's logits, as the rate of the bytes that must be moved (logits are
+  read once; read and written once), against a copy;
 - `token loss`: from hidden states to both gradients, 8k tokens, Triton against torch's operators, time and peak memory;
-- `loss alone`, `whole loss`: the views of `bench.policy_loss`, BAPO's bounds and statistics included.
+- `loss alone`, `whole loss`: the views of `bench.policy_loss`, including BAPO's bounds and statistics.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from bench.gpu import copy_bytes_per_s, report_and_save, require_gpu, seconds_of
 from bench.policy_loss import loss_alone, whole_loss
 from megatron_bapo.model.vocab_kernels import FusedShard
-from megatron_bapo.model.vocab_parallel import OutputLayer, Softmax, token_loss
+from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
+from megatron_bapo.model.vocab_shard import Softmax
 from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.parallel.platform import local_device, release_cached_memory, take_peak_memory
 
@@ -41,7 +42,7 @@ ALONE = Axis(cast(dist.ProcessGroup, None), rank=0, size=1)
 
 @torch.no_grad()
 def kernel_bytes_per_s(size: Size) -> dict[str, float]:
-    """Of each kernel over one chunk."""
+    """Return the bytes per second of each kernel over one chunk."""
     device, num = local_device(), size.chunk_size
     weight_VH = torch.randn(size.vocab_size, size.hidden_size, device=device).mul_(size.hidden_size**-0.5).bfloat16()
     hidden_CH = torch.randn(num, size.hidden_size, device=device).bfloat16()
@@ -49,7 +50,7 @@ def kernel_bytes_per_s(size: Size) -> dict[str, float]:
     shard = FusedShard(weight_VH, size.vocab_size, num)
     max_C, log_sum_C, entropy_C, _ = shard.sums(hidden_CH, label_C, 1.0)
     softmax = Softmax(-log_sum_C, label_C, torch.ones_like(label_C, dtype=torch.bool), max_C, entropy_C)
-    # Right once; on what it has written itself it takes the same time.
+    # The results are only right once, because the kernel overwrites its input; the time stays the same.
     seconds = seconds_of(
         {
             "sums": lambda: shard.sums_of_logits(label_C, 1.0),
@@ -61,7 +62,7 @@ def kernel_bytes_per_s(size: Size) -> dict[str, float]:
 
 
 def token_losses(size: Size) -> tuple[dict[str, float], dict[str, int]]:
-    """Seconds, and peak bytes over what was there before, of loss and gradients by either path."""
+    """Return seconds and peak additional bytes of the loss and its gradients, by path."""
     device = local_device()
     hidden_TH = torch.randn(size.num_tokens, size.hidden_size, device=device).bfloat16().requires_grad_()
     weight_VH = torch.randn(size.vocab_size, size.hidden_size, device=device).mul_(size.hidden_size**-0.5)
@@ -86,7 +87,7 @@ def token_losses(size: Size) -> tuple[dict[str, float], dict[str, int]]:
 
 
 def losses(size: Size) -> dict[str, dict[str, float]]:
-    """Seconds of PPO-clip's plain loss and of BAPO's, by view."""
+    """Return the seconds of the plain PPO-clip loss and of BAPO's, by view."""
     return {
         "loss alone": seconds_of(loss_alone(size.num_loss_tokens, local_device(), fused=True)),
         "whole loss": seconds_of(

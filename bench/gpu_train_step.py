@@ -1,10 +1,10 @@
-"""Model FLOPs utilisation of one policy update against the card's own matrix products, measured in the same run.
+"""Model FLOPs utilization of one policy update, relative to matrix products on the same GPU in the same run.
 
-Shapes are Qwen2.5-1.5B's and 3B's with fresh weights, micro-batches of 8k and 32k tokens packed from four sequences of
-somewhat different lengths, layers without Transformer Engine and with it, in bfloat16 and in FP8. FLOPs are those of
-the planner: what is computed again in the backward pass does not count. The objective is PPO's, whose update is one
-training pass; `bench.gpu_bapo_step` has what BAPO adds. Goals: 0.50 of the ceiling in bfloat16 at 8k, and in FP8 1.25
-times bfloat16's tokens a second.
+Models have the shapes of Qwen2.5-1.5B and 3B with random weights. Micro-batches of 8k and 32k tokens are packed from
+four sequences of slightly different lengths. Layers are measured without and with Transformer Engine, in bfloat16 and
+FP8. FLOPs are the planner's, without recomputation. The objective is PPO, whose update is one training pass;
+`bench.gpu_bapo_step` measures the parts that BAPO adds. Goals: 0.50 of the ceiling in bfloat16 at 8k, and in FP8 1.25
+times bfloat16's tokens per second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_bapo.trainer.worker import create_worker
 
 MODELS = ("Qwen2.5-1.5B", "Qwen2.5-3B")
 TOKENS = {"8k": 8192, "32k": 32768}
-"""Of a micro-batch; a step has four of the former and one of the latter."""
+"""Tokens of a micro-batch; a step has four micro-batches of 8k or one of 32k."""
 STEP_TOKENS = 32768
 TRANSFORMER_ENGINE = {"model": {"transformer_impl": "transformer_engine"}}
 
@@ -44,12 +44,12 @@ TRANSFORMER_ENGINE = {"model": {"transformer_impl": "transformer_engine"}}
 class Measured:
     tokens_per_s: float
     flops: float
-    """Model FLOPs a second."""
+    """Model FLOPs per second."""
     peak_bytes: int
 
 
 def layers() -> dict[str, dict[str, Any]]:
-    """The layers that can run here, by name."""
+    """Return the settings of the layers that can run on this GPU, by name."""
     variants: dict[str, dict[str, Any]] = {"local bf16": {}}
     if has_transformer_engine():
         variants["TE bf16"] = TRANSFORMER_ENGINE
@@ -61,7 +61,7 @@ def layers() -> dict[str, dict[str, Any]]:
 def make_config(
     folder: Path, max_tokens: int, num_sequences: int, settings: dict[str, Any], *, dtype: str = "bfloat16"
 ) -> Config:
-    """One update of so many sequences; long micro-batches compute their activations again."""
+    """Return the configuration of one update of `num_sequences`; long micro-batches recompute their activations."""
     return Config.model_validate(
         {
             **settings,
@@ -82,7 +82,7 @@ def make_config(
 
 
 def make_batch(max_tokens: int, num_micro_batches: int, vocab_size: int) -> list[Example]:
-    """Four sequences for each micro-batch, which they fill; every other advantage is negative."""
+    """Return four sequences for each micro-batch, which fill it; every other advantage is negative."""
     inputs = (max_tokens // 4 * np.array([1.125, 1.0625, 0.9375, 0.875])).astype(int)
     examples = make_examples(np.tile(inputs + 1, num_micro_batches), vocab_size)
     return [replace(example, advantage=float(2 * (index % 2) - 1)) for index, example in enumerate(examples)]
@@ -91,7 +91,7 @@ def make_batch(max_tokens: int, num_micro_batches: int, vocab_size: int) -> list
 def measure(
     folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, max_tokens: int, step_tokens: int, dtype: str
 ) -> Measured:
-    """Of the model whose config.json is in the folder. Its memory is free again afterwards."""
+    """Measure the model whose config.json is in the folder, and free its memory afterwards."""
     architecture = read_architecture(folder)
     examples = make_batch(max_tokens, step_tokens // max_tokens, architecture.vocab_size)
     config = make_config(folder, max_tokens, len(examples), settings, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Weights from a trainer's memory into an engine's on the same GPU by CUDA IPC, against the card's copies.
+"""Weight transfer from a trainer to an engine on the same GPU by CUDA IPC, against plain copies on the GPU.
 
-The trainer offers the tensors of Qwen2.5-3B's shape; another process opens them and copies every one into memory of its
-own, as a colocated engine does. Bytes count as read and written, as a copy's do. Checksums are left out: an engine
-verifies them apart.
+The trainer offers tensors of Qwen2.5-3B's shape; another process opens them and copies each one into its own memory, as
+a colocated engine does. Bytes count as read and as written, as for a copy. Checksums are not included, because an
+engine verifies them separately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = 1
 
 
 def make_plan(model: Path) -> WeightPlan:
-    """Of one trainer rank and one engine rank on the same GPU."""
+    """Return the plan of one trainer rank and one engine rank on the same GPU."""
     parallel, engine = ParallelConfig(), EngineLayout()
     placement = many_hosts(parallel, engine, 1, 1, colocated=True)
     return weight_plan(
@@ -40,7 +40,7 @@ def make_plan(model: Path) -> WeightPlan:
 
 
 def make_parameters(plan: WeightPlan) -> dict[str, torch.Tensor]:
-    """By name, whole, on this process's device."""
+    """Return the full parameters by name, on this process's device."""
     parts = [part for bucket in plan.buckets for part in bucket.slices]
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
@@ -50,7 +50,7 @@ def make_parameters(plan: WeightPlan) -> dict[str, torch.Tensor]:
 
 
 def receive(folder: Path) -> tuple[int, float]:
-    """In the engine's process: bytes of the parameters, and seconds to copy all of them."""
+    """Run in the engine's process; return the bytes of the parameters and the seconds to copy all of them."""
     reader = SharedParameters(folder, 0, open_storage, local_device())
     own = {name: torch.empty_like(tensor) for name, tensor in reader.read(VERSION)}
 
@@ -62,7 +62,7 @@ def receive(folder: Path) -> tuple[int, float]:
 
 
 def measure(model: Path) -> tuple[int, float]:
-    """Bytes of the parameters and seconds of one hand-over, both processes started."""
+    """Return the bytes of the parameters and the seconds of one transfer, without starting the processes."""
     plan = make_plan(model)
     parameters = make_parameters(plan)
 
@@ -80,7 +80,7 @@ def main() -> None:
     copied = copy_bytes_per_s()
     num_bytes, seconds = measure(FOLDER / MODEL)
     speed = 2 * num_bytes / seconds
-    rows = [["copy", copied / 1e9, 1.0], [f"hand-over of {num_bytes / 1e9:.1f} GB", speed / 1e9, speed / copied]]
+    rows = [["copy", copied / 1e9, 1.0], [f"transfer of {num_bytes / 1e9:.1f} GB", speed / 1e9, speed / copied]]
     report_and_save(
         "gpu_weight_handover",
         ["what", "GB/s", "of a copy"],

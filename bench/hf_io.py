@@ -1,11 +1,11 @@
-"""Import and export of a Hugging Face checkpoint against mbridge: seconds, and bytes above the model.
+"""Import and export of a Hugging Face checkpoint against mbridge: seconds, and peak bytes above the model.
 
-python -m bench.hf_io, with requirements-bench.txt on the path
+python -m bench.hf_io, with the packages of requirements-bench.txt on the path
 
-Both sides fill and write the same Megatron model, a random Qwen3 of 0.1B parameters in float32, at TP 1 in one process
-and at TP 2 in two gloo ranks; each starts from the same files and its result is compared with them bit by bit. Seconds
-are medians, until the last rank is done and its files are on the disk; what is read is in the system's cache. Bytes are
-the most that PyTorch's allocator gave out on a rank above the model, without the mapped checkpoint.
+Both sides load and write the same Megatron model, a random Qwen3 of 0.1B parameters in float32, at TP 1 in one process
+and at TP 2 in two gloo ranks. Each starts from the same files, and its result is compared with them bit by bit. Seconds
+are medians until the last rank is done and its files are on disk; input files are in the page cache. Bytes are the peak
+of PyTorch's allocator on a rank above the model, without the mapped checkpoint.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ SHAPE = {
 }
 TENSOR_PARALLEL_SIZES = (1, 2)
 NUM_REPEATS, NUM_WARMUPS = 7, 3
-"""The first files that are written wait for the machine to give out memory for its file cache."""
+"""The first writes are slower, because the system has to allocate memory for its page cache."""
 
 Task = Callable[[], object]
 
 
 def local_names_bridge(model: PolicyModel, checkpoint: Path) -> Any:
-    """mbridge for the module names of the local layer specs; it has Transformer Engine's."""
+    """Return mbridge's bridge for the module names of local layer specs; mbridge itself has Transformer Engine's."""
     from mbridge.models.qwen3 import Qwen3Bridge  # pyright: ignore[reportMissingImports]
 
     norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
@@ -72,7 +72,7 @@ def local_names_bridge(model: PolicyModel, checkpoint: Path) -> Any:
 
 
 def _rank(rank: int, num_ranks: int, folder: Path) -> None:
-    """One rank's part of all measurements; rank 0 leaves them in `results.json`."""
+    """Run one rank of all measurements; rank 0 writes them to `results.json`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
     parallel = ParallelConfig(world_size=num_ranks, tensor_model_parallel_size=num_ranks)
@@ -116,7 +116,7 @@ def _rank(rank: int, num_ranks: int, folder: Path) -> None:
 
 
 def _once(task: Task, written: Path, groups: ParallelGroups) -> None:
-    """Until the last rank is done and its files are flushed, with no earlier export in the way."""
+    """Run the task once, without an earlier export, until the last rank is done and its files are flushed."""
     if groups.is_main:
         shutil.rmtree(written, ignore_errors=True)
     task()
@@ -131,7 +131,7 @@ def _once(task: Task, written: Path, groups: ParallelGroups) -> None:
 def _check(
     model: PolicyModel, tasks: dict[str, dict[str, Task]], direction: str, side: str, folder: Path, is_main: bool
 ) -> None:
-    """Our export shows what an import has read, and our import gives an export something to write."""
+    """Check an import with our export, or an export with our import."""
     with torch.no_grad():
         for _, parameter in model.named_parameters():
             parameter.fill_(torch.nan)
@@ -141,7 +141,7 @@ def _check(
     dist.barrier()
     if is_main:
         original, written = (_load(path) for path in (folder.parent / "checkpoint", folder / writer))
-        assert written.keys() == original.keys(), f"the {direction} of {side} lacks tensors"
+        assert written.keys() == original.keys(), f"the {direction} of {side} misses tensors"
         wrong = [name for name in original if not torch.equal(original[name], written[name])]
         assert not wrong, f"the {direction} of {side} changes {wrong[0]}"
     dist.barrier()
@@ -171,7 +171,7 @@ def main() -> None:
                 ours, theirs = results[f"{direction} ours"], results[f"{direction} mbridge"]
                 ratios[f"{direction}_time_tp{size}"] = round(ours[0] / theirs[0], 3)
                 ratios[f"{direction}_peak_bytes_tp{size}"] = round(ours[1] / theirs[1], 3)
-    report("hf_io", ("TP", "task", "seconds", "peak MiB a rank"), rows, ratios=ratios, figures=figures)
+    report("hf_io", ("TP", "task", "seconds", "peak MiB per rank"), rows, ratios=ratios, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Counts the bytes of live tensors, real or fake, as PyTorch's operators make and drop them."""
+"""Count the bytes of live tensors, real or fake, as PyTorch's operators create and drop them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """While entered, follows every storage that an operator returns and that was not among its arguments.
+    """While entered, tracks every storage that an operator returns and that was not among its arguments.
 
-    Storages from before, such as parameters, do not count; neither does what an operator uses inside itself. Under
-    `FakeTensorMode`, entered first, the bytes are those that the real tensors would have.
+    Earlier storages, such as parameters, and workspaces inside operators do not count. Under `FakeTensorMode`, which
+    must be entered first, the bytes are those of the real tensors.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 def count_live_bytes(task: Callable[[], object]) -> LiveBytes:
-    """Run the task; what it returns is dropped."""
+    """Run the task, drop its result and return the counter."""
     with LiveBytes() as counter:
         task()
     return counter

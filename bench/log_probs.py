@@ -1,12 +1,12 @@
 """Policy loss from hidden states: `token_loss` against the straightforward output layer, softmax, gather and backward.
 
-Bytes are counted at full size, 8192 tokens and a vocabulary of 151,936, on tensors without data: the straightforward
-version would take 16 GB. Time is measured at fewer tokens, all else equal; its two chunks show what chunks cost. Hidden
-size and vocabulary are Qwen2.5-0.5B's, in float32. At TP 1 one process has both threads; at TP 2 each of two gloo ranks
-has one and half of the vocabulary.
+Bytes are counted at full size, 8192 tokens and a vocabulary of 151,936, on tensors without data, because the
+straightforward version would take 16 GB. Time is measured with fewer tokens, in two chunks so that it includes the cost
+of chunking. Hidden size and vocabulary are Qwen2.5-0.5B's, in float32. At TP 1 one process has both threads; at TP 2
+each of two gloo ranks has one thread and half of the vocabulary.
 
 The straightforward version is plain PyTorch at TP 1, and at TP 2 one softmax for log-prob, entropy and gradient. Both
-differentiate the log-probs only. Inputs and the weight do not count as bytes, gradients do.
+differentiate only the log-probs. Gradients count as bytes, inputs and the weight do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.live_bytes import count_live_bytes
 from bench.report import medians_s, report
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.parallel.groups import Axis
@@ -40,7 +41,7 @@ NUM_REPEATS = 3
 
 
 class _OneSoftmax(torch.autograd.Function):
-    """Log-probs and entropy of a split vocabulary's logits; keeps the softmax for the backward pass."""
+    """Log-probs and entropy from the logits of a split vocabulary; saves the softmax for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,7 @@ class _OneSoftmax(torch.autograd.Function):
 
 
 def plain_log_probs(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, axis: Axis) -> Tensor:
-    """Computes the entropy, too, without a gradient; nothing is kept longer than the gradients need it."""
+    """Return the log-probs; also compute the entropy without gradient, and keep no tensor longer than necessary."""
     if axis.size > 1:
         results: Any = _OneSoftmax.apply(F.linear(hidden_TH, weight_VH), labels_T, axis)
         return results[0]
@@ -82,18 +83,18 @@ def plain_log_probs(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, axis
 
 
 def make_tasks(num_tokens: int, axis: Axis) -> dict[str, Callable[[], object]]:
-    """Loss and both gradients of one micro-batch, each version."""
+    """Return tasks that compute the loss and both gradients of one micro-batch, by version."""
     torch.manual_seed(0)
     hidden_TH = torch.randn(num_tokens, HIDDEN_SIZE, requires_grad=True)
     weight_VH = torch.randn(VOCAB_SIZE // axis.size, HIDDEN_SIZE).mul_(HIDDEN_SIZE**-0.5).requires_grad_()
     labels_T = torch.randint(VOCAB_SIZE, (num_tokens,))
-    known = LossTokens(
+    loss_tokens = LossTokens(
         torch.full((num_tokens,), -12.0), torch.randn(num_tokens), torch.full((num_tokens,), 1 / num_tokens)
     )
     low, high, settings = torch.tensor(0.8), torch.tensor(1.2), AlgorithmConfig()
 
     def loss_of(log_probs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
-        return policy_loss(log_probs_C, entropy_C, known[tokens], low, high, settings)
+        return policy_loss(log_probs_C, entropy_C, loss_tokens[tokens], low, high, settings)
 
     def backward(loss: Tensor) -> None:
         hidden_TH.grad = weight_VH.grad = None
@@ -111,7 +112,7 @@ def make_tasks(num_tokens: int, axis: Axis) -> dict[str, Callable[[], object]]:
 
 
 def peak_bytes(tensor_parallel_size: int) -> dict[str, float]:
-    """Each version's peak on one rank at full size; collectives do nothing, as the tensors hold nothing."""
+    """Return each version's peak on one rank at full size, with fake tensors and fake collectives."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tensor_parallel_size)
     group = cast(dist.ProcessGroup, dist.group.WORLD)
     with FakeTensorMode():
@@ -132,7 +133,7 @@ def _time_rank(rank: int, size: int, folder: str) -> None:
 
 
 def times_s(tensor_parallel_size: int) -> dict[str, float]:
-    """Each version's median on rank 0, in ranks of their own."""
+    """Return each version's median seconds on rank 0, measured in newly started ranks."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(partial(_time_rank, size=tensor_parallel_size, folder=folder), nprocs=tensor_parallel_size)
         return torch.load(Path(folder) / "times.pt")
@@ -149,7 +150,7 @@ def main() -> None:
             f"peak_bytes_tp{size}": peaks["chunked"] / peaks["straightforward"],
             f"time_tp{size}": times["chunked"] / times["straightforward"],
         }
-    columns = ("TP", "version", f"peak GiB a rank, {NUM_TOKENS} tokens", f"seconds, {NUM_TIMED_TOKENS} tokens")
+    columns = ("TP", "version", f"peak GiB per rank, {NUM_TOKENS} tokens", f"seconds, {NUM_TIMED_TOKENS} tokens")
     report("log_probs", columns, rows, ratios=ratios, figures=figures)
 
 

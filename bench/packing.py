@@ -1,12 +1,12 @@
-"""Micro-batch planning against how others plan: tokens that are real, balance of the ranks, budgets kept.
+"""Micro-batch packing against other planners: share of real tokens, balance of the ranks, budget violations.
 
 python -m bench.packing
 
-Every planner gets the same sequences and budget for a micro-batch, 16384 tokens on each of two context ranks, and pads
-as TP 2 x CP 2 with sequence parallelism asks in FP8. The table shows, as the worst of all seeds, real tokens over the
-micro-batches' budgets (at best: with as few micro-batches as their tokens fill) and over the tokens allocated, all
-padding included; the busiest rank's cost over the mean, of real tokens, as verl counts it; micro-batches over budget.
-The number of micro-batches of a rank and the time are medians.
+Every planner gets the same sequences and the same micro-batch budget, 16384 tokens on each of two context-parallel
+ranks, and pads as TP 2 x CP 2 with sequence parallelism and FP8 requires. The table shows the worst of all seeds: real
+tokens over the micro-batches' budgets (at best: with the fewest micro-batches that hold the tokens) and over the
+allocated tokens, which include all padding; the busiest rank's cost over the mean, for real tokens and by verl's cost;
+and micro-batches over budget. The number of micro-batches per rank and the time are medians.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megatron_bapo.data.packing import Plan, cost, pack
 BUDGET = 32768
 RULE = padding_rule(2, 2, sequence_parallel=True, fp8_multiple=16, packing=True)
 SETTINGS = ((8, 2048), (8, 512), (2, 512), (32, 2048))
-"""(data-parallel ranks, trajectories of a minibatch). The first has enough tokens to fill budgets on every rank."""
+"""(data-parallel ranks, trajectories per minibatch). The first has enough tokens to fill the budgets of all ranks."""
 NUM_SEEDS = 7
 
 Planner = Callable[[list[int], int, int], Plan]
 
 
 def reasoning_lengths(num: int, seed: int) -> list[int]:
-    """Tokens of reasoning trajectories: log-normal, median 2048, cut at 32768.
+    """Return lengths of reasoning trajectories in tokens: log-normal, median 2048, clipped at 32768.
 
-    The 99th percentile is ten times the median, as reported of reasoning RL in Laminar (arXiv 2510.12633).
+    The 99th percentile is ten times the median, as reported for reasoning RL in Laminar (arXiv 2510.12633).
     """
-    sigma = np.log(10) / 2.3263  # of the standard normal, the 99th percentile
+    sigma = np.log(10) / 2.3263  # 2.3263 is the 99th percentile of the standard normal
     lengths = np.random.default_rng(seed).lognormal(np.log(2048), sigma, num)
     return np.clip(np.rint(lengths), 1, 32768).astype(int).tolist()
 
@@ -47,10 +47,10 @@ def ours(lengths: list[int], budget: int, num_ranks: int) -> Plan:
 
 
 def first_fit_decreasing(lengths: list[int], budget: int, num_ranks: int) -> Plan:
-    """NeMo-RL's: first-fit-decreasing bins of the whole minibatch, topped up to a multiple of the ranks, dealt in turn.
+    """NeMo-RL's planner: first-fit-decreasing bins of the whole minibatch, filled up to a multiple of the ranks.
 
-    nemo_rl/data/packing/algorithms.py (FirstFitDecreasingPacker, _adjust_bin_count) and
-    nemo_rl/distributed/batched_data_dict.py (shard_by_batch_size).
+    Bins are assigned to the ranks in turn. Source: nemo_rl/data/packing/algorithms.py (FirstFitDecreasingPacker,
+    _adjust_bin_count) and nemo_rl/distributed/batched_data_dict.py (shard_by_batch_size).
     """
     sizes = [RULE.padded_lengths([length])[0] for length in lengths]
     bins: list[list[int]] = []
@@ -74,7 +74,7 @@ def first_fit_decreasing(lengths: list[int], budget: int, num_ranks: int) -> Pla
 
 
 def karmarkar_karp(values: list[float], num_parts: int, *, equal_number: bool) -> list[list[int]]:
-    """Largest differencing method: partitions of the values' indices with about equal sums (verl's karmarkar_karp)."""
+    """Partition the indices into parts with nearly equal sums of values (largest differencing, as verl does)."""
     order = sorted(range(len(values)), key=lambda index: (values[index], index))
     step = num_parts if equal_number else 1
     heap = []
@@ -92,16 +92,16 @@ def karmarkar_karp(values: list[float], num_parts: int, *, equal_number: bool) -
 
 
 def verl(lengths: list[int], budget: int, num_ranks: int) -> Plan:
-    """verl's: Karmarkar-Karp by cost over the ranks, equally many sequences each, then over each rank's micro-batches.
+    """verl's planner: Karmarkar-Karp by cost over ranks, with equal numbers of sequences, then over micro-batches.
 
-    verl/trainer/ppo/ray_trainer.py (_balance_batch) and verl/utils/seqlen_balancing.py (rearrange_micro_batches): as
-    many micro-batches as the fullest rank's tokens fill; whether each keeps the budget is not looked at.
+    The number of micro-batches follows from the fullest rank's tokens; the budget of each is not checked. Source:
+    verl/trainer/ppo/ray_trainer.py (_balance_batch) and verl/utils/seqlen_balancing.py (rearrange_micro_batches).
     """
     return _karmarkar_karp_plan(lengths, budget, num_ranks, keep_budget=False)
 
 
 def verl_within_budget(lengths: list[int], budget: int, num_ranks: int) -> Plan:
-    """The same with more micro-batches, until all keep the budget."""
+    """verl's planner with more micro-batches, until all are within the budget."""
     return _karmarkar_karp_plan(lengths, budget, num_ranks, keep_budget=True)
 
 
@@ -124,10 +124,10 @@ def _allocated(lengths: list[int], indices: list[int], rule: PaddingRule = RULE)
 
 
 def figures_of(plan: Plan, lengths: list[int], budget: int) -> dict[str, float]:
-    """What the table shows of one plan; tokens are real, but for those allocated and those that exceed the budget."""
+    """Return the figures of one plan. Allocated tokens and budget violations include padding, the others do not."""
     micro_batches = list(chain(*plan))
-    assert sorted(chain(*micro_batches)) == list(range(len(lengths))), "every trajectory once"
-    assert len({len(rank) for rank in plan}) == 1, "equally many micro-batches on every rank"
+    assert sorted(chain(*micro_batches)) == list(range(len(lengths))), "every trajectory must be packed once"
+    assert len({len(rank) for rank in plan}) == 1, "all ranks need the same number of micro-batches"
     allocated = [_allocated(lengths, indices) for indices in micro_batches]
     costs = [sum(cost(lengths[i]) for i in chain(*rank)) for rank in plan]
     num_tokens, capacity = sum(lengths), budget * len(plan)
@@ -151,7 +151,7 @@ COLUMNS = ("ranks", "batch", "planner", "m-b/rank", "real/budget", "at best", "r
 
 
 def measure(num_ranks: int, num: int) -> dict[str, dict[str, float]]:
-    """Of each planner, over all seeds: the median number and time, the worst of everything else."""
+    """Return each planner's figures over all seeds: medians of number and time, the worst of all others."""
     runs: dict[str, list[dict[str, float]]] = {key: [] for key in PLANNERS}
     for seed in range(NUM_SEEDS):
         lengths = reasoning_lengths(num, seed)

@@ -1,15 +1,15 @@
-"""The whole BAPO loss, bounds and all, against a plain PPO-clip loss.
+"""BAPO's loss, including the bounds, against a plain PPO-clip loss.
 
-The plain loss is what a textbook has: exp, clamp, minimum, weighted sum; no mask, no dropped tokens, no statistics.
-BAPO's is the search for the bounds over all tokens, `policy_loss` with them, and the statistics of an update. Three
-views:
+The plain loss is the textbook version: exp, clamp, minimum, weighted sum, without mask, dropped tokens or statistics.
+BAPO's loss is the search for the bounds over all tokens, `policy_loss` with them, and the statistics of an update.
+There are three views:
 
-- `whole loss`: from hidden states through the output layer to the gradients of both, in chunks, as an update runs it;
-- `train step`: one update of a small model on data of its own (no scoring pass: `bench.bound_scopes` has that), against
-  the same with fixed bounds;
-- `loss alone`: on a million precomputed log-probs, forward and backward, where a loss costs next to nothing.
+- `whole loss`: from hidden states through the output layer to the gradients of both, in chunks as in an update;
+- `train step`: one on-policy update of a small model (without scoring pass, which `bench.bound_scopes` measures),
+  against the same update with fixed bounds;
+- `loss alone`: forward and backward on a million precomputed log-probs, where a loss costs almost nothing.
 
-One thread, float32, medians of interleaved repeats; times are CPU times.
+Measured with one thread in float32, as medians of interleaved repeats; times are CPU times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import Tensor
 from bench.report import medians_s, report
 from bench.train_step import LEARNING_RATE, LENGTHS, SHAPES, make_config, make_examples, make_model
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.parallel.groups import Axis, ParallelGroups, create_groups
@@ -38,14 +39,14 @@ from megatron_bapo.trainer.worker import Worker, create_worker
 
 NUM_LOSS_TOKENS = 1_000_000
 SIZES = 4096, 256, 16_384, 1024
-"""Tokens, hidden size, vocabulary, tokens of a chunk."""
+"""Tokens, hidden size, vocabulary, tokens per chunk."""
 BAPO = AlgorithmConfig(objective="bapo")
 CPU = torch.device("cpu")
 LOW, HIGH = 0.8, 1.2
 
 
 def make_tokens(current_T: Tensor) -> LossTokens:
-    """Behaviour log-probs near the current ones: a few percent of the tokens lie beyond the bounds."""
+    """Return tokens with behaviour log-probs near the current ones; a few percent exceed the bounds."""
     generator, num = torch.Generator().manual_seed(0), len(current_T)
     noise_T, advantages_T = (torch.randn(num, generator=generator).to(current_T.device) for _ in range(2))
     return LossTokens(current_T.detach() + 0.1 * noise_T, advantages_T, torch.full_like(advantages_T, 1 / num))
@@ -65,7 +66,7 @@ def bounds(log_probs_T: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
 def loss_alone(
     num: int = NUM_LOSS_TOKENS, device: torch.device = CPU, *, fused: bool = False
 ) -> dict[str, Callable[[], object]]:
-    """On precomputed log-probs; the search's are detached. `fused` has Triton's kernel in BAPO's loss."""
+    """Return the tasks on precomputed log-probs, detached for the search. `fused` uses Triton's kernel in BAPO."""
     current_T = (torch.randn(num, generator=torch.Generator().manual_seed(1)) - 5).to(device).requires_grad_()
     tokens, entropy_T = make_tokens(current_T), torch.zeros(num, device=device)
 
@@ -90,7 +91,7 @@ def whole_loss(
     *,
     fused: bool = False,
 ) -> dict[str, Callable[[], object]]:
-    """From hidden states; the search has the log-probs of an earlier pass. `fused` has Triton's kernels in both."""
+    """Return the tasks from hidden states. The search uses an earlier pass; `fused` uses Triton's kernels in both."""
     num_tokens, hidden_size, vocab_size, chunk_size = sizes
     torch.manual_seed(0)
     hidden_TH = torch.randn(num_tokens, hidden_size).to(device, dtype).requires_grad_()
@@ -123,7 +124,7 @@ def whole_loss(
 
 
 def train_step(groups: ParallelGroups, folder: Path) -> dict[str, Callable[[], object]]:
-    """Updates of one worker on its own data, with fixed bounds and with BAPO's."""
+    """Return the on-policy update tasks of one worker, with fixed bounds and with BAPO's."""
     shape = SHAPES["4M"]
     make_model(folder, shape)
     config = make_config(folder, folder / "run")

@@ -1,4 +1,4 @@
-"""What every bench prints: a table for people and, last, one JSON line for programs."""
+"""Output of the benchmarks: a table, and as the last line a JSON object for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def medians_s(
     num_warmups: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each task, their repeats interleaved, so that all see the same state of the machine."""
+    """Return the median seconds of each task. Repeats are interleaved, so that all tasks see the same machine load."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(num_warmups + num_repeats):
         for name, task in tasks.items():
@@ -37,7 +37,7 @@ def report(
     ratios: dict[str, float],
     figures: dict[str, float],
 ) -> None:
-    """Print the table, then the JSON line; `ratios` compare within this run, `figures` are this machine's."""
+    """Print the table and the JSON line. `ratios` compare within this run; `figures` depend on this machine."""
     table = Table(*columns, title=f"bench.{name}")
     for row in rows:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row))

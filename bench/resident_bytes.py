@@ -1,4 +1,4 @@
-"""Bytes of a process's own memory, what its threads and every library allocate included."""
+"""Peak bytes of a process's own memory, including the allocations of its threads and all libraries."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INTERVAL_S = 0.001
 
 
 def peak_resident_bytes(task: Callable[[], object]) -> int:
-    """The most anonymous memory that was resident at once during the task and not before, looked at every millisecond.
+    """Return the peak increase of resident anonymous memory during the task, sampled every millisecond.
 
-    Shared memory and mapped files are left out.
+    Shared memory and mapped files do not count.
     """
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before and kept would hide what the task takes
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc keeps would hide the task's allocations
     before, peaks, is_done = _anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -38,4 +38,4 @@ def _anonymous_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel does not say RssAnon")
+    raise AssertionError("the kernel does not report RssAnon")

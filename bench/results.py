@@ -1,4 +1,4 @@
-"""Where GPU checks and GPU benches leave what they find, with the versions that it holds for."""
+"""Save the results of GPU checks and GPU benchmarks with the package versions that they depend on."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "vllm", "n
 
 
 def save(name: str, found: Mapping[str, object], folder: Path = RESULTS) -> None:
-    """Write `folder`/`name`.json, in the place of an earlier one."""
+    """Write `folder`/`name`.json, replacing an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps({"versions": versions(), **found}, indent=2) + "\n", "utf-8")
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what figures depend on; the GPU's name among them."""
+    """Return the versions that figures depend on, with the GPU's name."""
     found = {"gpu": torch.cuda.get_device_name() if has_gpu() else "none", "python": platform.python_version()}
     found["cuda"] = str(torch.version.cuda)
     for name in PACKAGES:

@@ -1,16 +1,16 @@
 """Time to train: asynchronous and partial rollouts against synchronous ones, real and simulated.
 
-python -m bench.rollout_modes            # real runs on two cores, then 32B on paper: 7 minutes
-python -m bench.rollout_modes --on-paper
+python -m bench.rollout_modes            # real runs on two cores, then a simulation of 32B: 7 minutes
+python -m bench.rollout_modes --on-paper # only the simulation of 32B
 python -m bench.rollout_modes --runs DIR # keep the run directories
 python -m bench.rollout_modes rollout.n=8 rollout.max_response_length=512 # other real runs
 
-Engine, scheduler and trainer are the real ones. The model is untrained and learns next to nothing, so after each token
-its answer ends by chance, with the chance of one token of its vocabulary: lengths are geometric, no length is forced,
-and the longest of a batch is four times as long as the mean. The limit cuts off one answer in a hundred.
+The real runs use the real engine, scheduler and trainer. The model is untrained and learns almost nothing, so a
+response ends after each token with the probability of one token of the vocabulary. Lengths are therefore geometric, and
+the longest of a batch is four times the mean. The length limit truncates one response in a hundred.
 
-The simulator is calibrated from two synchronous runs and a less asynchronous one, and says how long the other modes
-will take before they run.
+The simulator is calibrated from two synchronous runs and one less asynchronous run, and predicts the step times of the
+other modes before they run.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import (
+from megatron_bapo.simulation.calibration import (
     overlapping_run,
     planned_workload,
     recorded_run,
     recorded_workload,
     with_overlap,
 )
-from megatron_bapo.rollout.simulation import Workload, best, candidates, simulate
+from megatron_bapo.simulation.simulator import Workload, best, candidates, simulate
 
 NUM_STEPS = 14
 NUM_FIRST_STEPS = 3
-"""Not counted: they warm up, and fill the pipeline of `async`."""
+"""First steps that do not count: they warm up and fill the pipeline of `async`."""
 NUM_SIMULATIONS = 8
-"""Enough for the lengths that are drawn to matter little."""
+"""Number of simulations, enough to average out the sampled lengths."""
 CONFIG = f"""
 model:
   dtype: float32
@@ -68,14 +68,14 @@ checkpoint: {{every_steps: 1000}}
 logging: {{tensorboard: false}}
 """
 LARGER, LARGER_BY, NUM_LARGER_STEPS = "sync, larger batches", 2, 6
-"""For the calibration alone: with more answers at a time, as `async` has them."""
+"""Run for calibration only, with more concurrent responses, as in `async`."""
 OVERLAPPING = (
-    *("rollout.mode=async", "rollout.max_staleness=1", "rollout.on_refresh=abort_and_resume"),
+    *("rollout.mode=async", "rollout.max_staleness=1", "rollout.on_weight_update=abort_and_resume"),
     "trainer.total_steps=12",
 )
-"""For the calibration alone: how much engines and trainer slow each other down."""
+"""Run for calibration only, to measure how much engines and trainer slow each other down."""
 OTHERS = {
-    "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_refresh=abort_and_resume"),
+    "async": ("rollout.mode=async", "rollout.max_staleness=2", "rollout.on_weight_update=abort_and_resume"),
     "partial": (
         *("rollout.partial_rollout.token_budget=192", "rollout.partial_rollout.over_sampling=1.5"),
         "rollout.max_staleness=4",
@@ -85,11 +85,11 @@ RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"
 ON_PAPER = ("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=128", "rollout.gpu_memory_utilization=0.85")
 MEAN_RESPONSE, SIGMA = 16_384, 1.0
-"""Of answers of up to 64k tokens: a long tail."""
+"""Parameters of a long-tailed distribution of response lengths of up to 64k tokens."""
 
 
 def trained(folder: Path, name: str, overrides: Sequence[str]) -> Path:
-    """The directory of a real run."""
+    """Execute a real run and return its directory."""
     run_dir, config = folder / name.replace(", ", "-").replace(" ", "-"), folder / "config.yaml"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "megatron_bapo", "train", str(config), f"run_dir={run_dir}", *overrides]
@@ -98,14 +98,14 @@ def trained(folder: Path, name: str, overrides: Sequence[str]) -> Path:
 
 
 def step_s(run_dir: Path) -> float:
-    """Mean seconds of a step, the first ones left out."""
+    """Return the mean seconds of a step, without the first ones."""
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
     seconds = [row["metrics"]["timing_s/step"] for row in rows if row["step"] > NUM_FIRST_STEPS]
     return sum(seconds) / len(seconds)
 
 
 def simulated_step_s(settings: RolloutConfig, workload: Workload) -> float:
-    """The same for a simulation of the same steps."""
+    """Return the mean seconds of a step in simulations of the same steps."""
     num_steps = NUM_STEPS - NUM_FIRST_STEPS
     runs = [
         simulate(settings, workload, num_steps=num_steps, num_first_steps=NUM_FIRST_STEPS, seed=seed)
@@ -115,7 +115,7 @@ def simulated_step_s(settings: RolloutConfig, workload: Workload) -> float:
 
 
 def larger_batches(config: Config) -> tuple[str, ...]:
-    """One update of each."""
+    """Return the overrides for larger batches with one update each."""
     size = LARGER_BY * config.trainer.train_batch_size
     return (
         *(f"trainer.train_batch_size={size}", f"trainer.ppo_mini_batch_size={size}", "trainer.ppo_epochs=1"),
@@ -124,9 +124,9 @@ def larger_batches(config: Config) -> tuple[str, ...]:
 
 
 def on_two_cores(folder: Path, changes: Sequence[str]) -> tuple[list[tuple[object, ...]], dict[str, float]]:
-    """Predicted and measured seconds of a step in every mode, and their ratios.
+    """Return the predicted and measured seconds of a step in every mode, and their ratios.
 
-    Each mode is predicted before it runs, from two synchronous runs and an asynchronous one with other settings.
+    Each mode is predicted before it runs, from two synchronous runs and an asynchronous run with other settings.
     """
     sync = recorded_run(trained(folder, "sync", changes))
     larger = recorded_run(trained(folder, LARGER, (*changes, *larger_batches(sync.config))))
@@ -139,7 +139,7 @@ def on_two_cores(folder: Path, changes: Sequence[str]) -> tuple[list[tuple[objec
         overrides = (*changes, *mode)
         settings = load_config(folder / "config.yaml", [f"run_dir={folder}", *overrides]).rollout
         predicted_s = simulated_step_s(settings, workload)
-        print(f"{name}: {predicted_s:.2f} s a step predicted", flush=True)
+        print(f"{name}: predicted {predicted_s:.2f} s per step", flush=True)
         measured_s = step_s(sync.folder if name == "sync" else trained(folder, name, overrides))
         sync_s = sync_s or measured_s
         rows.append((f"2 cores, {name}", measured_s, predicted_s, measured_s / sync_s, ""))
@@ -150,7 +150,7 @@ def on_two_cores(folder: Path, changes: Sequence[str]) -> tuple[list[tuple[objec
 
 
 def on_paper() -> tuple[list[tuple[object, ...]], dict[str, float]]:
-    """32B with 64k answers on H100, engines apart from the trainer: seconds of a step."""
+    """Return the simulated seconds of a step of 32B with 64k responses on H100 and separate engines, and ratios."""
     config = load_config(RECIPE, ON_PAPER)
     architecture, _ = architecture_of(config.model)
     plan = Plan(config, architecture, "H100", "separate", Assumptions())
@@ -175,9 +175,9 @@ def _key(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--on-paper", action="store_true", help="simulate 32B alone")
+    parser.add_argument("--on-paper", action="store_true", help="only simulate 32B")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the run directories")
-    parser.add_argument("changes", nargs="*", metavar="key=value", help="of the real runs' configuration")
+    parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides of the real runs' configuration")
     arguments = parser.parse_intermixed_args()
     figures = {"others_cpu_percent_at_start": psutil.cpu_percent(2.0)}
     rows, ratios = on_paper()

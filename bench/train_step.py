@@ -1,9 +1,9 @@
 """One training step in one process: this trainer against `transformers` with AdamW, on the same tokens.
 
-Both minimise the same loss over the same ragged sequences in micro-batches of the same token budget, clip the gradient
-and step AdamW, in fp32 on one thread. `transformers` gets padded batches of sequences of like length, the way its
-trainer makes them with `group_by_length`; every token of a sequence is a label, so that both compute all logits. The
-losses must agree, or the bench fails.
+Both minimize the same loss over the same sequences in micro-batches of the same token budget, clip the gradient and
+step AdamW, in fp32 on one thread. `transformers` gets padded batches of sequences of similar length, as its trainer
+makes them with `group_by_length`. Every token of a sequence is a label, so that both compute all logits. The benchmark
+fails if the losses differ.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def make_examples(lengths: np.ndarray, vocab_size: int) -> list[Example]:
 
 
 def padded_batches(examples: list[Example]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(tokens, labels), longest sequences first; padding carries the label -100."""
+    """Return batches of (tokens, labels), longest sequences first; the label of padding is -100."""
     sequences = sorted(
         (np.concatenate([e.trajectory.prompt_token_ids, e.trajectory.response_token_ids]) for e in examples),
         key=len,
@@ -90,7 +90,7 @@ def padded_batches(examples: list[Example]) -> list[tuple[torch.Tensor, torch.Te
 def transformers_step(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, batches: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> float:
-    """The loss of one step."""
+    """Take one step and return its loss."""
     num_labels = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batches)
     optimizer.zero_grad()
     total = 0.0
@@ -123,7 +123,7 @@ def make_config(model: Path, run_dir: Path) -> Config:
 
 
 def compare(shape: dict[str, int], lengths: np.ndarray, folder: Path, groups: object) -> tuple[dict[str, float], int]:
-    """Median seconds of both steps, and the tokens that a step trains on."""
+    """Return the median seconds of both steps and the number of tokens in a step."""
     theirs = make_model(folder / "model", shape)
     config = make_config(folder / "model", folder / "run")
     worker = create_worker(config, config.model_path, groups)  # pyright: ignore[reportArgumentType]

@@ -1,11 +1,11 @@
 """Weight syncs through the store against gathering on a rank and broadcasting, and against mbridge's export.
 
-python -m bench.weight_sync [20M] [500M], with requirements-bench.txt on the path
+python -m bench.weight_sync [20M] [500M], with the packages of requirements-bench.txt on the path
 
-Two gloo ranks (TP 2) hold a random Qwen3 in bfloat16; vLLM engines of one and two ranks load it. Seconds are medians
-until the last rank is done. Bytes are the model's, a relay's messages, or what an engine's ranks read; peak bytes are
-the most memory of its own that a rank took above what it had before. Changes are random elements in random places.
-Last, on paper, by the plan alone: published models on clusters of 8-GPU hosts.
+Two gloo ranks (TP 2) have a random Qwen3 in bfloat16; vLLM engines of one and two ranks load it. Seconds are medians
+until the last rank is done. Bytes are the model's or those that an engine's ranks read. Peak bytes are the largest
+increase of a rank's own memory. The last table is computed from the plan alone, for published models on clusters of
+8-GPU hosts. bench.weight_transfer_between_hosts measures the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -43,13 +42,12 @@ from megatron_bapo.model.build import build_policy
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.model.hf_export import own_shapes, stream_tensors
 from megatron_bapo.model.hf_import import load_hugging_face
-from megatron_bapo.model.weight_layouts import EngineLayout, Placement, one_host, two_hosts, weight_plan
+from megatron_bapo.model.weight_layouts import EngineLayout, Placement, one_host, weight_plan
 from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.parallel.collectives import gather_objects
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.weight_sync.plan import WeightPlan
-from megatron_bapo.weight_sync.relay import StoreServer, pull
 from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import SPARE, WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
@@ -65,15 +63,14 @@ MODELS = {
         vocab_size=151936, **_COMMON,
     ),
 }  # fmt: skip
-SHARES = (0.001, 0.01, 0.03, 0.1)
 BUCKET_BYTES = 64 << 20
 NUM_RANKS, NUM_REPEATS, NUM_ENGINE_REPEATS, NUM_WARMUPS = 2, 3, 7, 3
-"""The first files of a store wait for the machine to give out shared memory."""
+"""The first files of a store are slower, because the system has to allocate shared memory."""
 Figures = dict[str, list[float]]
 
 
 def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> None:
-    """One rank's part of what is measured on the trainer's side; rank 0 leaves it in `results.json`."""
+    """Run one rank of the trainer's measurements; rank 0 writes them to `results.json`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS)
     parallel = ParallelConfig(world_size=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS)
@@ -107,17 +104,17 @@ def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> 
     shapes_by_rank = gather_objects(own_shapes(model, groups), groups.tensor)
 
     def gather_and_broadcast() -> None:
-        held = {name: tensor.clone() for name, tensor in stream_tensors(model, groups)}
+        gathered = {name: tensor.clone() for name, tensor in stream_tensors(model, groups)}
         for owner, shapes in enumerate(shapes_by_rank):
             for name, shape in shapes.items():
-                dist.broadcast(held[name] if rank == owner else torch.empty(shape, dtype=torch.bfloat16), src=owner)
+                dist.broadcast(gathered[name] if rank == owner else torch.empty(shape, dtype=torch.bfloat16), src=owner)
 
     def export_with_mbridge() -> None:
         for _ in bridge.export_weights([chunk.gpt for chunk in model.chunks]):
             pass
 
     tasks: dict[str, Callable[[], object]] = {
-        "store, every rank its slices": sync,
+        "store, each rank writes its slices": sync,
         "gather on a rank, broadcast": gather_and_broadcast,
         "mbridge export_weights": torch.no_grad()(export_with_mbridge),
     }
@@ -139,7 +136,7 @@ def _until_all_are_done(task: Callable[[], object]) -> None:
 
 
 def _plan(checkpoint: Path, engine: EngineLayout, place: Callable[..., Placement]) -> WeightPlan:
-    """Of one trainer rank."""
+    """Return the plan of one trainer rank."""
     parallel, architecture = ParallelConfig(world_size=1), read_architecture(checkpoint)
     placement = place(parallel, engine)
     return weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
@@ -150,35 +147,8 @@ def _publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor],
     store.commit(version, plan)
 
 
-def _change(tensors: dict[str, torch.Tensor], share: float, generator: np.random.Generator) -> None:
-    """Flip the lowest bit of a share of each tensor's elements."""
-    for tensor in tensors.values():
-        elements = tensor.view(-1).view(torch.int16).numpy()
-        elements[generator.choice(len(elements), max(1, round(share * len(elements))), replace=False)] ^= 1
-
-
-def _relayed(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
-    """From one store to another: task -> seconds and bytes, by share of changed elements; `full` without an old one."""
-    plan, generator, versions = _plan(checkpoint, EngineLayout(), two_hosts), np.random.default_rng(0), count(1)
-    found: dict[str, list[tuple[float, int]]] = {}
-    with closing(WeightStore.create()) as trainers, closing(WeightStore.create()) as engines:
-        sources = {0: StoreServer(trainers.folder)}
-        for share in (share for share in (None, *SHARES) for _ in range(NUM_REPEATS)):
-            version = next(versions)
-            _change(tensors, share or 0.01, generator)
-            trainers.discard_before(version - 1)
-            _publish(trainers, version, tensors, plan)
-            engines.discard_before(version)
-            start = perf_counter()
-            pulled = pull(engines, version, 1, sources, full_every=1 if share is None else 10**6)
-            name = "relay, full" if share is None else f"relay, {share:.1%} changed"
-            found.setdefault(name, []).append((perf_counter() - start, pulled.num_bytes))
-            assert engines.verify(version) == plan.total_bytes
-    return {name: min(values) for name, values in found.items()}
-
-
 async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
-    """Seconds of a sync of one trainer rank and one engine, of the engine's part, and of a plain copy into a file."""
+    """Return the seconds of a sync of one trainer rank and one engine, of the engine's part, and of a plain copy."""
     plan, found = _plan(checkpoint, EngineLayout(), one_host), {"sync": [], "reload": [], "copy": []}
     async with _engine(checkpoint, 1, store) as engine:
         for version in range(1, NUM_WARMUPS + NUM_ENGINE_REPEATS + 1):
@@ -197,7 +167,7 @@ async def _one_rank(checkpoint: Path, tensors: dict[str, torch.Tensor], store: W
 
 
 async def _two_ranks(checkpoint: Path, tensors: dict[str, torch.Tensor], store: WeightStore) -> Figures:
-    """Seconds in which an engine of two ranks takes over a version, and the bytes that its ranks read."""
+    """Return the seconds in which an engine of two ranks loads a version, and the bytes that its ranks read."""
     layouts = {"its slices": EngineLayout(2), "whole": EngineLayout()}
     plans = {name: _plan(checkpoint, layout, one_host) for name, layout in layouts.items()}
     found: Figures = {f"{name}, {unit}": [] for name in plans for unit in ("seconds", "bytes")}
@@ -226,8 +196,8 @@ async def _engine(checkpoint: Path, num_ranks: int, store: WeightStore) -> Async
 
 
 def _copy(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The same bytes into a file of shared memory that has its pages already."""
-    if not file.exists():  # after the first version
+    """Copy the tensors into a file of shared memory whose pages are allocated."""
+    if not file.exists():  # it exists only after the first version
         return
     with file.open("r+b") as opened:
         for tensor in tensors.values():
@@ -247,23 +217,10 @@ def _trainers_part(name: str, folder: Path, checkpoint: Path, results: Results) 
     found = json.loads((folder / "results.json").read_text())
     for task, (seconds, num_bytes, peak) in found.items():
         results.rows.append((name, task, seconds, num_bytes / 2**20, round(peak / 2**20, 1)))
-    ours = found["store, every rank its slices"]
+    ours = found["store, each rank writes its slices"]
     for task, key in (("gather on a rank, broadcast", "gather"), ("mbridge export_weights", "mbridge")):
         results.ratios[f"time_{name}_to_{key}"] = round(ours[0] / found[task][0], 3)
         results.ratios[f"peak_bytes_{name}_to_{key}"] = round(ours[2] / found[task][2], 3)
-
-
-def _relays_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
-    found = _relayed(checkpoint, tensors)
-    full_s, full_bytes = found["relay, full"]
-    for task, (seconds, num_bytes) in found.items():
-        results.rows.append((name, task, seconds, num_bytes / 2**20, ""))
-        if task != "relay, full":
-            key = f"{name}_{task.split(', ')[1].replace(' ', '_')}_to_full"
-            results.ratios |= {
-                f"bytes_{key}": round(num_bytes / full_bytes, 4),
-                f"time_{key}": round(seconds / full_s, 3),
-            }
 
 
 def _engines_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor], results: Results) -> None:
@@ -301,9 +258,8 @@ def main() -> None:
             create_checkpoint(checkpoint, MODELS[name], ["a", "b"], seed=0)
             _trainers_part(name, folder, checkpoint, results)
             tensors = {n: t.bfloat16() for n, t in load_file(checkpoint / "model.safetensors").items()}
-            _relays_part(name, checkpoint, tensors, results)
             _engines_part(name, checkpoint, tensors, results)
-    columns = ("model", "task", "seconds", "MiB", "peak MiB a rank")
+    columns = ("model", "task", "seconds", "MiB", "peak MiB per rank")
     report("weight_sync", columns, results.rows, ratios=results.ratios, figures=results.figures)
     on_paper()
 

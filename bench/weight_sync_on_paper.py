@@ -1,4 +1,4 @@
-"""What a full sync of published models moves on clusters of 8-GPU hosts, by the plan alone.
+"""Bytes and time of a full weight sync of published models on clusters of 8-GPU hosts, computed from the plan.
 
 python -m bench.weight_sync_on_paper
 """
@@ -14,7 +14,8 @@ from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, trainer
 from megatron_bapo.weight_sync.plan_figures import Bandwidth, plan_figures
 
 BANDWIDTH = Bandwidth(network=8 * 400e9 / 8, memory=20e9)
-"""Of a host: a 400 Gbit/s card per GPU, and copies into shared memory by all ranks together."""
+"""Bandwidth of a host: one 400 Gbit/s adapter per GPU, and copies to shared memory by all ranks together. One TCP
+connection, over which a host receives, is the limit between hosts."""
 _COMMON = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
 MODELS = {
     "Qwen2.5-7B": Architecture(
@@ -47,8 +48,8 @@ LAYOUTS = {
 
 def on_paper() -> None:
     table = Table(
-        *("model", "GPUs", "engines", "model GiB", "network GiB", "busiest link GiB", "peak GiB a rank", "seconds"),
-        title="one full sync, on paper",
+        *("model", "GPUs", "engines", "model GiB", "network GiB", "busiest link GiB", "peak GiB per rank", "seconds"),
+        title="one full sync, computed from the plan",
     )
     for model, architecture in MODELS.items():
         for num_gpus in (8, 64, 256):
@@ -60,7 +61,10 @@ def on_paper() -> None:
 
 
 def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bool) -> tuple[str, ...] | None:
-    """None where the layout does not fit: half of the GPUs train and half generate, or all do both in turn."""
+    """Return a row, or None if the layout does not fit.
+
+    Either half of the GPUs train and half generate, or all GPUs take turns with both.
+    """
     layout, engine = LAYOUTS[model]
     num_trainers = num_gpus if colocated else num_gpus // 2
     if not colocated and num_trainers % 8:
@@ -73,7 +77,7 @@ def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bo
     crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
     return (
         model,
-        f"{num_gpus} {'colocated' if colocated else 'in halves'}",
+        f"{num_gpus} {'colocated' if colocated else 'half and half'}",
         f"{num_engines} x {engine.name}",
         *(f"{size / 2**30:.1f}" for size in (plan.total_bytes, figures.network_bytes)),
         *(f"{size / 2**30:.2f}" for size in (max(crossing, default=0), max(figures.peak_bytes))),

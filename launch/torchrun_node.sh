@@ -1,28 +1,63 @@
 #!/usr/bin/env bash
-# A run on several nodes, by one call on each, with torchrun's variables:
+# A run on several nodes, by the same call on each node, with torchrun's variables:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun_node.sh CONFIG [KEY=VALUE ...]
-# Starts Ray on this node (ray_node.sh, whose variables hold here, too); node 0 also starts the run: torchrun on every
-# node that has trainer ranks, which meet by c10d rendezvous on the first of them, and the engines.
+# The script starts Ray on this node (see ray_node.sh, whose variables also apply here). Node 0 also starts the run: the
+# engines, and torchrun on every node with trainer ranks, with c10d rendezvous on the first of them.
 #   MASTER_PORT  port of the Ray head (default 6379)
-# The other nodes end when node 0 does.
+# The other nodes end when node 0 ends. Node 0 ends when Ray on it ends.
 set -euo pipefail
-# shellcheck source=python.sh
-source "${BASH_SOURCE[0]%/*}/python.sh"
+# shellcheck source=shared.sh
+source "${BASH_SOURCE[0]%/*}/shared.sh"
 
 : "${NNODES:?number of nodes}" "${NODE_RANK:?number of this node, from 0}" "${MASTER_ADDR:?address of node 0}"
-head=$(getent ahostsv4 "$MASTER_ADDR" | awk '{print $1; exit}')
+check_token
+head=$(getent ahostsv4 "$MASTER_ADDR" | awk '{print $1; exit}') || true
+[[ -n $head ]] || fail "MASTER_ADDR=$MASTER_ADDR cannot be resolved; give the address of node 0"
+if [[ $head == 127.* ]]; then
+    ((NNODES == 1)) || fail "MASTER_ADDR=$MASTER_ADDR is $head here, which other nodes cannot reach; give node 0's address"
+    head=127.0.0.1
+fi
 export RAY_ADDRESS=$head:${MASTER_PORT:-6379}
+
+# Ray's token is derived from the secret and the call, so that Ray refuses nodes of another run with this port and secret.
+private=$(mktemp -d "${TMPDIR:-/tmp}/bapo-token-XXXXXX")
+printf '%s\n' "$(pwd -P)" "$NNODES" "$@" | cat "$RAY_AUTH_TOKEN_PATH" - | sha256sum |
+    (umask 077; cut -c1-64 >"$private/token")
+export RAY_AUTH_TOKEN_PATH=$private/token
+
+ray='' run=''
+# shellcheck disable=SC2329  # called by the trap
+end() {
+    trap '' TERM INT HUP USR1
+    if [[ -n $ray ]]; then kill -TERM "$ray" 2>/dev/null || true; fi
+    wait || true
+    rm -rf "$private"
+}
+trap end EXIT
+
+# Separate sessions: only this script receives the terminal's signals and forwards each once to the run; the run ends
+# immediately on a second signal.
 if ((NODE_RANK > 0)); then
-    exec "${BASH_SOURCE[0]%/*}/ray_node.sh"
+    trap 'exit 143' TERM INT HUP USR1
+    setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" &
+    ray=$!
+    wait "$ray" && code=0 || code=$?
+    exit "$code"
 fi
 export BAPO_NODE_ADDRESS=$head
-# Sessions of their own: a terminal's signals come here alone, and the run gets each once, a second one to end at once.
 setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" >"${BAPO_RAY_LOG:-/dev/stderr}" 2>&1 &
 ray=$!
-trap 'kill -TERM "$ray" 2>/dev/null; wait "$ray" || true' EXIT
 setsid "$python" -m megatron_bapo train "$@" --num-nodes "$NNODES" &
 run=$!
-trap 'kill -TERM "$run"' TERM INT HUP
-status=0
-while kill -0 "$run" 2>/dev/null; do wait "$run" && status=0 || status=$?; done
+trap 'kill -TERM "$run" 2>/dev/null || true' TERM INT HUP USR1
+while kill -0 "$run" 2>/dev/null; do
+    sleep 0.5 & wait $! || true
+    if ! kill -0 "$ray" 2>/dev/null && kill -0 "$run" 2>/dev/null; then # the run would wait for Ray, or join another one's
+        wait "$ray" && code=1 || code=$?
+        echo "$script: Ray on this node has ended before the run; see its output" >&2
+        kill -KILL "$run"
+        exit "$code"
+    fi
+done
+wait "$run" && status=0 || status=$?
 exit "$status"

@@ -1,5 +1,5 @@
-"""`python -m megatron_bapo`."""
+"""Entry point of `python -m megatron_bapo`."""
 
-from megatron_bapo.cli import app
+from megatron_bapo.cli.main import app
 
 app(prog_name="megatron-bapo")

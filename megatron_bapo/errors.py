@@ -1,17 +1,48 @@
-"""The ways a run ends badly. All carry one complete message: value, rule, way out."""
+"""Errors with one complete message each (value, rule, way out), and the exit codes of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+"""Exit codes of wrong input, of a failed part of the run, and of Ctrl-C."""
 
 
 class UserError(ValueError):
-    """The user's input breaks a rule; the command line prints the message and exits with 2."""
+    """The user's input breaks a rule. Commands print the message and exit with 2."""
 
 
 class RunError(RuntimeError):
-    """A part of the run failed (an engine died, a check did not hold); printed without a trace, exit code 1."""
+    """A part of the run failed, such as an engine that died. Commands print the message, without a trace, and exit
+    with 1."""
 
 
 class ProbeFailed(RunError):
-    """An engine does not give the trainer's log-probs; it seldom would after a restart, so none is tried."""
+    """An engine's log-probs differ from the trainer's. The run is not restarted, because this seldom goes away."""
+
+
+class StorageFailed(RunError):
+    """A file system takes no more writes. The run is not restarted, because somebody must free space first."""
 
 
 class FunctionFailed(UserError):
-    """A function raised, answered nonsense or ended its process on one prompt's answer; others may still go well."""
+    """A user's function raised, returned an invalid value or ended its process for one response. Others may succeed."""
+
+
+def exit_code(run: Callable[[], int], console: Console, *, after_stop: str = "the same command continues") -> int:
+    """Return what `run` returns, or print the project's errors and Ctrl-C as one message and return their exit code.
+
+    `after_stop` is the message's second half after Ctrl-C.
+    """
+    try:
+        return run()
+    except (UserError, RunError) as error:
+        console.print(f"error: {error}", soft_wrap=True)
+        return USER_ERROR if isinstance(error, UserError) else RUN_ERROR
+    except KeyboardInterrupt:
+        console.print(f"stopped; {after_stop}")
+        return INTERRUPTED

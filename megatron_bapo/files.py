@@ -1,17 +1,24 @@
-"""Files and folders: what outlives a power cut, and what is said of those that cannot be used."""
+"""Files and folders: flushing to disk, reserved space, and errors for files and folders that cannot be used."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
+import tempfile
+from errno import EDQUOT, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import StorageFailed, UserError
+
+_PERMANENT = (ENOSPC, EDQUOT, EROFS)
+"""Errors of a write that fails however often it is repeated: no space, quota exceeded, read-only file system."""
 
 
 def flush(path: Path) -> None:
-    """Bring a file's contents, or a folder's names, down to the disk."""
+    """Flush a file's contents, or a folder's entries, to the disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -19,30 +26,66 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path, wanted: str) -> None:
-    """Make it, with those above it, unless it is there. Raises UserError where nothing can be written to it.
+def make_folder(folder: Path, label: str) -> None:
+    """Create a folder and its parents unless they exist. Raises UserError if the folder cannot be written to.
 
-    `wanted` is the user's word for it, such as run_dir=runs/mine.
+    `label` names it in messages, such as run_dir=runs/mine.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise unwritable(wanted, error) from None
+        raise unwritable(label, error) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{wanted} cannot be written to: {folder} is read-only here; {_WAY_OUT}")
+        raise UserError(f"{label} cannot be written to: {folder} is read-only here; {_WAY_OUT}")
 
 
-def unwritable(wanted: str, error: OSError) -> UserError:
-    """What the system refused to write, and why."""
+def unwritable(label: str, error: OSError) -> UserError:
+    """Return the error for a file or folder that the system refused to write, with the system's reason."""
     place = "" if error.filename is None else f": {error.filename}"
-    return UserError(f"{wanted} cannot be written to ({error.strerror or error}{place}); {_WAY_OUT}")
+    return UserError(f"{label} cannot be written to ({error.strerror or error}{place}); {_WAY_OUT}")
 
 
-_WAY_OUT = "choose another place, or make that one writable"
+_WAY_OUT = "choose another folder, or make this one writable"
+
+
+def reserve(path: Path, size: int) -> None:
+    """Create a file of `size` bytes, whose space can be written to, or freed, when the disk is full."""
+    with path.open("wb") as file:
+        file.write(b" " * size)
+    flush(path)
+
+
+def storage_failure(error: BaseException, folder: Path) -> StorageFailed | None:
+    """Return the error for a disk that takes no more writes if it is the cause of `error`, else None.
+
+    `folder` is where this process mainly writes. The message shows the free space there and in the system's folders.
+    """
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))  # an error that is raised from Ray's error for it makes a cycle
+        if isinstance(cause, StorageFailed):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in _PERMANENT:
+            places = dict.fromkeys([folder, Path(tempfile.gettempdir()), Path("/dev/shm")])
+            free = ", ".join(map(_free_space, places))
+            file = "" if cause.filename is None else f" for {cause.filename}"
+            return StorageFailed(f"{os.strerror(cause.errno)}{file} on host {socket.gethostname()}: {free}")
+        # Ray's errors have the callee's error as an attribute.
+        cause = getattr(cause, "cause", None) or cause.__cause__ or cause.__context__
+    return None
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        return f"{folder} cannot be read ({error.strerror})"
+    return f"{folder} has {usage.free >> 20} MiB free of {usage.total >> 20} MiB"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """What a file of JSON says. Raises UserError when it cannot be read, or is not one whole object."""
+    """Read a JSON file that contains one object. Raises UserError if it cannot be read or is not one whole object."""
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:

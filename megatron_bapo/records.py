@@ -1,8 +1,10 @@
-"""Values that cross process borders. NumPy only, so that every process can import them cheaply."""
+"""Values that are sent between processes. They need only NumPy, so that every process can import them quickly."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -10,25 +12,26 @@ import numpy as np
 FinishReason = Literal["stop", "length"]
 
 SOLVED = 1.0
-"""The reward from which on an answer counts as solved."""
+"""Lowest reward of a response that counts as correct."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task. `prompt_id` is stable over runs: `<source>:<index>`."""
+    """One task."""
 
     prompt_id: str
+    """`<source>:<index>`, which is the same in every run."""
     messages: tuple[dict[str, str], ...]
     """Chat messages (`role`, `content`). A plain text prompt is one user message."""
     ground_truth: str
     data_source: str
     extra_info: dict[str, Any] = field(default_factory=dict)
-    """JSON values handed to the reward function unchanged."""
+    """JSON values that the reward function receives unchanged."""
 
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """A run of consecutive sampled tokens of one policy version."""
+    """Consecutive tokens that one policy version sampled."""
 
     policy_version: int
     num_tokens: int
@@ -36,7 +39,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled answer."""
+    """One sampled response. Its length is R tokens, of which the policy sampled S."""
 
     prompt_token_ids: np.ndarray
     """int32 [P]"""
@@ -45,89 +48,99 @@ class Trajectory:
     behaviour_log_probs: np.ndarray
     """float32 [S], log-prob of each sampled token under the policy that sampled it, at the sampling temperature."""
     version_spans: tuple[VersionSpan, ...]
-    """Their token counts sum to S."""
+    """Policy versions of the sampled tokens, in order; the token counts sum to S."""
     finish_reason: FinishReason
     text: str
-    """The decoded response, special tokens left out."""
+    """The decoded response without special tokens."""
     reward: float = float("nan")
-    """NaN until scored."""
+    """NaN until the response is scored."""
     answer: str | None = None
-    """What the reward function read in the text, where it says so; not written with rollouts."""
+    """Final answer that the reward function extracted from the text, if it reports one; not written to rollouts/."""
     loss_mask: np.ndarray | None = None
-    """bool [R], the S tokens that the policy sampled; the others are the environment's, and only context. None: all."""
+    """bool [R], true for the S tokens that the policy sampled. The other tokens are the environment's and only context.
+    None: the policy sampled all of them."""
     turns: tuple[dict[str, str], ...] = ()
-    """Chat messages: the policy's turns and the environment's replies. Empty without an environment."""
+    """Chat messages of the policy's turns and the environment's replies; empty without an environment."""
 
     @property
     def sampled_positions(self) -> np.ndarray:
-        """[S], into the response."""
+        """Positions [S] of the sampled tokens in the response."""
         return np.arange(len(self.response_token_ids)) if self.loss_mask is None else np.flatnonzero(self.loss_mask)
 
     @property
     def num_sampled(self) -> int:
-        """S, the tokens that are trained on."""
+        """S, the number of sampled tokens, which are those that are trained on."""
         return len(self.response_token_ids) if self.loss_mask is None else int(self.loss_mask.sum())
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
-        """The answer as chat messages."""
+        """The response as chat messages."""
         return self.turns or ({"role": "assistant", "content": self.text},)
 
     @property
     def final_text(self) -> str:
-        """What is scored: the policy's last turn."""
+        """The policy's last turn, which is the text that is scored."""
         return self.messages[-1]["content"]
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt's trajectories."""
+    """The trajectories of one prompt."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the responses in tokens."""
+        return [len(trajectory.response_token_ids) for trajectory in self.trajectories]
+
 
 @dataclass(frozen=True)
 class BufferedGroup:
-    """A scored group between its scoring and its last use."""
+    """A scored group in the replay buffer."""
 
     serial: int
-    """Of its prompt: the order in which prompts were drawn."""
+    """Serial number of its prompt, in the order in which prompts were taken from the stream."""
     group: Group
     num_uses: int = 0
+    """Number of rollout batches that the group was part of."""
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
+        """Oldest policy version of any token of the group."""
         return min(span.policy_version for t in self.group.trajectories for span in t.version_spans)
 
 
 @dataclass(frozen=True)
-class UnfinishedAnswer:
-    """What an answer on its way has got; the fields of `Trajectory`, and R may be 0."""
+class UnfinishedTrajectory:
+    """A partial response. The fields are those of `Trajectory`, but R may be 0."""
 
     response_token_ids: np.ndarray
     behaviour_log_probs: np.ndarray
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason | None
-    """None: more tokens follow, the policy's or the environment's."""
+    """None if more tokens follow, the policy's or the environment's."""
     loss_mask: np.ndarray | None
     turns: tuple[dict[str, str], ...]
     turn_ended: bool
-    """The policy has ended a turn, and the environment has not replied yet."""
+    """Whether the policy has ended a turn that the environment has not replied to yet."""
 
 
 @dataclass(frozen=True)
 class UnfinishedGroup:
-    """A prompt whose answers are on their way, or not scored yet."""
+    """A prompt whose responses are unfinished or not scored yet."""
 
     serial: int
     prompt_id: str
-    answers: tuple[UnfinishedAnswer, ...]
+    trajectories: tuple[UnfinishedTrajectory, ...]
 
 
 @dataclass(frozen=True)
-class HeldRollouts:
-    """What was generated for later batches, as a checkpoint keeps it."""
+class InFlightState:
+    """Rollouts for later batches, as a checkpoint saves them."""
 
     buffered: tuple[BufferedGroup, ...] = ()
-    unfinished: tuple[UnfinishedGroup, ...] = ()
+    """Scored groups in the replay buffer."""
+    unfinished: Sequence[UnfinishedGroup] = ()
+    """Groups that are still generated or scored."""

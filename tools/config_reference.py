@@ -1,6 +1,6 @@
-"""Print every key of the configuration with its values, default and meaning, as docs/configuration.md.
+"""Print every key of the configuration with its values, default and meaning, as docs/reference/configuration.md.
 
-python tools/config_reference.py > docs/configuration.md
+python tools/config_reference.py > docs/reference/configuration.md
 """
 
 from __future__ import annotations
@@ -19,23 +19,33 @@ from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
 
-INTRODUCTION = """# Every key
+INTRODUCTION = """# Configuration
 
-Printed from the schema by `python tools/config_reference.py`. A key is written in YAML under its section, or on the
-command line with dots: `optimizer.lr=2e-6`; `null` there brings a default back. *required* keys have no default. Other
-values are refused, and rules that span keys are checked before anything starts (`train CONFIG --dry-run`).
+A configuration is one YAML file. This page lists every key, first those of a run and then those that only `eval` has.
+It is generated from the schema by `python tools/config_reference.py`.
 
-`extends: other.yaml` inherits from a file, named relative to the one that says so. Sections merge key by key, and
-`null` removes a key that the other file has. A key whose value is a mapping, such as `data.train.reasoning_gym`, is
-replaced by the file, or by the command line where it gives the whole mapping; a dotted key reaches into it:
-`data.train.reasoning_gym.chain_sum.max_terms=3`.
+- **Writing keys.** A key is written in YAML under its section, or on the command line with dots: `optimizer.lr=2e-6`.
+  On the command line, `null` restores the default. Keys marked *required* have no default.
+- **Checks.** Unknown keys and values outside the listed ones are errors. Rules that span several keys are checked
+  before anything starts, also by `train CONFIG --dry-run`.
+- **Inheritance.** `extends: other.yaml` inherits from another file, whose path is relative to the file that names it.
+  Sections are merged key by key, and `null` removes a key that the other file has.
+- **Keys whose value is a mapping**, such as `data.train.reasoning_gym`, are replaced as a whole by the file or by the
+  command line. A dotted key changes a single entry: `data.train.reasoning_gym.chain_sum.max_terms=3`.
 
-First the keys of a run, then those of `eval`.
+All batch sizes count trajectories:
+
+```yaml
+rollout: {n: 8}                # responses per prompt
+trainer:
+  train_batch_size: 512        # 64 prompts x 8 responses in a rollout batch
+  ppo_mini_batch_size: 128     # 4 updates per rollout batch
+```
 """
-EVALUATION = """# Every other key of an evaluation
+EVALUATION = """## Keys of an evaluation
 
-`eval` has these beside keys of a run, which mean the same there: those above of `data.validation`, `reward` and
-`rollout` that say how prompts are read, answers are scored and engines run.
+`eval` also reads the keys of `data.validation`, `reward` and `rollout` above that say how prompts are read, responses
+scored and engines run. The keys below exist only for `eval`, or have another default there.
 """
 HEADER = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 
@@ -45,29 +55,35 @@ NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text
 
 def reference() -> str:
     run = "\n".join(_tables("", Config, "The run"))
-    evaluation = _tables("", EvalConfig, "The evaluation", known=run.splitlines())
+    evaluation = _tables("", EvalConfig, "The evaluation", level="###", known=run.splitlines())
     return "\n".join([INTRODUCTION, run, EVALUATION, *evaluation])
 
 
 def _tables(
-    prefix: str, section: type[Section], title: str = "", *, optional: bool = False, known: Sequence[str] = ()
+    prefix: str,
+    section: type[Section],
+    title: str = "",
+    *,
+    level: str = "##",
+    optional: bool = False,
+    known: Sequence[str] = (),
 ) -> Iterator[str]:
-    """A section's own keys, then the sections in it; without the rows that are `known`."""
+    """Yield the table of a section's own keys, then those of the sections in it, without the rows that are `known`."""
     docstrings = _docstrings(section)
     nested = {name: found for name, field in section.model_fields.items() if (found := _section_of(field)) is not None}
-    own = [(name, section.model_fields[name]) for name in docstrings if name not in nested]
-    rows = [row for name, field in own if (row := _row(f"{prefix}{name}", field, docstrings[name])) not in known]
+    plain = [(name, section.model_fields[name]) for name in docstrings if name not in nested]
+    rows = [row for name, field in plain if (row := _row(f"{prefix}{name}", field, docstrings[name])) not in known]
     if rows:
-        title = f"## {title}" if title else f"## `{prefix.rstrip('.')}`"
-        about = [" ".join((section.__doc__ or "").split()), "Left out by default." * optional]
+        title = f"{level} {title}" if title else f"{level} `{prefix.rstrip('.')}`"
+        about = [" ".join((section.__doc__ or "").split()), "This section is optional." * optional]
         yield "\n".join([title, "", *([" ".join(about).strip(), ""] if any(about) else []), HEADER, *rows, ""])
     for name, found in nested.items():
         is_optional = section.model_fields[name].default is None
-        yield from _tables(f"{prefix}{name}.", found, optional=is_optional, known=known)
+        yield from _tables(f"{prefix}{name}.", found, level=level, optional=is_optional, known=known)
 
 
 def _docstrings(section: type[Section]) -> dict[str, str]:
-    """By field, in the source's order, inherited ones first."""
+    """Return the docstring of each field in the order of the source, inherited fields first."""
     found: dict[str, str] = {}
     for cls in reversed(section.__mro__):
         if not issubclass(cls, Section) or cls is Section:
@@ -89,7 +105,7 @@ def _row(key: str, field: FieldInfo, meaning: str) -> str:
 
 
 def _values(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """What a key takes, in words: `whole number > 0`, `a or b`, `list of numbers`."""
+    """Describe the values of a key, such as `whole number > 0`, `a or b`, `list of text`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _values(inner[0], [limit for found in inner[1:] for limit in getattr(found, "metadata", [found])])

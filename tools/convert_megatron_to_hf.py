@@ -1,15 +1,15 @@
-"""Turn a checkpoint of the trainer into a Hugging Face folder, whatever layout wrote it: one process, no GPU.
+"""Convert a checkpoint of the trainer, from any layout, to a Hugging Face folder. It needs no GPU.
 
 python tools/convert_megatron_to_hf.py runs/mine --output models/mine          # the run's newest checkpoint
 python tools/convert_megatron_to_hf.py runs/mine/checkpoints/step-00000020 --output models/mine-20
 python tools/convert_megatron_to_hf.py step-00000020 --origin-hf-dir models/base --output models/mine-20
 
-Weights are streamed a tensor at a time, in the dtype that was trained, and every file is read again and compared bit
-by bit with the checkpoint. config.json and tokenizer come from the model that the run started from. The output appears
-whole or not at all. An interrupted conversion leaves OUTPUT.partial, which the same command continues; on a finished
-output it compares only.
+Weights are streamed one tensor at a time in the dtype of the training, and every file is verified bit by bit against
+the checkpoint. config.json and tokenizer come from the model that the run started from. The output is written
+atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On a finished output the
+command only verifies it.
 
-Exit codes: 0 written and compared, 1 the disk did not keep what was written, 2 the input is wrong, 130 interrupted.
+Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.controller.terminal import terminal
+from megatron_bapo.errors import exit_code
 
 
 def main() -> int:
@@ -44,10 +44,10 @@ def main() -> int:
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
-    # Torch and Megatron take seconds to import; --help does without them.
+    # Deferred because importing Torch and Megatron takes seconds, which --help does not need.
     import torch
 
-    from megatron_bapo.controller.conversion import byte_progress, find_checkpoint, summary, total_bytes
+    from megatron_bapo.commands.convert import byte_progress, find_checkpoint, summary, total_bytes
     from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
 
     found = find_checkpoint(arguments.source, arguments.origin_hf_dir, arguments.dtype)

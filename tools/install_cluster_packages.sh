@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What tests/cluster needs of the system, from Debian's or Ubuntu's archive: Slurm with its daemons, munge, iproute2.
-# As root; where everything is there it takes no time and no network.
+# Installs the system packages that tests/cluster needs from Debian's or Ubuntu's archive: Slurm with its daemons, munge,
+# iproute2. It needs root, and no time or network if all packages are installed.
 set -euo pipefail
 
 packages=(slurmctld slurmd slurm-client munge iproute2 procps)
@@ -9,13 +9,13 @@ if dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/de
     exit 0
 fi
 if ((EUID != 0)); then
-    echo "tests/cluster will be left out: it needs root, and ${packages[*]}" >&2
+    echo "tests/cluster will be skipped: it needs root and the packages ${packages[*]}" >&2
     exit 0
 fi
 command -v apt-get >/dev/null || { echo "no apt-get: install ${packages[*]} by hand" >&2; exit 2; }
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-# Their services are not wanted: the tests start daemons of their own.
+# Do not start the packages' services: the tests start their own daemons.
 policy=/usr/sbin/policy-rc.d
 if [[ ! -e $policy ]]; then
     trap 'rm -f "$policy"' EXIT

@@ -1,6 +1,6 @@
-"""Print what `plan` says of every recipe, as the table of docs/recipes.md.
+"""Print docs/guides/recipes.md, with a table of the plans of all recipes.
 
-python tools/plan_recipes.py > docs/recipes.md
+python tools/plan_recipes.py > docs/guides/recipes.md
 """
 
 from __future__ import annotations
@@ -16,11 +16,23 @@ from megatron_bapo.planning.rendering import layout_name
 RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 INTRODUCTION = """# Recipes
 
-What `python -m megatron_bapo plan configs/recipes/NAME.yaml --gpu H100` (79.2 GiB) and `--gpu H200` (139.8 GiB) say of
-each. Engines share the trainer's GPUs in turns; of `separate` ones, which have GPUs of their own, it is said how they
-work: at the trainer's request (`sync`), or also while it trains (`async`). GiB are those of the fullest GPU while it
-trains and while it generates; seconds are an estimate for a step, a rollout batch with its updates, under the
-assumptions that `plan` prints.
+Start from the recipe for your model and number of GPUs, and change what you need in a file that extends it. The recipes
+named `paper_*` are for the paper's experiments.
+
+```bash
+megatron-bapo plan configs/recipes/qwen2.5-7b_8gpus.yaml --gpu H100
+megatron-bapo train configs/recipes/qwen2.5-7b_8gpus.yaml --dry-run
+```
+
+The table shows what `plan` prints for each recipe on H100 (79.2 GiB) and H200 (139.8 GiB). None of them has run on a
+GPU yet.
+
+- *Engines* share the trainer's GPUs and take turns with the trainer. `separate` engines have GPUs of their own and
+  generate when the trainer asks for a batch (`sync`) or also while it trains (`async`).
+- *GiB* are those of the fullest GPU during training and during generation.
+- *s/step* is an estimate for one rollout batch with its updates, under the assumptions that `plan` prints.
+
+[Layouts](layouts.md) explains the numbers, and [Data](data.md#the-data-of-the-recipes) shows how to get the prompts.
 """
 HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB training, generating | s/step H100 | H200 |
 | --- | --- | --- | --- | --- | --- | --- | --- |"""

@@ -1,18 +1,20 @@
-"""Check prompt files, leave out what must not be trained on, and write one file that `data.train` reads.
+"""Check prompt files, drop unusable rows, and write one file that `data.train` reads.
 
 python tools/prepare_data.py math.parquet more.jsonl --output data/train.parquet
 python tools/prepare_data.py math.parquet --eval aime24.jsonl aime25.jsonl --tokenizer models/base \\
     --max-prompt-length 2048 --output data/train.parquet
-python tools/prepare_data.py data/train.parquet --eval aime24.jsonl --check     # writes nothing; 1 if rows would go
+python tools/prepare_data.py data/train.parquet --eval aime24.jsonl --check   # exit code 1 if rows would be dropped
 
-Reads what data.train reads: {"prompt", "answer"}, verl's columns, slime's keys. Left out are malformed rows and those
-with an empty answer, rows whose messages stand further up already (apart from white space), those that stand in an
---eval file or share --ngram words in a row with a prompt there (runs that more than a tenth of its prompts share do not
-count), and those longer than --max-prompt-length tokens in the tokenizer's chat template. Writes verl's columns as
-Parquet or, by the name, JSON lines; the file appears when it is whole and has been read again.
+The input formats are those of data.train: {"prompt", "answer"}, verl's columns, slime's keys. The tool drops rows that
+- are malformed or have an empty answer,
+- have the same messages as an earlier row (apart from white space),
+- equal a prompt of an --eval file or share --ngram consecutive words with one (n-grams that more than a tenth of the
+  --eval prompts share do not count),
+- are longer than --max-prompt-length tokens in the tokenizer's chat template.
+It writes verl's columns as Parquet or JSON lines, depending on the file's extension. The file appears once it is
+complete and has been read back.
 
-Exit codes: 0 done, 1 --check found rows to leave out, or the disk did not keep what was written, 2 the input is wrong,
-130 interrupted.
+Exit codes: 0 done, 1 --check found rows to drop or the written file is damaged, 2 invalid input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_bapo.config.schema import PromptSourceConfig
-from megatron_bapo.controller.exit_codes import exit_code
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.data.contamination import NGRAM, EvaluationPrompts, index_evaluation_prompts
 from megatron_bapo.data.preparation import (
@@ -37,6 +38,7 @@ from megatron_bapo.data.preparation import (
     read_evaluation_prompts,
     write_prompts,
 )
+from megatron_bapo.errors import exit_code
 
 
 def parse() -> argparse.Namespace:
@@ -44,26 +46,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("inputs", type=Path, nargs="+", help="*.jsonl or *.parquet")
     result = parser.add_mutually_exclusive_group(required=True)
     result.add_argument("--output", type=Path, help="*.parquet or *.jsonl to write")
-    result.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a row would be left out")
+    result.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a row would be dropped")
     parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column of the prompt (default prompt)")
     parser.add_argument("--label-key", metavar="KEY", help="column of the answer (default: as data.train)")
     parser.add_argument(
-        "--eval", type=Path, nargs="+", default=[], metavar="FILE", help="files to keep out of training"
+        "--eval",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="evaluation files whose prompts must not be trained on",
     )
     parser.add_argument("--eval-prompt-key", default="prompt", metavar="KEY", help="(default prompt)")
     parser.add_argument("--eval-label-key", metavar="KEY", help="(default: as data.validation)")
-    parser.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words in a row (default {NGRAM})")
+    parser.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"consecutive words (default {NGRAM})")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face folder, to count tokens")
     parser.add_argument("--max-prompt-length", type=int, metavar="N", help="as data.max_prompt_length")
     parser.add_argument("--no-chat-template", action="store_true", help="as data.chat_template: false")
-    parser.add_argument("--empty-answers", action="store_true", help="keep rows without one, for a reward of your own")
-    parser.add_argument("--ability", default="math", help="value of verl's column (default math)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every row left out")
+    parser.add_argument(
+        "--empty-answers", action="store_true", help="keep rows with an empty answer, for a custom reward"
+    )
+    parser.add_argument("--ability", default="math", help="value of verl's ability column (default math)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every dropped row")
     arguments = parser.parse_args()
     if arguments.ngram < 1:
         parser.error(f"--ngram is {arguments.ngram}; give 1 or more")
     if arguments.max_prompt_length is not None and (arguments.tokenizer is None or arguments.max_prompt_length < 1):
-        parser.error("--max-prompt-length takes a number of tokens, 1 or more, and needs --tokenizer to count them")
+        parser.error("--max-prompt-length is a number of tokens, 1 or more, and needs --tokenizer to count them")
     return arguments
 
 
@@ -79,10 +88,10 @@ def show(prepared: Prepared, evaluation: EvaluationPrompts | None, console: Cons
     table.add_row(f"{counts['kept']:,}", "kept")
     console.print(table)
     if evaluation is not None:
-        compared = f"{len(evaluation.texts):,} evaluation prompts, {len(evaluation.ngrams):,} runs of {evaluation.n}"
-        console.print(f"compared with {compared} words ({evaluation.num_template_ngrams:,} of their template left out)")
+        compared = f"{len(evaluation.texts):,} evaluation prompts, {len(evaluation.ngrams):,} n-grams of {evaluation.n}"
+        console.print(f"compared with {compared} words ({evaluation.num_template_ngrams:,} template n-grams ignored)")
     if tokens := prepared.token_counts():
-        console.print("tokens a prompt: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
+        console.print("tokens per prompt: " + ", ".join(f"{name} {count:,}" for name, count in tokens.items()))
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
@@ -94,7 +103,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         evaluation = index_evaluation_prompts(rows, arguments.ngram)
     counter, limit = None, arguments.max_prompt_length
     if arguments.tokenizer is not None:
-        # transformers takes seconds to import; --help does without it.
+        # Deferred because importing transformers takes seconds, which --help does not need.
         from megatron_bapo.rollout.tokenization import token_counter
 
         counter = token_counter(arguments.tokenizer, chat_template=not arguments.no_chat_template)
@@ -114,7 +123,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         return 1 if prepared.dropped else 0
     write_prompts(prepared.kept, arguments.output, ability=arguments.ability)
     if not arguments.json:
-        console.print(f"{arguments.output}: written, and read again", soft_wrap=True)
+        console.print(f"{arguments.output}: written and verified", soft_wrap=True)
     return 0
 
 

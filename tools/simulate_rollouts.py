@@ -1,37 +1,39 @@
-"""Simulate how rollouts are scheduled, and say which settings train fastest: `rollout.mode`, staleness, token budgets.
+"""Simulate how rollouts are scheduled, and name the fastest settings: `rollout.mode`, staleness and token budgets.
 
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml --gpu H100   # before there is a run
 python tools/simulate_rollouts.py configs/recipes/paper_32b_64k.yaml rollout.num_engines=4 trainer.train_batch_size=512
-python tools/simulate_rollouts.py runs/small --and-run runs/large --overlapping-run runs/async   # from what runs record
+python tools/simulate_rollouts.py runs/small --and-run runs/large --overlapping-run runs/async   # from recorded runs
 
-The scheduler is that of real runs, on a virtual clock; engines and trainer only take time. Of a configuration, it is
-the time that `plan` estimates, with the engines on GPUs of their own in every mode. Of a run directory, it is what its
-requests.jsonl and metrics.jsonl say that steps of the engine and updates take, and how many of the machine's cores they
-keep busy: where both work at the same time and ask for more than there are, they become slower; how much there is for
-both, an asynchronous run says. What the run cannot tell, or was not busy enough to tell, is named.
+The scheduler is the one of real runs, on a virtual clock; engines and trainer are models that only take time. For a
+configuration, their times are the ones that `plan` estimates, with the engines on GPUs of their own in every mode. For
+a run directory, they are fitted to its requests.jsonl and metrics.jsonl: seconds of an engine step and of an update,
+and the CPU cores that both keep busy. If both work at the same time and ask for more cores than there are, both slow
+down; an asynchronous run shows by how much. Costs that the runs do not determine are listed.
 
-Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
+A simulation takes minutes; progress goes to stderr. Exit codes: 0 done, 2 the input is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.controller.exit_codes import exit_code
 from megatron_bapo.controller.terminal import terminal
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import UserError, exit_code
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.rollout.calibration import (
+from megatron_bapo.simulation.calibration import (
     doubts_of,
     overlapping_run,
     planned_workload,
@@ -39,27 +41,27 @@ from megatron_bapo.rollout.calibration import (
     recorded_workload,
     with_overlap,
 )
-from megatron_bapo.rollout.engine_costs import EngineCosts
-from megatron_bapo.rollout.simulation import Simulated, Workload, best, candidates, simulate
+from megatron_bapo.simulation.engine_costs import EngineCosts
+from megatron_bapo.simulation.simulator import Simulated, Workload, best, candidates, simulate
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a configuration, or the directory of a synchronous run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the configuration")
     parser.add_argument(
         "--and-run", type=Path, action="append", default=[], metavar="RUN_DIR",
-        help="with a run directory: another synchronous run there with another batch size, for an engine's costs",
+        help="with a run directory: another synchronous run with another batch size, to fit an engine's costs",
     )  # fmt: skip
     parser.add_argument(
         "--overlapping-run", type=Path, metavar="RUN_DIR",
-        help="with a run directory: an asynchronous run there, for how far engines and trainer slow each other down",
+        help="with a run directory: an asynchronous run, to fit how much engines and trainer slow each other down",
     )  # fmt: skip
     parser.add_argument("--gpu", choices=[*GPUS], default="H100")
-    parser.add_argument("--mean-response", type=float, help="tokens; by default a quarter of the longest answer")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the lognormal of the lengths (default 1)")
-    parser.add_argument("--steps", type=int, default=12, help="rollout batches counted (default 12)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--mean-response", type=float, help="tokens (default: a quarter of the longest response)")
+    parser.add_argument("--sigma", type=float, default=1.0, help="sigma of the lognormal response lengths (default 1)")
+    parser.add_argument("--steps", type=int, default=12, help="rollout batches that are measured (default 12)")
+    parser.add_argument("--json", action="store_true", help="print results for programs")
     arguments = parser.parse_intermixed_args()
     if arguments.steps < 1:
         parser.error(f"--steps is {arguments.steps}; give 1 or more")
@@ -69,7 +71,7 @@ def parsed() -> argparse.Namespace:
 
 
 def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload, EngineCosts | None]:
-    """The settings to start from, what does not depend on them, and of a recorded run how well that is known."""
+    """Return the settings to start from, the workload, and for a recorded run the fitted engine costs."""
     if arguments.source.is_dir():
         if arguments.overrides:
             raise UserError("a recorded run has its own configuration; leave out key=value")
@@ -93,11 +95,21 @@ def workload_of(arguments: argparse.Namespace) -> tuple[RolloutConfig, Workload,
 def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
     lengths = workload.lengths
     title = (
-        f"{workload.num_engines} engines, {workload.groups_per_batch} prompts a step, answers of {lengths.mean():,.0f} "
-        f"tokens, at most {lengths.max():,}; updates {workload.train_s:,.3g} s, new weights "
+        f"{workload.num_engines} engines, {workload.groups_per_batch} prompts a step, responses of "
+        f"{lengths.mean():,.0f} tokens, at most {lengths.max():,}; updates {workload.train_s:,.3g} s, new weights "
         f"{workload.engine.load_s:,.3g} s"
     )
-    columns = ("steps/h", "tokens/s", "engines idle", "sequences", "trainer idle", "staleness", "most", "too old")
+    columns = (
+        "steps/h",
+        "tokens/s",
+        "engines idle",
+        "sequences",
+        "trainer idle",
+        "staleness",
+        "most",
+        "too old",
+        "length",
+    )
     table = Table(title=title, title_justify="left", box=None, header_style="dim")
     for column in ("settings", *columns):
         table.add_column(column, no_wrap=True)
@@ -112,8 +124,24 @@ def table(results: Mapping[str, Simulated], workload: Workload) -> Table:
             f"{result.staleness_mean:.2f}",
             f"{result.staleness_max:.0f}",
             f"{result.dropped_stale:.1%}",
+            f"{result.response_length:,.0f}",
         )
     return table
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows on stderr what is simulated next: beside a bar on a terminal, else one line each."""
+    console, positions = terminal(stderr=True), count()
+    # isatty besides: FORCE_COLOR makes rich call a log file a terminal.
+    if not (console.is_interactive and console.file.isatty()):
+        yield lambda name: console.print(f"simulating {name} ({next(positions) + 1} of {total}) ...", soft_wrap=True)
+        return
+    text = TextColumn("simulating {task.description}", markup=False)
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name: bar.update(task, description=name, completed=next(positions))
 
 
 def main() -> int:
@@ -124,10 +152,11 @@ def main() -> int:
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
     settings, workload, costs = workload_of(arguments)
-    results = {
-        name: simulate(each, workload, num_steps=arguments.steps, num_first_steps=each.max_staleness + 1)
-        for name, each in candidates(settings).items()
-    }
+    tried, results = candidates(settings), dict[str, Simulated]()
+    with progress(len(tried)) as show:
+        for name, each in tried.items():
+            show(name)
+            results[name] = simulate(each, workload, num_steps=arguments.steps, num_first_steps=each.max_staleness + 1)
     fastest, doubts = best(results), [] if costs is None else doubts_of(costs, results)
     if arguments.json:
         data = {name: each.as_data() for name, each in results.items()}

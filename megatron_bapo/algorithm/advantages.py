@@ -1,6 +1,6 @@
-"""Advantages from the rewards of a rollout batch, and the rewards' own shaping.
+"""Advantage estimators over the rewards of a rollout batch, and reward shaping.
 
-Shapes: G groups, N trajectories per group, T response tokens of all trajectories, one after another.
+Shapes: G groups, N trajectories per group, T response tokens of all trajectories, concatenated.
 """
 
 from __future__ import annotations
@@ -13,25 +13,32 @@ from torch import Tensor
 from megatron_bapo.config.algorithm import AdvEstimator
 
 STD_EPSILON: Final = 1e-6
-"""verl's `epsilon` in `compute_grpo_outcome_advantage`."""
+"""`epsilon` of verl's `compute_grpo_outcome_advantage`."""
 VARIANCE_EPSILON: Final = 1e-8
-"""verl's, in `masked_whiten`."""
+"""Epsilon of verl's `masked_whiten`."""
 
 
 def estimate_advantages(
-    estimator: AdvEstimator, rewards_GN: Tensor, lengths_GN: Tensor, penalties_T: Tensor | None, *, norm_by_std: bool
+    estimator: AdvEstimator,
+    rewards_GN: Tensor,
+    lengths_GN: Tensor,
+    penalties_T: Tensor | None,
+    *,
+    norm_by_std: bool,
+    accepted_T: Tensor | None = None,
 ) -> Tensor:
-    """Advantages of every response token [T] from the trajectories' rewards and lengths and the tokens' penalties.
+    """Return the advantage of every response token [T] from trajectory rewards and lengths and token penalties.
 
-    Penalties (of a KL in the reward) are subtracted from the trajectory's reward; under `reinforce_plus_plus` from that
-    of their own and of every earlier token. `norm_by_std` concerns `grpo` alone.
+    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory; under `reinforce_plus_plus`
+    each one is subtracted from the return of its own token and of every earlier token. `norm_by_std` applies to `grpo`
+    only. `accepted_T` masks the tokens that rollout correction accepts, by default all; it affects whitening only.
     """
     lengths = lengths_GN.flatten()
     penalties_T = torch.zeros(int(lengths.sum()), dtype=rewards_GN.dtype) if penalties_T is None else penalties_T
     parts = penalties_T.split(lengths.tolist())
     if estimator == "reinforce_plus_plus":
         to_go_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
-        return whitened(rewards_GN.flatten().repeat_interleave(lengths) - to_go_T)
+        return whiten(rewards_GN.flatten().repeat_interleave(lengths) - to_go_T, accepted_T)
     rewards_GN = rewards_GN - torch.stack([part.sum() for part in parts]).view_as(rewards_GN)
     match estimator:
         case "grpo":
@@ -41,17 +48,17 @@ def estimate_advantages(
         case "reinforce_plus_plus_baseline":
             advantages_GN = group_relative_advantages(rewards_GN, norm_by_std=False)
     advantages_T = advantages_GN.flatten().repeat_interleave(lengths)
-    return whitened(advantages_T) if estimator == "reinforce_plus_plus_baseline" else advantages_T
+    return whiten(advantages_T, accepted_T) if estimator == "reinforce_plus_plus_baseline" else advantages_T
 
 
 def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tensor:
-    """GRPO's advantages [G, N]: reward minus its group's mean, over its group's standard deviation if `norm_by_std`.
+    """Return GRPO advantages [G, N]: reward minus group mean, divided by the group standard deviation if `norm_by_std`.
 
-    arXiv 2402.03300, section 4.1.2; without the standard deviation Dr. GRPO's (arXiv 2503.20783). The standard
-    deviation is the unbiased one plus 1e-6, as in verl (`core_algos.py`). A group of equal rewards, and so a group of
-    one, gets exactly 0.
+    Source: arXiv 2402.03300, section 4.1.2; without the standard deviation, Dr. GRPO (arXiv 2503.20783). The standard
+    deviation is the unbiased one plus 1e-6, as in verl (`core_algos.py`). A group of equal rewards, which includes a
+    group of one, gets exactly 0.
     """
-    # In floating point the mean of equal rewards need not equal them; the mean of zeros does.
+    # In floating point the mean of equal rewards may differ from them; the mean of zeros is exactly zero.
     relative_GN = rewards_GN - rewards_GN[:, :1]
     centred_GN = relative_GN - relative_GN.mean(dim=1, keepdim=True)
     if not norm_by_std:
@@ -61,29 +68,38 @@ def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tenso
 
 
 def leave_one_out_advantages(rewards_GN: Tensor) -> Tensor:
-    """RLOO's advantages [G, N]: reward minus the mean of the group's others (arXiv 2402.14740, section 2.3).
+    """Return RLOO advantages [G, N]: reward minus the mean of the other rewards (arXiv 2402.14740, section 2.3).
 
-    That is N / (N - 1) times the distance from the group's mean. A group of one gets 0.
+    This equals N / (N - 1) times the difference from the group mean. A group of one gets 0.
     """
     num = rewards_GN.shape[1]
     return group_relative_advantages(rewards_GN, norm_by_std=False) * (num / max(num - 1, 1))
 
 
-def whitened(values_T: Tensor) -> Tensor:
-    """REINFORCE++'s advantages [T]: the batch's token values, normalised over all of them (arXiv 2501.03262).
+def whiten(values_T: Tensor, accepted_T: Tensor | None = None) -> Tensor:
+    """Return REINFORCE++ advantages [T]: token values normalized over the whole batch (arXiv 2501.03262).
 
-    Values are returns to go, r - sum of the penalties from the token on, or with a baseline the rewards' distances from
-    their groups' means. Every token counts once and the variance is the unbiased one plus 1e-8, as in verl.
+    The values are returns-to-go (reward minus the sum of the penalties from this token on) or, with a baseline, the
+    differences of the rewards from their group means. Every token has equal weight, and the variance is the unbiased
+    one plus 1e-8, as in verl. Rejected tokens do not count and get 0: in verl, rejection changes the response mask
+    (`compute_rollout_correction_and_add_to_batch` in `verl/trainer/ppo/rollout_corr_helper.py`) before the advantages
+    are computed (`fit` in `verl/trainer/ppo/ray_trainer.py`), which `masked_whiten` normalizes over that mask.
     """
-    centred_T = values_T - values_T.mean()
-    return centred_T / (centred_T.square().sum() / max(len(values_T) - 1, 1) + VARIANCE_EPSILON).sqrt()
+    counted_T = values_T if accepted_T is None else values_T[accepted_T]
+    if not len(counted_T):
+        return torch.zeros_like(values_T)
+    mean = counted_T.mean()
+    variance = (counted_T - mean).square().sum() / max(len(counted_T) - 1, 1)
+    whitened_T = (values_T - mean) / (variance + VARIANCE_EPSILON).sqrt()
+    return whitened_T if accepted_T is None else whitened_T.masked_fill(~accepted_T, 0.0)
 
 
 def overlong_penalty(lengths_GN: Tensor, max_response_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
-    """DAPO's soft overlong punishment [G, N], to be added to the rewards: 0 up to the buffer, then falling evenly.
+    """Return DAPO's soft overlong punishment [G, N], which is added to the rewards.
 
-    min(0, (max_response_length - buffer_length - length) / buffer_length) x penalty_factor (arXiv 2503.14476, Eq. 13,
-    where the factor is 1); an answer that fills the buffer gets -penalty_factor.
+    The value is min(0, (max_response_length - buffer_length - length) / buffer_length) * penalty_factor
+    (arXiv 2503.14476, Eq. 13, where the factor is 1): 0 up to the buffer, then linear down to -penalty_factor for a
+    response that fills the buffer.
     """
     left_GN = (max_response_length - buffer_length - lengths_GN.double()) / buffer_length
     return left_GN.clamp(max=0.0) * penalty_factor

@@ -1,22 +1,28 @@
-"""Estimates of KL(current || reference) from sampled tokens (joschu.net/blog/kl-approx.html).
+"""Estimators of KL(current || reference) from sampled tokens (joschu.net/blog/kl-approx.html).
 
 Shapes: T tokens.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.config.algorithm import KlType
 
+MAX_K3: Final = 10.0
+"""Largest k3 estimate in nats, as in verl's low_var_kl. Without it the gradient of one token grows as e^-x."""
+
 
 def kl_estimate(kind: KlType, log_probs_T: Tensor, reference_log_probs_T: Tensor) -> Tensor:
-    """One estimate a token [T] in nats, with x = log p - log p_reference limited to +-20.
+    """Return one KL estimate per token [T] in nats, with x = log p - log p_reference clamped to +-20.
 
-    `k1` is x, `k2` is x^2 / 2, `k3` is exp(-x) - 1 + x: verl's kl, mse and low_var_kl (`kl_penalty` in
-    `core_algos.py`). As a reward k1 is unbiased. As a loss on tokens of the current policy k1 has a mean gradient of 0,
-    k2 has the KL's own, and k3 that of the reverse KL.
+    `k1` is x, `k2` is x^2 / 2, `k3` is min(exp(-x) - 1 + x, 10): verl's kl, mse and low_var_kl (`kl_penalty_forward` in
+    `verl/trainer/ppo/core_algos.py`), where verl clamps x for low_var_kl only. A clamped token has no gradient; k3
+    reaches its limit at x = -2.6. As a reward, k1 is unbiased. As a loss on tokens sampled from the current policy, k1
+    has an expected gradient of 0, k2 has the gradient of the KL, and k3 has the gradient of the reverse KL.
     """
     x_T = clamped_log_ratio(log_probs_T - reference_log_probs_T)
     match kind:
@@ -25,4 +31,4 @@ def kl_estimate(kind: KlType, log_probs_T: Tensor, reference_log_probs_T: Tensor
         case "k2":
             return x_T.square() / 2
         case "k3":
-            return (-x_T).expm1() + x_T
+            return ((-x_T).expm1() + x_T).clamp(max=MAX_K3)

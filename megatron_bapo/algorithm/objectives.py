@@ -1,8 +1,9 @@
-"""The objectives, each a function of every token's ratio that is to be maximised.
+"""Policy objectives: functions of the token ratios that are maximized.
 
-All have one form: (log-ratio [T], current log-probs [T], advantages [T], low, high, clip_ratio_c) -> value [T]. The
-log-ratio is current minus behaviour log-prob in nats, of the token or, for GSPO, its sequence; gradients flow through
-it and through the log-probs. `low` and `high` are 0-d: fixed bounds, or those that BAPO has found for the minibatch.
+All have the signature (log-ratio [T], current log-probs [T], advantages [T], low, high, clip_ratio_c) -> value [T]. The
+log-ratio is current minus behaviour log-prob in nats, of the token or, for GSPO, of its sequence. Gradients flow
+through the log-ratio and the log-probs. `low` and `high` are 0-d clip bounds, either fixed or found by BAPO for the
+minibatch.
 
 Shapes: T packed tokens, B sequences.
 """
@@ -24,11 +25,11 @@ TokenObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None]
 def clipped_surrogate(
     log_ratio_T: Tensor, _: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, clip_ratio_c: float | None
 ) -> Tensor:
-    """min(r A, clip(r, low, high) A), and for A < 0 no less than clip_ratio_c A where that is given.
+    """Return min(r A, clip(r, low, high) A), which for A < 0 is at least clip_ratio_c A if that is given.
 
-    With 1 -+ clip_ratio it is PPO's objective (arXiv 1707.06347, Eq. 7), which GRPO keeps; with a larger upper
-    distance DAPO's clip-higher (arXiv 2503.14476, Eq. 10); with bounds that move BAPO's (arXiv 2510.18927); and with
-    `clip_ratio_c` dual-clip PPO's (arXiv 1912.09729, Eq. 8), which ends the pull of A < 0 at r = c.
+    With the bounds 1 -+ clip_ratio this is the objective of PPO (arXiv 1707.06347, Eq. 7) and GRPO; with a larger upper
+    distance, DAPO's clip-higher (arXiv 2503.14476, Eq. 10); with adaptive bounds, BAPO (arXiv 2510.18927); and with
+    `clip_ratio_c`, dual-clip PPO (arXiv 1912.09729, Eq. 8), which removes the gradient of A < 0 beyond r = c.
     """
     ratio_T = log_ratio_T.exp()
     surrogate_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T)
@@ -40,9 +41,9 @@ def clipped_surrogate(
 def clipped_weight(
     log_ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, _: float | None
 ) -> Tensor:
-    """CISPO: sg[clip(r, low, high)] A log p, so that no token loses its gradient (arXiv 2506.13585, Eq. 4 and 5).
+    """Return CISPO's sg[clip(r, low, high)] A log p, where every token keeps its gradient (arXiv 2506.13585, Eq. 4-5).
 
-    The paper leaves the lower side open: clip_ratio_low=1.
+    The paper has no lower bound, which is clip_ratio_low=1.
     """
     return log_ratio_T.detach().exp().clamp(low, high) * advantages_T * log_probs_T
 
@@ -58,19 +59,19 @@ OBJECTIVES: Final[dict[Objective, TokenObjective]] = {
 @torch.no_grad()
 def sequence_log_ratios(
     log_ratio_T: Tensor,
-    counts_T: Tensor,
+    usable_T: Tensor,
     sequence_index_T: Tensor,
     num_sequences: int,
     reduce: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Each token's sequence's mean log-ratio [T] over the tokens that count: GSPO's log s (arXiv 2507.18071, Eq. 7).
+    """Return for each token the mean log-ratio of its sequence [T]: GSPO's log s (arXiv 2507.18071, Eq. 7).
 
-    Tokens' log-ratios are clamped to +-20. `sequence_index_T` lies below `num_sequences`; `reduce` sums one tensor in
-    place over the ranks that share the sequences.
+    The mean is taken over usable tokens, whose log-ratios are clamped to +-20. `sequence_index_T` lies below
+    `num_sequences`. `reduce` sums one tensor in place over the ranks that share the sequences.
     """
     sums_2B = log_ratio_T.new_zeros(2, num_sequences)
-    sums_2B[0].index_add_(0, sequence_index_T, clamped_log_ratio(log_ratio_T).masked_fill(~counts_T, 0.0))
-    sums_2B[1].index_add_(0, sequence_index_T, counts_T.to(sums_2B.dtype))
+    sums_2B[0].index_add_(0, sequence_index_T, clamped_log_ratio(log_ratio_T).masked_fill(~usable_T, 0.0))
+    sums_2B[1].index_add_(0, sequence_index_T, usable_T.to(sums_2B.dtype))
     if reduce is not None:
         reduce(sums_2B)
     sums_B, counts_B = sums_2B
@@ -78,9 +79,9 @@ def sequence_log_ratios(
 
 
 def with_token_gradient(sequence_log_ratio_T: Tensor, log_ratio_T: Tensor) -> Tensor:
-    """GSPO-token's log-ratio, sg[log s] + log p - sg[log p] (arXiv 2507.18071, Eq. 14).
+    """Return GSPO-token's log-ratio, sg[log s] + log p - sg[log p] (arXiv 2507.18071, Eq. 14).
 
-    Its value is the sequence's. Where a sequence's tokens share one advantage and weigh 1 / length, the gradients of
-    its tokens add up to the sequence's own.
+    Its value is the log-ratio of the sequence. If the tokens of a sequence share one advantage and have the weight
+    1 / length, their gradients add up to the gradient of the sequence objective.
     """
     return sequence_log_ratio_T + (log_ratio_T - log_ratio_T.detach())

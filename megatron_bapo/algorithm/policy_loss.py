@@ -1,8 +1,8 @@
-"""The policy loss and the supervised loss of one packed micro-batch.
+"""Policy loss and supervised loss of one packed micro-batch.
 
-Both are plain weighted sums over tokens. The weights carry the whole minibatch's denominators, so the losses (and the
-gradients) of its micro-batches and ranks add up to the minibatch's, however it is split. Gradients are to be added over
-ranks, not averaged.
+Both are weighted sums over tokens. The weights include the loss normalization of the whole minibatch (by its global
+token count, for example), so the losses and gradients of micro-batches and ranks add up to those of the minibatch,
+however it is split. Gradients must be summed over ranks, not averaged.
 
 Shapes: T packed tokens, B trajectories of a micro-batch.
 """
@@ -16,57 +16,39 @@ from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.kl import kl_estimate
+from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.objectives import OBJECTIVES, with_token_gradient
 from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode
 
 
 @dataclass(frozen=True)
-class LossTokens:
-    """What the loss knows of its tokens before the current policy speaks; [T] each."""
-
-    behaviour_log_probs_T: Tensor
-    """Of the ratio's denominator."""
-    advantages_T: Tensor
-    weights_T: Tensor
-    """See `token_weights`. A token of weight 0 does not exist."""
-    correction_T: Tensor | None = None
-    """Rollout correction of the objective; a token of 0 is rejected and does not exist."""
-    reference_log_probs_T: Tensor | None = None
-    """Needed where `kl_loss_coef` is not 0."""
-    sequence_log_ratio_T: Tensor | None = None
-    """GSPO's, without a gradient."""
-
-    def __getitem__(self, tokens: slice) -> LossTokens:
-        return LossTokens(*(None if values_T is None else values_T[tokens] for values_T in vars(self).values()))  # pyright: ignore[reportArgumentType]
-
-
-@dataclass(frozen=True)
 class PolicyLossSums:
-    """Sums over a micro-batch's tokens, detached 0-d float64: add them over micro-batches and ranks, then divide."""
+    """Sums over the tokens of a micro-batch, detached 0-d float64: sum over micro-batches and ranks, then divide."""
 
     num_tokens: Tensor
-    """Tokens that count: weight not zero, not dropped."""
+    """Number of usable tokens: weight not zero, not dropped."""
     num_dropped: Tensor
-    """Tokens with a NaN log-ratio, or an advantage or weight that is not finite."""
+    """Number of tokens with a NaN log-ratio, or an advantage or weight that is not finite."""
     num_positive: Tensor
-    """Tokens with A > 0."""
+    """Number of tokens with A > 0."""
     num_negative: Tensor
+    """Number of tokens with A < 0."""
     num_clipped_high: Tensor
-    """A > 0 and r > high; with `num_clipped_low`, over `num_tokens`, it is verl's actor/pg_clipfrac."""
+    """Number of tokens with A > 0 and r > high; verl's actor/pg_clipfrac is (high + low) / `num_tokens`."""
     num_clipped_low: Tensor
-    """A < 0 and r < low."""
+    """Number of tokens with A < 0 and r < low."""
     num_clipped_dual: Tensor
-    """A < 0 and r > clip_ratio_c."""
+    """Number of tokens with A < 0 and r > clip_ratio_c."""
     k1_kl: Tensor
     """Sum of -log r in nats, the k1 estimate of KL(behaviour || current); its mean is verl's actor/ppo_kl."""
     k3_kl: Tensor
-    """Sum of r - 1 - log r, the k3 estimate of the same (joschu.net/blog/kl-approx.html), never negative."""
+    """Sum of r - 1 - log r, the k3 estimate of that KL (joschu.net/blog/kl-approx.html), never negative."""
     kl_loss: Tensor
-    """Weighted sum of the KL estimates to the reference: verl's actor/kl_loss; 0 without a reference."""
+    """Weighted sum of the KL estimates to the reference model (verl's actor/kl_loss); 0 without one."""
     positive_sum: Tensor
-    """P, the sum over A > 0 of the clipped surrogate, unweighted (arXiv 2510.18927, Eq. 8)."""
+    """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8)."""
     negative_sum: Tensor
-    """N, its absolute sum over A < 0."""
+    """N, the unweighted absolute sum of the clipped surrogate over A < 0."""
 
 
 def token_weights(
@@ -77,12 +59,12 @@ def token_weights(
     num_tokens: int,
     max_response_length: int,
 ) -> Tensor:
-    """Weight of each trajectory's tokens, float64 [B], with which the minibatch's token losses add up to `mode`.
+    """Return the loss weight of the tokens of each trajectory, float64 [B], that implements `mode` as a weighted sum.
 
-    Lengths and `num_tokens` count response tokens that are not rejected; `num_trajectories` and `num_tokens` are those
-    of the whole minibatch, over all micro-batches and ranks.
-    The modes are verl's `loss_agg_mode` (`agg_loss` in `core_algos.py`); `seq-mean-token-sum-norm` is Dr. GRPO's
-    constant divisor (arXiv 2503.20783, appendix A).
+    Lengths and `num_tokens` count response tokens that are not rejected. `num_trajectories` and `num_tokens` are global
+    counts of the minibatch, over all micro-batches and ranks. The modes are those of verl's `loss_agg_mode`
+    (`agg_loss` in `core_algos.py`); `seq-mean-token-sum-norm` is the constant divisor of Dr. GRPO (arXiv 2503.20783,
+    appendix A).
     """
     lengths_B = response_lengths_B.double()
     match mode:
@@ -106,11 +88,12 @@ def policy_loss(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """-sum w c J + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d: J the objective, c the rollout correction.
+    """Return the loss -sum w c J + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d.
 
-    `log_probs_T` and `entropy_T` are the current policy's, in nats; `low` and `high` are 0-d. Dropped tokens are left
-    out by selection, before the exponential, so that the gradient stays finite; beyond +-20 nats a log-ratio is clamped
-    and has no gradient. `fused` has a Triton kernel compute the objective.
+    J is the objective and c the rollout correction. `log_probs_T` and `entropy_T` are those of the current policy, in
+    nats; `low` and `high` are 0-d. Dropped tokens are excluded by selection before the exponential, so the gradient
+    stays finite. A log-ratio beyond +-20 nats is clamped and has no gradient. With `fused`, a Triton kernel computes
+    the objective.
     """
     if fused:
         from megatron_bapo.algorithm.policy_loss_kernel import fused_objective_loss  # Triton need not be installed
@@ -119,7 +102,7 @@ def policy_loss(
     else:
         loss = _objective_loss(log_probs_T, tokens, low, high, settings)
     if settings.kl_loss_coef or settings.entropy_coeff:
-        excluded_T = ~counting(log_probs_T - tokens.behaviour_log_probs_T, tokens)
+        excluded_T = ~usable_tokens(log_probs_T - tokens.behaviour_log_probs_T, tokens)
         weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
         if settings.kl_loss_coef:
             loss = loss + settings.kl_loss_coef * _kl_loss(log_probs_T, tokens, weights_T, settings)
@@ -132,7 +115,7 @@ def _objective_loss(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
-    excluded_T = ~counting(log_ratio_T, tokens)
+    excluded_T = ~usable_tokens(log_ratio_T, tokens)
     value_T = OBJECTIVES[settings.objective](
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
         log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
@@ -150,22 +133,22 @@ def _objective_loss(
 def policy_statistics(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> PolicyLossSums:
-    """What `policy_loss` did with the same tokens. Clip counts are of the objective's ratio, GSPO's the sequence's."""
+    """Return statistics of `policy_loss` on the same tokens. GSPO counts clips by the ratio of the sequence."""
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
-    counts_T = counting(log_ratio_T, tokens)
-    log_ratio_T = log_ratio_T.masked_fill(~counts_T, 0.0)
+    usable_T = usable_tokens(log_ratio_T, tokens)
+    log_ratio_T = log_ratio_T.masked_fill(~usable_T, 0.0)
     ratio_T = _objective_log_ratio(log_ratio_T, tokens).exp()
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
-    positive_T, negative_T = counts_T & (tokens.advantages_T > 0), counts_T & (tokens.advantages_T < 0)
+    positive_T, negative_T = usable_T & (tokens.advantages_T > 0), usable_T & (tokens.advantages_T < 0)
     dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
-    gain_T = tokens.advantages_T.masked_fill(~counts_T, 0.0).double()
+    gain_T = tokens.advantages_T.masked_fill(~usable_T, 0.0).double()
     surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
     kl_loss = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef:
-        kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~counts_T, 0.0), settings).double()
+        kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()
     return PolicyLossSums(
-        num_tokens=_count(counts_T),
-        num_dropped=_count(_present(tokens)) - _count(counts_T),
+        num_tokens=_count(usable_T),
+        num_dropped=_count(_present(tokens)) - _count(usable_T),
         num_positive=_count(positive_T),
         num_negative=_count(negative_T),
         num_clipped_high=_count(positive_T & (ratio_T > high)),
@@ -180,7 +163,7 @@ def policy_statistics(
 
 
 def supervised_loss(current_log_probs_T: Tensor, weights_T: Tensor) -> Tensor:
-    """Weighted negative log-likelihood -sum w log p, 0-d, in nats."""
+    """Return the weighted negative log-likelihood -sum w log p, 0-d, in nats."""
     return -(weights_T * current_log_probs_T).sum()
 
 
@@ -189,15 +172,18 @@ def _present(tokens: LossTokens) -> Tensor:
     return present_T if tokens.correction_T is None else present_T & (tokens.correction_T != 0)
 
 
-def counting(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
-    """Which tokens [T] exist and are usable: nothing of theirs is NaN, and nothing but a log-ratio infinite."""
-    counts_T = _present(tokens) & ~log_ratio_T.detach().isnan()
-    counts_T &= tokens.advantages_T.isfinite() & tokens.weights_T.isfinite()
-    return counts_T if tokens.correction_T is None else counts_T & tokens.correction_T.isfinite()
+def usable_tokens(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
+    """Return a mask [T] of the tokens that contribute: not ignored or rejected, and with usable values.
+
+    Values are usable if none is NaN and only the log-ratio is infinite.
+    """
+    usable_T = _present(tokens) & ~log_ratio_T.detach().isnan()
+    usable_T &= tokens.advantages_T.isfinite() & tokens.weights_T.isfinite()
+    return usable_T if tokens.correction_T is None else usable_T & tokens.correction_T.isfinite()
 
 
 def _objective_log_ratio(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
-    """The sequence's where the objective has one, else the token's."""
+    """Return the log-ratio of the sequence if the objective has one, otherwise that of the token."""
     log_ratio_T = clamped_log_ratio(log_ratio_T)
     if tokens.sequence_log_ratio_T is None:
         return log_ratio_T
@@ -205,7 +191,7 @@ def _objective_log_ratio(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
 
 
 def _kl_loss(log_probs_T: Tensor, tokens: LossTokens, weights_T: Tensor, settings: AlgorithmConfig) -> Tensor:
-    assert tokens.reference_log_probs_T is not None, "kl_loss_coef asks for a reference model"
+    assert tokens.reference_log_probs_T is not None, "kl_loss_coef needs a reference model"
     excluded_T = weights_T == 0
     both = (log_probs_T, tokens.reference_log_probs_T)
     return (weights_T * kl_estimate(settings.kl_loss_type, *(x_T.masked_fill(excluded_T, 0.0) for x_T in both))).sum()

@@ -1,11 +1,12 @@
-"""The objectives' weighted sum and its gradient by the log-probs as one Triton kernel over the tokens.
+"""Triton kernel for the weighted sum of the objective over tokens and its gradient with respect to the log-probs.
 
-What `policy_loss` and `OBJECTIVES` say in some twenty operators of torch, in float32. Shapes: T packed tokens.
+One float32 kernel computes what takes `policy_loss` and `OBJECTIVES` about twenty torch operators. Shapes: T packed
+tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -13,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import MAX_LOG_RATIO
+from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.config.algorithm import AlgorithmConfig
-
-if TYPE_CHECKING:
-    from megatron_bapo.algorithm.policy_loss import LossTokens
 
 BLOCK = 1024
 
@@ -24,7 +23,7 @@ BLOCK = 1024
 def fused_objective_loss(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> Tensor:
-    """-sum w c J, 0-d float32, differentiable once by the log-probs."""
+    """Return -sum w c J, 0-d float32, differentiable once with respect to the log-probs."""
     result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, settings)
     return result
 
@@ -90,32 +89,32 @@ def _objective_loss(
     low = tl.load(low_0).to(tl.float32)
     high = tl.load(high_0).to(tl.float32)
 
-    # Comparisons with NaN are false: a NaN excludes its token.
-    counts = (weight != 0.0) & (log_ratio == log_ratio)
-    counts &= (tl.abs(advantage) < float("inf")) & (tl.abs(weight) < float("inf"))
+    # Comparisons with NaN are false, so a NaN excludes its token.
+    usable = (weight != 0.0) & (log_ratio == log_ratio)
+    usable &= (tl.abs(advantage) < float("inf")) & (tl.abs(weight) < float("inf"))
     if CORRECTED:
         correction = tl.load(correction_T + token, mask=inside, other=0.0).to(tl.float32)
-        counts &= (correction != 0.0) & (tl.abs(correction) < float("inf"))
+        usable &= (correction != 0.0) & (tl.abs(correction) < float("inf"))
         weight *= correction
-    log_ratio = tl.where(counts, log_ratio, 0.0)
-    advantage = tl.where(counts, advantage, 0.0)
-    # At the clamp's ends torch lets the gradient through.
-    moves = tl.abs(log_ratio) <= MAX_LOG_RATIO
+    log_ratio = tl.where(usable, log_ratio, 0.0)
+    advantage = tl.where(usable, advantage, 0.0)
+    # At the limits of the clamp torch passes the gradient through.
+    unclamped = tl.abs(log_ratio) <= MAX_LOG_RATIO
     ratio = tl.exp(tl.minimum(tl.maximum(log_ratio, -MAX_LOG_RATIO), MAX_LOG_RATIO))
     if OF_SEQUENCES:
-        ratio = tl.exp(tl.where(counts, tl.load(sequence_log_ratio_T + token, mask=inside, other=0.0), 0.0))
+        ratio = tl.exp(tl.where(usable, tl.load(sequence_log_ratio_T + token, mask=inside, other=0.0), 0.0))
     clipped = tl.minimum(tl.maximum(ratio, low), high)
     if CISPO:
-        known = counts & (tl.abs(log_prob) < float("inf"))
-        slope = tl.where(known, clipped * advantage, 0.0)
-        value = slope * tl.where(known, log_prob, 0.0)
+        finite = usable & (tl.abs(log_prob) < float("inf"))
+        slope = tl.where(finite, clipped * advantage, 0.0)
+        value = slope * tl.where(finite, log_prob, 0.0)
     else:
         value = tl.minimum(ratio * advantage, clipped * advantage)
-        slope = tl.where(moves & (ratio * advantage <= clipped * advantage), ratio * advantage, 0.0)
+        slope = tl.where(unclamped & (ratio * advantage <= clipped * advantage), ratio * advantage, 0.0)
         if DUAL:
             limit = tl.where(advantage < 0.0, dual * advantage, -float("inf"))
-            # Where both are equal torch halves the gradient.
+            # Torch halves the gradient where both are equal.
             slope = tl.where(value > limit, slope, tl.where(value == limit, 0.5 * slope, 0.0))
             value = tl.maximum(value, limit)
-    tl.store(loss_T + token, tl.where(counts, -weight * value, 0.0), mask=inside)
-    tl.store(grad_T + token, tl.where(counts, -weight * slope, 0.0), mask=inside)
+    tl.store(loss_T + token, tl.where(usable, -weight * value, 0.0), mask=inside)
+    tl.store(grad_T + token, tl.where(usable, -weight * slope, 0.0), mask=inside)

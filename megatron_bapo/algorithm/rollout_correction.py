@@ -1,10 +1,10 @@
-"""Corrections for what lies between the policy that sampled and the proximal policy of the ratios.
+"""Importance weights and rejection that correct for the mismatch between the rollout and the proximal policy.
 
 The decoupled objective (arXiv 2110.00641; AReaL, arXiv 2505.24298) clips current / proximal and weights each token by
-proximal / rollout. The weights here are verl's (`rollout_corr_helper.py`): truncated importance sampling (TIS,
+proximal / rollout. The weights are verl's (`rollout_corr_helper.py`): truncated importance sampling (TIS,
 fengyao.notion.site/off-policy-rl) and rejection (masked importance sampling, MIS), of tokens or of whole sequences.
 
-Shapes: T response tokens of all trajectories, one after another; B trajectories.
+Shapes: T response tokens of all trajectories, concatenated; B trajectories.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from megatron_bapo.config.algorithm import CorrectionLevel, RolloutCorrectionCon
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Weights [T] for the objective and what they did, 0-d float64."""
+    """Correction weights [T] of the objective, and their statistics, 0-d float64."""
 
     weights_T: Tensor
     """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; NaN where a log-prob is NaN."""
     mean_weight: Tensor
-    """Of the importance weights before rejection."""
+    """Mean of the importance weights before rejection."""
     truncated_fraction: Tensor
-    """Share of tokens with a ratio over `rollout_is_threshold`."""
+    """Fraction of tokens with a ratio above `rollout_is_threshold`."""
     rejected_fraction: Tensor
-    """Share of tokens."""
+    """Fraction of tokens that are rejected."""
     rejected_sequence_fraction: Tensor
-    """Share of trajectories with a rejected token."""
+    """Fraction of trajectories with a rejected token."""
 
 
 def rollout_correction(
     proximal_log_probs_T: Tensor, rollout_log_probs_T: Tensor, lengths_B: Tensor, settings: RolloutCorrectionConfig
 ) -> RolloutCorrection:
-    """Importance weights and rejection of each token, from log-probs [T] in nats; `lengths_B` sum to T.
+    """Compute the importance weight and the rejection of each token from log-probs [T] in nats; `lengths_B` sum to T.
 
-    Log-ratios are clamped to +-20 after they are added up over a sequence.
+    Log-ratios are clamped to +-20 after they are summed over a sequence.
     """
     log_ratio_T = proximal_log_probs_T.double() - rollout_log_probs_T.double()
     ratio_T = weights_T = torch.ones_like(log_ratio_T)
@@ -61,7 +61,7 @@ def rollout_correction(
 
 
 def _ratios(log_ratio_T: Tensor, lengths_B: Tensor, level: CorrectionLevel) -> Tensor:
-    """Of each token, or of its sequence: the product of its tokens' ratios, or their geometric mean."""
+    """Return the ratio of each token, or of its sequence: the product or the geometric mean of its token ratios."""
     if level != "token":
         sums_B = torch.stack([part.sum() for part in log_ratio_T.split(lengths_B.tolist())])
         sums_B = sums_B / lengths_B if level == "geometric" else sums_B

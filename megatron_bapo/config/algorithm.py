@@ -1,4 +1,4 @@
-"""The configuration's `algorithm` section: objective, advantages, and what is added to or corrects them."""
+"""The section `algorithm`: objective, clip bounds, advantages, KL penalties and rollout correction."""
 
 from __future__ import annotations
 
@@ -17,33 +17,45 @@ CorrectionLevel = Literal["token", "sequence", "geometric"]
 
 
 class ClipBoundsSettings(Section):
-    """BAPO's search ranges (arXiv 2510.18927, Algorithm 1). The defaults are the paper's."""
+    """Search for BAPO's clip bounds (arXiv 2510.18927, Algorithm 1). The defaults are the paper's values.
+
+    P and N are the absolute contributions of tokens with positive and with negative advantage to the loss."""
 
     preset: ClipBoundsPreset = "paper"
-    """Values of the keys below that are not given."""
+    """Named set of values for this section. A key that is given beside the preset takes precedence."""
     positive_contribution_target: Fraction = 0.4
+    """Target for the share P/(P+N) of the positive tokens (rho_0 in the paper). With 0 the bounds never move."""
     ratio_lower_start: PositiveFloat = 0.6
+    """Lower clip bound at which the search starts in every update (a-)."""
     ratio_lower_max: PositiveFloat = 0.9
+    """Highest value of the lower clip bound (b-), at most 1."""
     ratio_lower_step: PositiveFloat = 0.02
+    """Step by which the search raises the lower clip bound (delta_2)."""
     ratio_upper_start: PositiveFloat = 1.2
+    """Upper clip bound at which the search starts in every update (a+), at least 1."""
     ratio_upper_max: PositiveFloat = 3.0
+    """Highest value of the upper clip bound (b+)."""
     ratio_upper_step: PositiveFloat = 0.05
+    """Step by which the search raises the upper clip bound (delta_1)."""
     contribution: Literal["value", "gradient"] = "value"
-    """`value`: clipped surrogate of every token (Eq. 8); `gradient`: only tokens whose gradient is not clipped away."""
+    """Tokens that count towards P and N: `value` counts the clipped surrogate of every token (Eq. 8), `gradient` only
+    that of tokens whose gradient is not clipped."""
     weights: Literal["token", "loss"] = "token"
-    """What a token's contribution weighs: 1, as in the authors' released code and by the paper's figures, or what the
-    loss gives it by `loss_agg_mode`. Only with `seq-mean-token-mean` are the bounds others. Rollout correction weights
-    contributions with both."""
+    """Weight of each token's contribution: `token` is 1, as in the authors' released code and the paper's figures;
+    `loss` is the token's weight in the loss, which changes the bounds only with `loss_agg_mode=seq-mean-token-mean`.
+    The weights of rollout correction apply in both cases."""
     search_order: Literal["upper_first", "lower_first"] = "upper_first"
+    """Bound that the search moves first: the upper one, as in the paper, or the lower one, as in the authors' released
+    code."""
     target_measure: Literal["share", "ratio"] = "share"
-    """`share` compares P/(P+N), `ratio` compares P/N, as the authors' released code does. The target is a share
-    with both: P/N is compared with the ratio at which P/(P+N) is the target."""
+    """Measure that is compared with the target: `share` is P/(P+N); `ratio` is P/N, as in the authors' released code,
+    and is compared with target / (1 - target)."""
     scope: Literal["minibatch", "microbatch"] = "minibatch"
-    """`microbatch` finds bounds for each micro-batch, as the authors' released code does; they then depend on the
-    layout and on the token budget."""
+    """Tokens that share one pair of bounds. `microbatch` is what the authors' released code does; the bounds then
+    depend on the parallel layout and on the token budget."""
     method: Literal["score", "speculate"] = "score"
-    """How a minibatch's bounds are found: `score` by a forward pass before the training pass, `speculate` by training
-    at once with predicted bounds, and again where these turn out wrong. The updates are the same, bit for bit."""
+    """How a minibatch's bounds are found: `score` runs a forward pass before the training pass; `speculate` trains with
+    predicted bounds and repeats the pass when the prediction was wrong. Both give bitwise equal updates."""
 
     @model_validator(mode="before")
     @classmethod
@@ -59,8 +71,8 @@ class ClipBoundsSettings(Section):
             )
         if self.scope == "microbatch" and self.method == "speculate":
             raise ValueError(
-                "method=speculate predicts a minibatch's bounds, and scope=microbatch finds each micro-batch's in its "
-                "own forward pass; set method=score or scope=minibatch"
+                "method=speculate predicts the bounds of a minibatch, but scope=microbatch searches them in each "
+                "micro-batch's own forward pass; set method=score or scope=minibatch"
             )
         if not 1.0 <= self.ratio_upper_start <= self.ratio_upper_max:
             raise ValueError(
@@ -70,34 +82,44 @@ class ClipBoundsSettings(Section):
 
 
 class OverlongConfig(Section):
-    """What an answer costs that nears or reaches rollout.max_response_length (DAPO, arXiv 2503.14476, section 3.4)."""
+    """Treatment of responses that near or reach rollout.max_response_length (DAPO, arXiv 2503.14476, section 3.4)."""
 
     mode: Literal["keep", "filter", "penalty"] = "keep"
-    """`filter` leaves truncated answers out of the loss, not out of their group's advantages; `penalty` lowers the
-    reward within the last `buffer_length` tokens, down to -penalty_factor."""
+    """`keep` treats truncated responses like any others; `filter` excludes them from the loss, but not from the
+    advantages of their group; `penalty` subtracts up to `penalty_factor` from the reward of responses that end within
+    the last `buffer_length` tokens."""
     buffer_length: PositiveInt | None = None
+    """Number of tokens below rollout.max_response_length over which the penalty grows linearly from 0; required by
+    `mode=penalty`, and allowed only there."""
     penalty_factor: PositiveFloat = 1.0
+    """Penalty of a response that reaches rollout.max_response_length."""
 
     @model_validator(mode="after")
     def _buffer_given(self) -> Self:
         if (self.mode == "penalty") != (self.buffer_length is not None):
-            raise ValueError("buffer_length goes with mode=penalty, and only with it")
+            raise ValueError("buffer_length is required by mode=penalty and allowed only there; set both or neither")
         return self
 
 
 class RolloutCorrectionConfig(Section):
-    """Weights for the mismatch of trainer and engine and for staleness, proximal / rollout; verl's names."""
+    """Importance sampling and rejection by the ratio of recomputed (proximal) to rollout probabilities.
+
+    It corrects for staleness and for numerical differences between trainer and engine, and needs
+    behaviour_policy=recomputed. The keys have verl's names."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Truncated importance sampling: each token's ratio, or its sequence's product, as the token's weight."""
+    """Truncated importance sampling: the weight of a token is its own ratio (`token`) or the product of the ratios of
+    its sequence (`sequence`); null: every weight is 1."""
     rollout_is_threshold: PositiveFloat = 2.0
-    """Largest weight."""
+    """Largest importance weight; higher ratios are truncated to it."""
     rollout_rs: CorrectionLevel | None = None
-    """Rejection: tokens are left out of the loss and of its denominators where their own ratio, their sequence's
-    product or its geometric mean is outside."""
+    """Rejection sampling: exclude tokens from the loss and its normalization if their ratio (`token`), the product of
+    the ratios of their sequence (`sequence`) or its geometric mean (`geometric`) is outside the thresholds; null:
+    nothing is rejected."""
     rollout_rs_threshold: PositiveFloat = 2.0
+    """Upper rejection threshold, at least 1."""
     rollout_rs_threshold_lower: PositiveFloat | None = None
-    """By default 1 / rollout_rs_threshold."""
+    """Lower rejection threshold, at most 1; null: 1 / rollout_rs_threshold."""
 
     @property
     def active(self) -> bool:
@@ -118,35 +140,55 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
+    """Policy loss and advantages."""
+
     objective: Objective = "bapo"
-    """`bapo` moves the clip bounds at every update; `ppo` keeps 1 - clip_ratio_low and 1 + clip_ratio_high, and so do
-    `gspo`, whose ratio is the sequence's, and `cispo`, which clips the weight of log p."""
+    """Policy loss. `bapo` adapts the clip bounds at every update; the others keep them at 1 - clip_ratio_low and
+    1 + clip_ratio_high: `ppo` clips the ratio of each token, `gspo` that of each sequence, and `cispo` clips the
+    importance weight of log p, so that every token keeps its gradient."""
     clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
     clip_ratio_low: Fraction = 0.2
+    """Distance of the fixed lower clip bound from 1; has no effect with `objective=bapo`."""
     clip_ratio_high: PositiveFloat = 0.2
+    """Distance of the fixed upper clip bound from 1; has no effect with `objective=bapo`."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = None
-    """Dual clip: ratio from which on a token with a negative advantage has no gradient. BAPO's search does not know it,
-    as in the authors' released code: beyond it contributions go on growing with the ratio."""
+    """Dual clip: a token with negative advantage has no gradient when its ratio exceeds this value; null: no dual clip.
+    The search for BAPO's bounds ignores it, as in the authors' released code."""
     adv_estimator: AdvEstimator = "grpo"
+    """Advantage estimator: `grpo` subtracts the mean reward of the group, `rloo` the mean of the other responses of the
+    group; `reinforce_plus_plus` normalizes rewards over the whole batch, with `_baseline` after subtracting the group
+    mean."""
     norm_adv_by_std: bool = True
-    """GRPO's advantages: reward minus the group's mean, divided by the group's standard deviation."""
+    """Divide GRPO's advantages by the standard deviation of the group's rewards."""
     loss_agg_mode: LossAggMode = "token-mean"
-    """`seq-mean-token-sum-norm` divides by rollout.max_response_length (Dr. GRPO)."""
+    """Normalization of the loss over the minibatch: `token-mean` is the mean over all tokens; the others are the mean
+    over sequences of the sum of token losses (`seq-mean-token-sum`), of their mean (`seq-mean-token-mean`), or of their
+    sum divided by rollout.max_response_length (`seq-mean-token-sum-norm`, Dr. GRPO)."""
     behaviour_policy: Literal["rollout", "recomputed"] = "rollout"
-    """Denominator of the ratios: the engine's log-probs, or those of the weights at the start of each step, which the
-    trainer computes in an additional pass (decoupled, proximal)."""
+    """Denominator of the ratios: the log-probs that the engines reported, or those that the trainer recomputes in an
+    additional pass with the weights at the start of the step (decoupled PPO)."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """Needs behaviour_policy=recomputed."""
     entropy_coeff: NonNegativeFloat = 0.0
-    """Of an entropy bonus in the loss."""
+    """Coefficient of the entropy bonus in the loss."""
     kl_loss_coef: NonNegativeFloat = 0.0
-    """Of the KL to the policy at the start of RL in the loss. Not 0 keeps a frozen copy of it on every rank."""
+    """Coefficient of the KL penalty to the reference model (the policy at the start of RL) in the loss. A non-zero
+    value loads the frozen reference model on every rank."""
     kl_loss_type: KlType = "k3"
+    """KL estimator in the loss: `k1` is x, `k2` is x^2 / 2 and `k3` is exp(-x) - 1 + x, where x is the log-ratio of
+    policy to reference model."""
     kl_reward_coef: NonNegativeFloat = 0.0
-    """Of the same KL in the reward, between the ratio's denominator and the frozen copy."""
+    """Coefficient of the KL penalty in the reward, between `behaviour_policy` and the reference model. A non-zero value
+    loads the frozen reference model on every rank."""
     kl_reward_type: KlType = "k1"
+    """KL estimator in the reward, as in `kl_loss_type`."""
     overlong: OverlongConfig = OverlongConfig()
 
     @property
+    def compares_with_engines(self) -> bool:
+        """Whether the loss depends on the engines' log-probs."""
+        return self.behaviour_policy == "rollout" or self.rollout_correction.active
+
+    @property
     def needs_reference(self) -> bool:
+        """Whether a frozen reference model is loaded."""
         return self.kl_loss_coef > 0.0 or self.kl_reward_coef > 0.0

@@ -1,7 +1,7 @@
-"""What a Hugging Face `config.json` says of a model, as one checked value.
+"""A model's architecture, read from its Hugging Face `config.json` and checked.
 
-A field that is known to change the model in a way that the trainer does not support is refused by name. No torch: a
-configuration is checked with it before anything starts.
+A field that is known to change the model in a way that the trainer does not support is refused by name. This module
+does not import torch, because configurations are checked with it before anything starts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.files import read_json_object
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
-"""Which file of a sharded checkpoint holds which tensor."""
+"""Name of the file that maps the tensors of a sharded checkpoint to its files."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one model family from a plain pre-norm RMSNorm/SwiGLU/RoPE decoder."""
+    """Differences of a model family from a plain pre-norm RMSNorm/SwiGLU/RoPE decoder."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
     default_head_dim: int | None = None
-    """Where config.json has none: transformers' default for the family, else hidden_size / num_attention_heads."""
+    """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
 
 
 FAMILIES = {
@@ -52,7 +52,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
 }
-"""Fields whose other values change the model; the first value is the one to use."""
+"""Supported values of fields whose other values change the model; the first one is the default."""
 
 _ROPE_KEYS = {
     "default": ((), ()),
@@ -63,7 +63,7 @@ _ROPE_KEYS = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-"""RoPE type -> (keys that it needs, keys that it may have), as in transformers' modeling_rope_utils."""
+"""Required and optional keys of each RoPE type, as in transformers' modeling_rope_utils."""
 
 _KINDS: dict[str, tuple[type, str]] = {
     "model_type": (str, "text"),
@@ -72,7 +72,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
 }
-"""What fields are that hold no number."""
+"""Type of each field that is not a number, with its name in messages."""
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -83,7 +83,7 @@ _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's shape, in Hugging Face's names."""
+    """A model's architecture; the fields have Hugging Face's names."""
 
     family: Family
     num_hidden_layers: int
@@ -98,44 +98,48 @@ class Architecture:
     rope_theta: float
     tie_word_embeddings: bool
     rope_scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """`rope_type` and its parameters, as transformers spells them; empty for plain RoPE."""
+    """`rope_type` and its parameters, in transformers' spelling; empty for plain RoPE."""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
-    """Whether the chosen experts' weights are scaled to sum to one."""
+    """Whether the weights of the selected experts are scaled to sum to one."""
     moe_layers: frozenset[int] = frozenset()
-    """Layers, counted from 0, with experts in the place of one MLP."""
+    """Indices, from 0, of the layers that have experts instead of one MLP."""
 
     @property
     def has_dense_layers(self) -> bool:
+        """Whether any layer has a plain MLP."""
         return len(self.moe_layers) < self.num_hidden_layers
 
     @property
     def context_length(self) -> int:
-        """Tokens that the position embedding covers. Qwen's recipe for YaRN leaves max_position_embeddings alone."""
+        """Number of tokens that the position embedding covers.
+
+        With YaRN it is computed, because Qwen's recipe for YaRN leaves max_position_embeddings unchanged.
+        """
         if self.rope_scaling.get("rope_type") != "yarn":
             return self.max_position_embeddings
         return int(self.rope_scaling["original_max_position_embeddings"] * self.rope_scaling["factor"])
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """The vocabulary with as many unused rows as it takes to split evenly over the tensor axis."""
+        """Return the vocabulary size padded to split evenly over the tensor-parallel ranks."""
         return round_up(self.vocab_size, tensor_parallel_size)
 
 
 def listed_files(index: Path) -> list[str]:
-    """Names of the files of a sharded checkpoint. Raises UserError for a damaged index."""
+    """Return the names of the files of a sharded checkpoint. Raises UserError for a damaged index."""
     files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise UserError(f"{index} must say under weight_map which file holds which tensor; download it again")
+        raise UserError(f"{index} must map tensors to file names under weight_map; download it again")
     return sorted(set(files.values()))
 
 
 def read_architecture(model_path: Path) -> Architecture:
-    """The architecture in `model_path/config.json`.
+    """Read the architecture in `model_path/config.json`.
 
-    Raises UserError for a missing file, a model family that is not supported, and with every missing field and every
-    field value that is not supported.
+    Raises UserError for a missing file or an unsupported model family, and otherwise with every missing field and every
+    unsupported value.
     """
     file = model_path / "config.json"
     if not file.is_file():
@@ -145,9 +149,10 @@ def read_architecture(model_path: Path) -> Architecture:
         raise UserError("\n".join(problems))
     if fields.get("model_type") not in FAMILIES:
         raise UserError(
-            f"{file}: model_type is {fields.get('model_type')!r}; supported families are {', '.join(FAMILIES)}"
+            f"{file}: model_type is {fields.get('model_type')!r}, which the trainer does not support; use a model of "
+            f"the types {', '.join(FAMILIES)}"
         )
-    # Where a published checkpoint says num_experts, transformers 5 writes num_local_experts.
+    # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
     fields = {"num_experts": fields.get("num_local_experts"), "decoder_sparse_step": 1} | fields
     if problems := [f"{file}: {problem}" for problem in _problems(fields)]:
         raise UserError("\n".join(problems))
@@ -175,14 +180,14 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
 
 
 def _moe_layers(fields: dict[str, Any]) -> frozenset[int]:
-    """Qwen3-MoE: every `decoder_sparse_step`-th layer, but for those in `mlp_only_layers`."""
+    """Return Qwen3-MoE's layers with experts: every `decoder_sparse_step`-th one, except those in `mlp_only_layers`."""
     step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or ()
     layers = range(fields["num_hidden_layers"]) if fields["num_experts"] else ()
     return frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 and earlier versions have different names for it."""
+    """Return the RoPE settings, which transformers 5 and earlier versions name differently."""
     return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
@@ -191,7 +196,7 @@ def _rope_type(rope: dict[str, Any]) -> str:
 
 
 def _rope_parameters(rope: dict[str, Any]) -> dict[str, Any]:
-    """What is particular to the type of RoPE."""
+    """Return the settings that are specific to the RoPE type."""
     common = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     return {name: value for name, value in rope.items() if value is not None and name not in common}
 
@@ -202,7 +207,7 @@ def _problems(fields: dict[str, Any]) -> Iterator[str]:
     if family.experts:
         yield from _expert_problems(fields)
     if fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
-        pass  # every head has its own
+        pass  # every attention head has its own key/value head
     else:
         yield from _size_problems(fields, ("num_key_value_heads",))
     epsilon = fields.get("rms_norm_eps")
@@ -210,15 +215,15 @@ def _problems(fields: dict[str, Any]) -> Iterator[str]:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
         if fields.get(name, supported[0]) not in supported:
-            yield f"{name} is {fields[name]!r}, which the trainer does not support ({supported[0]!r} is)"
+            yield f"{name} is {fields[name]!r}, which the trainer does not support; it must be {supported[0]!r}"
     for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
-        yield f"layer_types has {kind!r}, which the trainer does not support ('full_attention' is)"
+        yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
     yield from _rope_problems(fields)
 
 
 def _expected(name: str, value: Any, kind: str) -> str:
     if value is None:
-        return f"{name} is missing; take the checkpoint's original config.json"
+        return f"{name} is missing; use the checkpoint's original config.json"
     return f"{name} is {value!r}; it must be {kind}"
 
 
@@ -241,21 +246,24 @@ def _size_problems(fields: dict[str, Any], names: tuple[str, ...]) -> Iterator[s
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
     if fields["num_experts"] == 0:
-        return  # a dense model
+        return  # The model is dense.
     found = list(_size_problems(fields, (*_EXPERT_SIZES, "decoder_sparse_step")))
     yield from found
     if found:
         return
-    chosen, experts = fields["num_experts_per_tok"], fields["num_experts"]
-    if chosen > experts:
-        yield f"num_experts_per_tok is {chosen}, more than num_experts={experts}"
-    if chosen == 1 and fields.get("norm_topk_prob"):
-        yield "norm_topk_prob is True with num_experts_per_tok=1, which leaves the router without a gradient"
+    selected, experts = fields["num_experts_per_tok"], fields["num_experts"]
+    if selected > experts:
+        yield f"num_experts_per_tok is {selected}; it must not exceed num_experts={experts}"
+    if selected == 1 and fields.get("norm_topk_prob"):
+        yield (
+            "norm_topk_prob is True with num_experts_per_tok=1, which leaves the router without a gradient; it must be "
+            "False"
+        )
 
 
 def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     if fields.get("rope_scaling") and fields.get("rope_parameters"):
-        yield "rope_scaling and rope_parameters are both given, and libraries differ in which one they read; keep one"
+        yield "rope_scaling and rope_parameters are both given, but libraries differ in which one they read; keep one"
         return
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = _rope(fields)
@@ -264,20 +272,26 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield _expected("rope_theta", theta, "a number")
     if _rope_type(rope) not in _ROPE_KEYS:
         yield (
-            f"{name} has the type {_rope_type(rope)!r}, which the trainer does not support "
-            f"({', '.join(_ROPE_KEYS)} are)"
+            f"{name} has the type {_rope_type(rope)!r}, which the trainer does not support; it must be one of "
+            f"{', '.join(_ROPE_KEYS)}"
         )
         return
-    needed, optional = _ROPE_KEYS[_rope_type(rope)]
+    required, optional = _ROPE_KEYS[_rope_type(rope)]
     given = _rope_parameters(rope)
-    for key in needed:
+    for key in required:
         if key not in given:
-            yield f"{name}.{key} is missing; the RoPE type {_rope_type(rope)!r} needs it"
+            yield f"{name}.{key} is missing, but the RoPE type {_rope_type(rope)!r} requires it; add it"
         elif not _is_number(given[key]):
             yield _expected(f"{name}.{key}", given[key], "a number")
-    for key in sorted(given.keys() - {*needed, *optional}):
-        yield f"{name}.{key} is not supported with the RoPE type {_rope_type(rope)!r}"
+    for key in sorted(given.keys() - {*required, *optional}):
+        yield f"{name}.{key} is not supported with the RoPE type {_rope_type(rope)!r}; use a model without it"
     if rope.get("partial_rotary_factor", 1) not in (1, None):
-        yield f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, which the trainer does not support"
+        yield (
+            f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, which the trainer does not support; "
+            "it must be 1"
+        )
     if "original_max_position_embeddings" in fields:
-        yield f"original_max_position_embeddings belongs into {name}; libraries differ in how they read it elsewhere"
+        yield (
+            f"original_max_position_embeddings must be inside {name}, because libraries differ in how they read it "
+            "elsewhere; move it there"
+        )

@@ -1,13 +1,14 @@
-"""What a configuration amounts to, in one unit: trajectories, then their tokens."""
+"""The batch arithmetic of a configuration, in trajectories and tokens."""
 
 from __future__ import annotations
 
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.schema import Config, PromptSourceConfig
+from megatron_bapo.config.schema import Config
 
 
 def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
-    """Rows (what, how it comes about) from the layout down to the token limits, printed before anything starts.
+    """Return rows (name, explanation) from the layout to the token limits, to print before a run starts.
 
     The configuration must have passed `check_config`.
     """
@@ -37,9 +38,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
     ]
     if config.warm_start is not None:
         start = config.warm_start
-        rows.insert(
-            4, ("warm start", f"{start.num_steps:,} supervised updates of {start.batch_size:,} worked examples")
-        )
+        rows.insert(4, ("warm start", f"{start.num_steps:,} supervised updates of {start.batch_size:,} demonstrations"))
     return rows
 
 
@@ -60,12 +59,12 @@ def _trainer_layout(config: Config) -> str:
         f"{_count(parallel.world_size, 'process', 'processes')} = {parallel.tensor_model_parallel_size} tensor x "
         f"{context}{parallel.pipeline_model_parallel_size} pipeline x {parallel.data_parallel_size} data parallel"
     )
-    also = {
+    more = {
         "sequence parallel": parallel.sequence_parallel,
-        f"{vpp} virtual stages a rank": vpp > 1,
+        f"{vpp} virtual stages per rank": vpp > 1,
         f"{ep} expert parallel": ep > 1,
     }
-    return ", ".join([text, *(name for name, holds in also.items() if holds)])
+    return ", ".join([text, *(name for name, holds in more.items() if holds)])
 
 
 def _engines(config: Config) -> str:
@@ -76,14 +75,15 @@ def _engines(config: Config) -> str:
 def _rollouts(config: Config) -> str:
     rollout, partial = config.rollout, config.rollout.partial_rollout
     when = {"sync": "while the trainer waits", "async": "also while the trainer trains"}[rollout.mode]
-    also = {
-        f"tokens of up to {_count(rollout.max_staleness, 'policy version')} before": rollout.may_age,
-        f"answers in pieces of {partial.token_budget} tokens": partial.token_budget is not None,
-        f"{partial.over_sampling} prompts in flight for each of the batch": partial.over_sampling > 1.0,
+    more = {
+        f"tokens up to {_count(rollout.max_staleness, 'policy version')} old": rollout.may_be_stale,
+        "groups that become too old dropped": rollout.may_be_stale and rollout.on_stale == "drop",
+        f"responses in segments of {partial.token_budget} tokens": partial.token_budget is not None,
+        f"{partial.over_sampling} prompts in flight per prompt of the batch": partial.over_sampling > 1.0,
         f"each group in up to {rollout.max_reuse} batches": rollout.max_reuse > 1,
-        "groups of equal rewards dropped and refilled": rollout.filter_groups.enable,
+        "groups of equal rewards dropped and replaced": rollout.filter_groups.enable,
     }
-    return ", ".join([f"{rollout.mode}: {when}", *(name for name, holds in also.items() if holds)])
+    return ", ".join([f"{rollout.mode}: {when}", *(name for name, holds in more.items() if holds)])
 
 
 def _behaviour_policy(config: Config) -> str:
@@ -92,10 +92,10 @@ def _behaviour_policy(config: Config) -> str:
         return "rollout: ratios are current / rollout log-probs, as the engines report them"
     correction = algorithm.rollout_correction
     levels = {"importance weights": correction.rollout_is, "rejection": correction.rollout_rs}
-    between = [f"{level} {what}" for what, level in levels.items() if level is not None]
+    corrections = [f"{level} {name}" for name, level in levels.items() if level is not None]
     return (
-        "recomputed: ratios are current / proximal log-probs, which the trainer scores once a step; proximal / rollout "
-        f"gives {' and '.join(between) or 'no correction'}"
+        "recomputed: ratios are current / proximal log-probs, which the trainer computes once per step; proximal / "
+        f"rollout gives {' and '.join(corrections) or 'no correction'}"
     )
 
 
@@ -104,19 +104,20 @@ def _tokens(config: Config, per_rank: int) -> str:
     budget, cp = config.max_micro_batch_tokens, config.parallel.context_parallel_size
     fitting = budget // config.padding_rule.allocated([prompt + response])
     num_micro_batches = round_up(-(-per_rank // fitting), config.parallel.num_micro_batches_multiple)
+    held = _count(fitting, "such trajectory", "such trajectories")
     return (
         f"{prompt:,} prompt + {response:,} response = {prompt + response:,} at most per trajectory; a micro-batch of "
-        f"{budget:,}{f' on {cp} ranks' if cp > 1 else ''} holds {fitting:,} such, so an update takes at most "
+        f"{budget:,}{f' on {cp} ranks' if cp > 1 else ''} holds {held}, so an update takes at most "
         f"{_count(num_micro_batches, 'micro-batch', 'micro-batches')} per rank"
     )
 
 
 def _evaluation(config: Config) -> str:
     if config.data.validation is None:
-        return "none: data.validation is not given"
+        return "none: data.validation is not set"
     every = config.evaluation.every_steps
-    between = f", and every {_count(every, 'step')}" if every else ""
-    return f"{config.evaluation.n} per prompt, before the first and after the last step{between}"
+    regular = f", and every {_count(every, 'step')}" if every else ""
+    return f"{config.evaluation.n} per prompt, before the first and after the last step{regular}"
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Rules that span sections, and those about files that a configuration names. Nothing here changes a value."""
+"""Checks of rules that span sections, and of the files that a configuration names. Nothing here changes a value."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from typing import Any
 from megatron_bapo.config.algorithm_checks import algorithm_problems, algorithm_warnings
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import colocation_problems
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.idle_keys import idle_key_warnings
 from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
-from megatron_bapo.config.schema import Config, ParallelConfig, PromptSourceConfig
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.config.section import Section
 from megatron_bapo.errors import UserError
 
@@ -32,44 +33,45 @@ FREE_ON_RESUME = (
     *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.packing", "trainer.logprob_chunk_size"),
     *("trainer.fused_kernels", "trainer.offload", "trainer.collective_timeout_s", "trainer.max_restarts"),
     *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
-    *("rollout.colocate", "rollout.sleep_level", "rollout.on_refresh"),
+    *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update"),
     *("rollout.max_reward_failures", "rollout.object_store_mib"),
-    *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.remote"),
-    *("environment.num_workers", "environment.concurrency", "environment.timeout_s"),
+    *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.worker_memory_gib", "reward.remote"),
+    *("environment.num_workers", "environment.concurrency", "environment.timeout_s", "environment.worker_memory_gib"),
 )
-"""Keys and sections that a continued run may change. What changes the meaning of its data or of its optimisation is
-fixed; what changes where, how fast and for how long it runs, and what it writes, is free."""
+"""Keys and sections that a continued run may change: those that decide where, how fast and for how long it runs and
+what it writes, but not those that change its data or its optimization."""
 
 
 def check_config(config: Config) -> list[str]:
-    """What is allowed but probably not meant, one line each.
+    """Check every rule and return warnings, one line each, about settings that are allowed but probably unintended.
 
-    Raises UserError with every violated rule at once.
+    Raises UserError that lists all broken rules.
     """
     missing = chain(_missing_prompt_files(config), _missing_variables(config), _missing_packages(config))
     return _checked(config, chain(missing, model_problems(config)))
 
 
 def check_planned(config: Config, architecture: Architecture, where: str) -> list[str]:
-    """`check_config` for a run that will start elsewhere: every rule but those about files, which may not be here.
+    """Check a run that will start on another machine: like `check_config`, but without the rules about files.
 
-    `where` says where the architecture is from.
+    `where` names the source of the architecture in messages.
     """
     return _checked(config, shape_problems(config, architecture, where))
 
 
 def planned_problems(config: Config, architecture: Architecture, where: str) -> list[str]:
-    """The rules that `check_planned` would name."""
-    return [*_problems(config), *shape_problems(config, architecture, where)]
+    """Return the broken rules that `check_planned` would raise."""
+    return [*rule_problems(config), *shape_problems(config, architecture, where)]
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raises UserError where there are any."""
+    """Raise UserError that lists the problems, if there are any."""
     if lines := [f"  {problem}" for problem in problems]:
         raise UserError("\n".join(["the configuration breaks these rules:", *lines]))
 
 
-def _problems(config: Config) -> Iterator[str]:
+def rule_problems(config: Config) -> Iterator[str]:
+    """Yield every broken rule that needs neither files nor the model, one line each."""
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
         *(algorithm_problems, _data_problems, _logging_problems, colocation_problems, transformer_engine_problems),
@@ -78,15 +80,15 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
-    refuse(chain(_problems(config), more_problems))
+    refuse(chain(rule_problems(config), more_problems))
     warnings = (_clip_bounds_warnings, algorithm_warnings, rollout_warnings, _other_warnings, idle_key_warnings)
     return list(chain.from_iterable(warning(config) for warning in warnings))
 
 
 def resume_conflicts(old: Config, new: Config) -> list[str]:
-    """The keys in which an interrupted run's configuration differs from the one it is to continue with.
+    """Return the differences, one line each, for which a run cannot continue with a new configuration.
 
-    Differences in `FREE_ON_RESUME` are no conflicts.
+    Keys in `FREE_ON_RESUME` may differ.
     """
     conflicts = differences(old, new, free=FREE_ON_RESUME)
     style, num_decay = new.optimizer.lr_decay_style, new.optimizer.lr_decay_steps
@@ -97,14 +99,14 @@ def resume_conflicts(old: Config, new: Config) -> list[str]:
     ):
         conflicts.append(
             f"trainer.total_steps: {old.trainer.total_steps} in the run directory, {new.trainer.total_steps} now; "
-            f"that would bend the {style} learning-rate schedule, which ends with the run unless it was started with "
+            f"this would change the {style} learning-rate schedule, which ends with the run unless it was started with "
             "optimizer.lr_decay_steps; set trainer.total_steps back"
         )
     return conflicts
 
 
 def differences(old: Section, new: Section, free: Sequence[str]) -> list[str]:
-    """The keys in which the settings of what is continued differ from those now, but for the `free` ones."""
+    """Return the differences between saved and current settings, one line each, except in the `free` keys."""
     return list(_differences("", old.model_dump(mode="json"), new.model_dump(mode="json"), free))
 
 
@@ -123,7 +125,8 @@ def _layout_problems(config: Config) -> Iterator[str]:
     if trainer.collective_timeout_s <= config.rollout.request_timeout_s:
         yield (
             f"trainer.collective_timeout_s={trainer.collective_timeout_s} must exceed rollout.request_timeout_s="
-            f"{config.rollout.request_timeout_s}: the other ranks wait while the first one waits for answers"
+            f"{config.rollout.request_timeout_s}, because all ranks wait while rank 0 waits for a rollout batch; raise "
+            "collective_timeout_s or lower request_timeout_s"
         )
     yield from _setting_problems(parallel)
     grid = list(_grid_problems(parallel))
@@ -137,29 +140,29 @@ def _layout_problems(config: Config) -> Iterator[str]:
     for key, size in sizes.items():
         if size < dp:
             yield (
-                f"{key}={size} trajectories leave some of {dp} data-parallel ranks (parallel.world_size="
-                f"{parallel.world_size} / {parallel.model_parallel_size}) without any; set it to {dp} or more, or "
-                "lower world_size"
+                f"{key}={size} trajectories must be at least one for each of the {dp} data-parallel ranks "
+                f"(parallel.world_size={parallel.world_size} / {parallel.model_parallel_size}); set it to {dp} or "
+                "more, or lower world_size"
             )
 
 
 def _setting_problems(parallel: ParallelConfig) -> Iterator[str]:
-    """Settings of the layout that need another one."""
+    """Yield settings of the layout that require another one."""
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield (
-            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1: it splits sequences over "
-            "tensor-parallel ranks; set sequence_parallel=false or raise tensor_model_parallel_size"
+            "parallel.sequence_parallel=true splits sequences over tensor-parallel ranks, but "
+            "parallel.tensor_model_parallel_size=1; set sequence_parallel=false or raise tensor_model_parallel_size"
         )
     vpp = parallel.virtual_pipeline_model_parallel_size
     if vpp > 1 and parallel.pipeline_model_parallel_size == 1:
         yield (
-            f"parallel.virtual_pipeline_model_parallel_size={vpp} with parallel.pipeline_model_parallel_size=1: it "
-            "interleaves the chunks of several stages; set it to 1 or raise pipeline_model_parallel_size"
+            f"parallel.virtual_pipeline_model_parallel_size={vpp} interleaves the chunks of several stages, but "
+            "parallel.pipeline_model_parallel_size=1; set it to 1 or raise pipeline_model_parallel_size"
         )
 
 
 def _grid_problems(parallel: ParallelConfig) -> Iterator[str]:
-    """The processes must form a grid, and each pipeline stage's a second one for its experts."""
+    """Check that the ranks form a grid, and those of each pipeline stage a second one for its experts."""
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -178,7 +181,7 @@ def _grid_problems(parallel: ParallelConfig) -> Iterator[str]:
         yield (
             f"the {world // pp} ranks of a pipeline stage (parallel.world_size={world} / pipeline_model_parallel_size="
             f"{pp}) must be a multiple of expert_tensor_parallel_size={etp} x expert_model_parallel_size={ep} = "
-            f"{etp * ep}, which share its experts; lower one of these or set parallel.world_size to "
+            f"{etp * ep}, over which its experts are split; lower one of these or set parallel.world_size to "
             f"{_multiples(world, math.lcm(etp * ep * pp, size))}"
         )
 
@@ -187,8 +190,8 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     parallel, optimizer = config.parallel, config.optimizer
     if optimizer.cpu_offload and not parallel.use_distributed_optimizer:
         yield (
-            "optimizer.cpu_offload=true with parallel.use_distributed_optimizer=false: Megatron offloads only "
-            "the distributed optimizer; set use_distributed_optimizer=true"
+            "optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true, because Megatron offloads only "
+            "the distributed optimizer; set use_distributed_optimizer=true, or cpu_offload=false"
         )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield (
@@ -203,8 +206,8 @@ def _batch_problems(config: Config) -> Iterator[str]:
     fitting = _multiples(batch, math.lcm(n, mini_batch))
     if batch % n:
         yield (
-            f"trainer.train_batch_size={batch} counts trajectories and must be a multiple of rollout.n={n}, the "
-            f"trajectories per prompt; set it to {fitting}"
+            f"trainer.train_batch_size={batch} counts trajectories and must be a multiple of rollout.n={n}, the number "
+            f"of trajectories per prompt; set it to {fitting}"
         )
     if batch % mini_batch:
         yield (
@@ -224,7 +227,7 @@ def _batch_problems(config: Config) -> Iterator[str]:
 
 
 def _multiples(value: int, of: int) -> str:
-    """The multiples next to a value that is none."""
+    """Return, as text, the nearest multiples below and above a value that is not one."""
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
 
@@ -232,7 +235,10 @@ def _multiples(value: int, of: int) -> str:
 def _logging_problems(config: Config) -> Iterator[str]:
     ranks, world = config.logging.profile_ranks, config.parallel.world_size
     if not all(rank < world for rank in ranks):
-        yield f"logging.profile_ranks={list(ranks)} must be of the trainer ranks 0 to {world - 1} (parallel.world_size)"
+        yield (
+            f"logging.profile_ranks={list(ranks)} must be trainer ranks, which are 0 to {world - 1} "
+            f"(parallel.world_size={world}); remove the others"
+        )
 
 
 def _data_problems(config: Config) -> Iterator[str]:
@@ -241,26 +247,27 @@ def _data_problems(config: Config) -> Iterator[str]:
         yield from prompt_source_problems(key, source, config.reward.type)
     if validation is None and config.evaluation.every_steps:
         yield (
-            f"evaluation.every_steps={config.evaluation.every_steps} needs held-out prompts, and data.validation is "
-            "not given; add it, or set evaluation.every_steps=0"
+            f"evaluation.every_steps={config.evaluation.every_steps} needs held-out prompts, but data.validation is "
+            "not set; set it, or set evaluation.every_steps=0"
         )
     if validation is not None and _origin(train) == _origin(validation):
         yield (
-            f"data.train and data.validation are the same prompts ({_origin(train)}): held-out prompts are left out of "
-            "training; give validation its own file, or another seed"
+            f"data.train and data.validation are the same prompts ({_origin(train)}), but held-out prompts are "
+            "excluded from training; give validation its own file, or another seed"
         )
     if config.warm_start is not None and config.warm_start.demonstration is not None and config.environment is None:
         yield (
-            f"warm_start.demonstration={config.warm_start.demonstration} shows turns and replies, and there is no "
-            "environment to reply; set environment, or leave it out"
+            f"warm_start.demonstration={config.warm_start.demonstration} demonstrates replies of an environment, but "
+            "environment is not set; set it, or remove warm_start.demonstration"
         )
 
 
 def prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: str) -> Iterator[str]:
+    """Yield the broken rules of one source of prompts, whose configuration key is `key`."""
     if reward_type == "reasoning_gym" and source.reasoning_gym is None:
         yield (
-            f"reward.type=reasoning_gym scores reasoning_gym tasks only, and {key}.path={source.path} is a file; "
-            f"use {key}.reasoning_gym, or reward.type=math_verify or function"
+            f"reward.type=reasoning_gym scores only reasoning-gym tasks, but {key}.path={source.path} is a file; set "
+            f"{key}.reasoning_gym, or reward.type=math_verify or function"
         )
     if source.path is not None and source.path.suffix not in PROMPT_FILE_SUFFIXES:
         yield f"{key}.path={source.path} must end in {' or '.join(PROMPT_FILE_SUFFIXES)}; convert it to one of them"
@@ -282,15 +289,15 @@ def _missing_variables(config: Config) -> Iterator[str]:
     name = config.reward.remote and config.reward.remote.authorization_env
     if name and not os.environ.get(name):
         yield (
-            f"reward.remote.authorization_env={name} is not set in the environment; set it to the whole header, such "
-            "as 'Bearer ...'"
+            f"reward.remote.authorization_env={name} names an environment variable that is not set; set it to the "
+            "whole Authorization header, such as 'Bearer ...'"
         )
 
 
 def _missing_packages(config: Config) -> Iterator[str]:
-    # A folder `wandb`, which other programs leave where they run, would be found, too, and has no origin.
+    # A folder `wandb`, which wandb leaves where programs run, is found too, as a namespace package without an origin.
     if config.logging.wandb is not None and getattr(find_spec("wandb"), "origin", None) is None:
-        yield "logging.wandb needs the package wandb, which is not installed: pip install wandb, or leave it out"
+        yield "logging.wandb needs the package wandb, which is not installed: pip install wandb, or remove the section"
 
 
 def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:
@@ -305,21 +312,24 @@ def _origin(source: PromptSourceConfig) -> str:
 
 
 def _clip_bounds_warnings(config: Config) -> Iterator[str]:
-    """Bounds that can never move (arXiv 2510.18927, Algorithm 1), in decimal, as the settings are written."""
+    """Warn about clip bounds that can never move (arXiv 2510.18927, Algorithm 1).
+
+    Sums are decimal, as the settings are written.
+    """
     bounds, section = config.algorithm.clip_bounds, "algorithm.clip_bounds"
     if config.algorithm.objective != "bapo":
         return
     if bounds.positive_contribution_target == 0.0:
         yield (
-            f"{section}.positive_contribution_target=0 is met by every minibatch, so no bound ever moves. Raise it, or "
-            "set algorithm.objective=ppo for fixed bounds"
+            f"{section}.positive_contribution_target=0 is met by every minibatch, so the bounds never move. Raise it, "
+            "or set algorithm.objective=ppo for fixed bounds"
         )
         return
     if bounds.search_order == "lower_first":
         if (bounds.ratio_lower_start, bounds.ratio_upper_start) == (bounds.ratio_lower_max, bounds.ratio_upper_max):
             yield (
                 f"{section}: ratio_lower_start=ratio_lower_max={bounds.ratio_lower_max} and ratio_upper_start="
-                f"ratio_upper_max={bounds.ratio_upper_max}, so no bound ever moves. Widen one range, or set "
+                f"ratio_upper_max={bounds.ratio_upper_max}, so the bounds never move. Widen one range, or set "
                 "algorithm.objective=ppo for fixed bounds"
             )
         return
@@ -336,15 +346,15 @@ def _clip_bounds_warnings(config: Config) -> Iterator[str]:
     )
     if low + low_step > low_max:
         yield (
-            f"{section}: ratio_lower_start={low} + ratio_lower_step={low_step} exceeds ratio_lower_max={low_max}; "
-            "Algorithm 1 then ends before the upper bound moves either, so no bound ever moves. Raise ratio_lower_max, "
+            f"{section}: ratio_lower_start={low} + ratio_lower_step={low_step} exceeds ratio_lower_max={low_max}. "
+            "Algorithm 1 then ends before it moves the upper bound, so the bounds never move. Raise ratio_lower_max, "
             "lower ratio_lower_step, or set algorithm.objective=ppo for fixed bounds"
         )
     elif high + high_step > high_max:
         yield (
-            f"{section}: ratio_upper_start={high} + ratio_upper_step={high_step} exceeds ratio_upper_max={high_max}; "
-            "the upper bound, the only one that can raise the positive share, never moves. Raise ratio_upper_max or "
-            "lower ratio_upper_step"
+            f"{section}: ratio_upper_start={high} + ratio_upper_step={high_step} exceeds ratio_upper_max={high_max}, "
+            "so the upper bound, which alone can raise the positive share, never moves. Raise ratio_upper_max or lower "
+            "ratio_upper_step"
         )
 
 
@@ -353,20 +363,20 @@ def _other_warnings(config: Config) -> Iterator[str]:
     num_updates = trainer.total_steps * trainer.updates_per_step
     if 0 < num_updates <= warmup:
         yield (
-            f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates; the learning rate "
-            f"never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
+            f"optimizer.lr_warmup_steps={warmup} is not less than the run's {num_updates} updates, so the learning "
+            f"rate never reaches optimizer.lr={config.optimizer.lr}. Lower lr_warmup_steps or train longer"
         )
     num_decay, num_wsd = config.optimizer.lr_decay_steps or num_updates, config.optimizer.lr_wsd_decay_steps or 0
     if num_wsd and warmup + num_wsd > num_decay:
         yield (
             f"optimizer.lr_warmup_steps={warmup} + lr_wsd_decay_steps={num_wsd} exceed the {num_decay} updates of the "
-            "schedule; the learning rate drops as soon as the warm-up ends. Lower one of the two"
+            "schedule, so the learning rate drops as soon as the warm-up ends. Lower one of the two"
         )
     yield from _probe_warnings(config)
 
 
 def _probe_warnings(config: Config) -> Iterator[str]:
-    """Rounding that the probe would take for wrong weights."""
+    """Warn about a tolerance below the rounding differences, which the probe would take for wrong weights."""
     tolerance, noise = config.weight_sync.probe_tolerance, config.log_prob_noise
     if tolerance is not None and tolerance < noise:
         precisions = {
@@ -376,7 +386,7 @@ def _probe_warnings(config: Config) -> Iterator[str]:
         }
         causes = [name for name, holds in precisions.items() if holds] or [f"model.dtype={config.model.dtype}"]
         yield (
-            f"weight_sync.probe_tolerance={tolerance} with {' and '.join(causes)}: engine and trainer round "
-            f"differently, by up to {noise} nats per token, so the probe may end the run. Leave probe_tolerance out, "
-            f"or set it to {noise} or more"
+            f"weight_sync.probe_tolerance={tolerance} is less than the {noise} nats per token by which the log-probs "
+            f"of engine and trainer may differ with {' and '.join(causes)}, so the probe may end the run. Remove "
+            f"probe_tolerance, or set it to {noise} or more"
         )

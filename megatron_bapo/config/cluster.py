@@ -1,4 +1,4 @@
-"""A Slurm cluster as `submit --cluster NAME` knows it: a YAML file of its own, such as those in configs/clusters/."""
+"""The configuration of a Slurm cluster for `submit --cluster NAME`, such as the files in configs/clusters/."""
 
 from __future__ import annotations
 
@@ -16,62 +16,77 @@ SUFFIX = ".yaml"
 
 
 class ContainerConfig(Section):
-    """Where steps run in a container."""
+    """Container in which the steps of a job run."""
 
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """Slurm's Pyxis plugin, or Apptainer on the nodes."""
+    """Container runtime: Slurm's Pyxis plugin, or Apptainer on the nodes."""
     image: str
-    """With pyxis [REGISTRY#]IMAGE[:TAG] or the path of a .sqsh file, with apptainer the path of a .sif file."""
+    """Container image: for pyxis [REGISTRY#]IMAGE[:TAG] or the path of a .sqsh file, for apptainer the path of a .sif
+    file."""
     mounts: tuple[str, ...] = ()
-    """SOURCE:TARGET[:FLAGS] each. The folder that a job is submitted in is always mounted."""
+    """Mounts, each as SOURCE:TARGET[:FLAGS]. The folder that a job is submitted from and the run directory are
+    always mounted."""
 
 
 class NodesConfig(Section):
     """Nodes of one kind."""
 
     partition: str | None = None
+    """Slurm partition; null: Slurm's default."""
     gpus_per_node: NonNegativeInt = 8
+    """Number of GPUs per node; 0: the job runs on CPUs."""
     cpus_per_node: PositiveInt | None = None
+    """Number of CPU cores per node; null: Slurm's default."""
     memory: str | None = None
-    """Of a node, as Slurm writes it, such as 900G; by default what the partition gives."""
+    """Memory per node in Slurm's notation, such as 900G, or "0" for all of it; null: the partition's default."""
 
 
 class ClusterConfig(NodesConfig):
-    """Of the nodes that have the trainer, and the engines where `rollout_nodes` is not given."""
+    """The nodes of the trainer, and of the engines too unless `rollout_nodes` is given."""
 
     account: str | None = None
+    """Slurm account; null: Slurm's default."""
     qos: str | None = None
+    """Slurm quality of service; null: Slurm's default."""
     time_limit: str = "1-00:00:00"
+    """Time limit of the job in Slurm's notation, in quotes."""
     signal_s: Annotated[int, Field(ge=10)] = 600
-    """Seconds before the time limit, and before a preemption, at which the state is saved and the job queues again."""
+    """Seconds before the time limit or a preemption at which the run saves its state and the job queues again."""
     gpu: Literal["A100", "H100", "H200", "B200"] | None = "H100"
-    """What `plan` calls the nodes' GPUs: the run is refused where it does not fit on them. null: it is not asked."""
+    """GPU of the nodes, by its name in `plan`. Runs that do not fit on it are refused; null: the check is skipped."""
     num_nodes: PositiveInt | None = None
-    """By default as few as have the GPUs that the run needs."""
+    """Number of nodes; null: as few as have the GPUs that the run needs."""
     rollout_nodes: NodesConfig | None = None
-    """Nodes for engines alone; the job then is heterogeneous."""
+    """Separate nodes for the engines, which make the job heterogeneous; null: engines share the trainer's nodes."""
     interface: str | None = None
-    """Network interface between the nodes, such as ib0; by default the one by which Slurm knows them."""
+    """Network interface between the nodes, such as ib0; null: that of the nodes' Slurm addresses."""
     python: str | None = None
-    """Interpreter on the nodes, or in the container; by default the one that submits."""
+    """Python interpreter on the nodes or in the container; null: the one that runs `submit`."""
     container: ContainerConfig | None = None
+    """Container for the steps of the job; null: none."""
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables of the job; no secrets, which belong in files."""
+    """Environment variables of the job. Secrets do not belong here, but in files."""
     sbatch_options: tuple[str, ...] = ()
-    """More of sbatch's options, such as --exclusive."""
+    """Additional options of sbatch, such as --exclusive."""
 
     @field_validator("time_limit", mode="before")
     @classmethod
     def _is_quoted(cls, value: Any) -> Any:
         if isinstance(value, int):
-            raise ValueError("must be text; put it in quotes, or YAML reads 12:00:00 as a number of base 60")
+            raise ValueError("must be text; put it in quotes, because YAML reads 12:00:00 as a base-60 number")
         return value
 
 
 def load_cluster(name: str, folder: Path) -> ClusterConfig:
-    """The cluster in the file `name`, or in NAME.yaml of `folder`. Raises UserError that names those that there are."""
+    """Load the cluster `name` of `folder`, or the file `name` if it ends in .yaml.
+
+    Raises UserError with the known names if there is no such file.
+    """
     path = Path(name) if name.endswith(SUFFIX) else folder / f"{name}{SUFFIX}"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))) or "none"
-        raise UserError(f"--cluster {name}: there is no {path}; known: {known}. Or give the path of a {SUFFIX} file")
+        raise UserError(
+            f"--cluster {name}: {path} does not exist; known clusters: {known}. Choose one of them, or give the path "
+            f"of a {SUFFIX} file"
+        )
     return load_section(ClusterConfig, path)

@@ -1,4 +1,4 @@
-"""Rules of which GPUs trainer and engines have, and of how weights get from one to the other."""
+"""Rules of the placement of trainer and engines on GPUs, and of the weight transfer between them."""
 
 from __future__ import annotations
 
@@ -9,47 +9,56 @@ from megatron_bapo.config.schema import Config
 
 
 def colocation_problems(config: Config) -> Iterator[str]:
-    """Every broken rule that holds on any machine, one line each."""
+    """Yield the broken rules that hold on any machine, one line each."""
     rollout, sync = config.rollout, config.weight_sync
     if not rollout.colocate:
         if rollout.sleep_level:
             yield (
-                f"rollout.sleep_level={rollout.sleep_level} with rollout.colocate=false: nobody needs the GPUs of "
-                "engines that have their own; set sleep_level=0, or colocate=true"
+                f"rollout.sleep_level={rollout.sleep_level} frees GPUs for the trainer, but with "
+                "rollout.colocate=false engines have GPUs of their own; set sleep_level=0, or colocate=true"
             )
         if config.trainer.offload:
             yield (
-                "trainer.offload=true with rollout.colocate=false: it makes room for engines on the trainer's GPUs; "
-                "set offload=false, or colocate=true"
+                "trainer.offload=true frees GPUs for the engines, but with rollout.colocate=false engines have GPUs of "
+                "their own; set offload=false, or colocate=true"
             )
         if sync.transport == "cuda_ipc":
             yield (
-                "weight_sync.transport=cuda_ipc with rollout.colocate=false: engines see only GPUs of their own; set "
-                "transport=nccl or store, or colocate=true"
+                "weight_sync.transport=cuda_ipc reads the trainer's GPU memory, but with rollout.colocate=false "
+                "engines see only their own GPUs; set transport=nccl or store, or colocate=true"
             )
     elif sync.transport == "nccl":
         yield (
-            "weight_sync.transport=nccl with rollout.colocate=true: NCCL refuses two ranks on one GPU; set "
+            "weight_sync.transport=nccl with rollout.colocate=true: NCCL does not allow two ranks on one GPU; set "
             "transport=cuda_ipc or store, or colocate=false"
         )
     if sync.transport != "store" and sync.engine_store == "own":
         yield (
-            f"weight_sync.engine_store=own with transport={sync.transport}: only transport=store goes through a store; "
-            "set engine_store=shared, or transport=store"
+            f"weight_sync.engine_store=own with transport={sync.transport}: only transport=store uses a store; set "
+            "engine_store=shared, or transport=store"
+        )
+
+
+def host_problems(config: Config, num_hosts: int) -> Iterator[str]:
+    """Yield the rules that are broken on `num_hosts` hosts."""
+    if config.weight_sync.transport != "store" and num_hosts > 1:
+        yield (
+            f"weight_sync.transport={config.weight_sync.transport} works only on one machine; set transport=store, "
+            "which copies weights between hosts"
         )
 
 
 def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> Iterator[str]:
-    """Rules that so many GPUs break, with engines or without."""
+    """Yield the rules that are broken on a machine with `num_gpus` GPUs; `engines` says whether engines are started."""
     rollout, sync = config.rollout, config.weight_sync
-    for_trainer, for_engines = config.parallel.world_size, config.num_engine_ranks if engines else 0
+    num_trainer, num_engine = config.parallel.world_size, config.num_engine_ranks if engines else 0
     if num_gpus == 0:
         if not engines:
             return
         if rollout.sleep_level:
             yield (
-                f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees nothing "
-                "when it sleeps; set sleep_level=0"
+                f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees no "
+                "memory when it sleeps; set sleep_level=0"
             )
         if sync.transport == "cuda_ipc":
             yield (
@@ -57,44 +66,47 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
             )
         if rollout.quantization is not None:
             yield (
-                f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM multiplies FP8 blocks "
-                "on GPUs only; leave it out"
+                f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM supports it only on "
+                "GPUs; remove it"
             )
         if not rollout.enforce_eager:
-            yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; leave it out"
+            yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; remove it"
         if config.logging.memory_snapshot_step is not None:
             yield (
                 f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "
-                "records GPU memory; leave it out"
+                "records GPU memory; remove it"
             )
         if rollout.kv_cache_dtype != "auto":
             yield (
-                f"rollout.kv_cache_dtype={rollout.kv_cache_dtype} on a machine without a GPU: vLLM keeps keys and "
-                "values in FP8 on GPUs only; set kv_cache_dtype=auto"
+                f"rollout.kv_cache_dtype={rollout.kv_cache_dtype} on a machine without a GPU: vLLM supports an FP8 KV "
+                "cache only on GPUs; set kv_cache_dtype=auto"
             )
         return
-    needed = max(for_trainer, for_engines) if rollout.colocate else for_trainer + for_engines
-    if needed > num_gpus:
+    required = max(num_trainer, num_engine) if rollout.colocate else num_trainer + num_engine
+    if required > num_gpus:
         yield (
-            f"{for_trainer} trainer ranks (parallel.world_size) and {for_engines} engine ranks (rollout.num_engines x "
-            f"tensor_parallel_size x pipeline_parallel_size) need {needed} GPUs with rollout.colocate="
-            f"{str(rollout.colocate).lower()}, and this machine has {num_gpus}; lower one of them, or set colocate=true"
+            f"{num_trainer} trainer ranks (parallel.world_size) and {num_engine} engine ranks (rollout.num_engines x "
+            f"tensor_parallel_size x pipeline_parallel_size) need {required} GPUs with rollout.colocate="
+            f"{str(rollout.colocate).lower()}, but this machine has {num_gpus}; lower one of them, or set colocate=true"
         )
 
 
 def layer_problems(config: Config, capability: ComputeCapability | None, has_transformer_engine: bool) -> Iterator[str]:
-    """What the trainer's layers lack on a machine; `capability` is its GPUs'."""
+    """Yield what the trainer's layers require and a machine lacks.
+
+    `capability` is the compute capability of its GPUs, None without any.
+    """
     if config.model.transformer_impl != "transformer_engine":
         return
     if capability is None:
         yield (
-            "model.transformer_impl=transformer_engine on a machine without a GPU: it has no other kernels; set "
-            "transformer_impl=local, and leave the section fp8 out"
+            "model.transformer_impl=transformer_engine on a machine without a GPU: Transformer Engine has only GPU "
+            "kernels; set transformer_impl=local, and remove the section fp8"
         )
     elif not has_transformer_engine:
         yield (
-            "model.transformer_impl=transformer_engine, and transformer_engine is not installed; install the GPU lock "
-            "(requirements.txt, `make setup`), or set transformer_impl=local"
+            "model.transformer_impl=transformer_engine needs the package transformer_engine, which is not installed; "
+            "install the GPU lock (requirements.txt, `make setup`), or set transformer_impl=local"
         )
     elif config.fp8 is not None and (problem := capability_problem(config.fp8.recipe, capability)):
         yield problem

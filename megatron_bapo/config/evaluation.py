@@ -1,4 +1,4 @@
-"""The configuration of `eval`. A key that a run's configuration has, too, means the same there."""
+"""The configuration of `eval`. Keys that a run's configuration also has mean the same in both."""
 
 from __future__ import annotations
 
@@ -7,59 +7,57 @@ from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
+from megatron_bapo.config.data import DataConfig, PromptConfig, PromptSourceConfig
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EngineConfig, RolloutConfig, SamplingConfig
-from megatron_bapo.config.schema import (
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    PromptConfig,
-    PromptSourceConfig,
-    TrainerConfig,
-)
+from megatron_bapo.config.schema import Config, EvaluationConfig, ModelConfig, TrainerConfig
 from megatron_bapo.config.section import NonNegativeInt, Section
 
 FREE_ON_RESUME = (
     *("run_dir", "model.path", "model.origin", "model.dtype", "evaluation.n", "evaluation.k"),
-    *("reward.num_workers", "reward.timeout_s"),
+    *("reward.num_workers", "reward.timeout_s", "reward.worker_memory_gib"),
     *(f"rollout.{name}" for name in EngineConfig.model_fields if name not in ("max_response_length", "quantization")),
 )
-"""Keys that a continued evaluation may change: how many answers are wanted, and which machine gives them. That the
-model is the same is checked by what it is made of."""
+"""Keys that a continued evaluation may change: the number of responses and the machine that generates them. The model
+must be the same one, which is checked by its contents."""
 
 
 class EvaluatedModelConfig(Section):
-    """What is evaluated."""
+    """The model to evaluate."""
 
     path: Path
-    """A Hugging Face folder, a run directory (its newest checkpoint is taken), or a checkpoint."""
+    """Hugging Face folder, checkpoint, or run directory, whose newest checkpoint is evaluated."""
     origin: Path | None = None
-    """Folder with config.json and tokenizer for a checkpoint that lies in no run directory."""
+    """Folder with config.json and tokenizer, for a checkpoint that is not in a run directory."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """By default that of the run, or of the folder's config.json."""
+    """Data type of the weights; null: that of the run or of the folder's config.json."""
 
 
 class BenchmarkConfig(PromptConfig):
+    """The problems (`validation`). Several data sources are reported both together and separately."""
+
     validation: PromptSourceConfig
-    """The problems. Those of several data sources are reported together and apart."""
 
 
 class BenchmarkSamplingConfig(SamplingConfig):
+    """Number of responses per problem and sampling parameters."""
+
     n: PositiveInt = 16
-    """Answers to each problem (mean@n). A continued evaluation may raise it."""
+    """Number of responses per problem (mean@n). A continued evaluation may raise it."""
     k: tuple[PositiveInt, ...] | None = None
-    """For pass@k and maj@k, at most n; by default the powers of two below n, and n."""
+    """Values of k for pass@k and maj@k, at most n; null: the powers of two below n, and n."""
 
     @model_validator(mode="after")
     def _k_within_n(self) -> Self:
         if self.k is not None and max(self.k, default=0) > self.n:
-            raise ValueError(f"k={max(self.k)} of n={self.n} answers cannot be drawn; raise n, or lower k")
+            raise ValueError(
+                f"k={max(self.k)} must not exceed n={self.n}, the responses per problem; raise n or lower k"
+            )
         return self
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All k, rising."""
+        """All values of k in ascending order."""
         powers = [2**power for power in range(self.n.bit_length())]
         return tuple(sorted({*(self.k if self.k is not None else (*powers, self.n))}))
 
@@ -68,8 +66,9 @@ class EvalConfig(Section):
     """An evaluation of one model on problems with known answers."""
 
     run_dir: Path
-    """Everything that is written goes here; an interrupted evaluation is continued."""
+    """Folder for everything that the evaluation writes. An evaluation that was interrupted there is continued."""
     seed: NonNegativeInt = 0
+    """Seed of sampling."""
     model: EvaluatedModelConfig
     data: BenchmarkConfig
     reward: RewardConfig = RewardConfig()
@@ -79,11 +78,11 @@ class EvalConfig(Section):
 
     @property
     def num_in_flight(self) -> int:
-        """Answers asked for at a time: what keeps the engines busy."""
+        """Number of responses that are requested at a time to keep the engines busy."""
         return 2 * self.rollout.num_engines * self.rollout.max_num_seqs
 
     def serving(self, model: Path, dtype: str) -> Config:
-        """The run that serves a Hugging Face folder without a trainer; its prompts are the problems."""
+        """Return the configuration of a run whose engines serve a Hugging Face folder, with the problems as prompts."""
         prompts = self.data.model_dump(include=set(PromptConfig.model_fields))
         sampling = self.evaluation.model_dump(include=set(SamplingConfig.model_fields))
         return Config(
@@ -93,7 +92,7 @@ class EvalConfig(Section):
             data=DataConfig(train=self.data.validation, **prompts),
             reward=self.reward,
             environment=self.environment,
-            # No trainer has GPUs: the engines' are the first.
+            # There is no trainer, so the engines start at the first GPU.
             rollout=RolloutConfig(n=1, colocate=True, **self.rollout.model_dump()),
             trainer=TrainerConfig(total_steps=0, train_batch_size=1, ppo_mini_batch_size=1),
             evaluation=EvaluationConfig(n=1, **sampling),

@@ -1,4 +1,4 @@
-"""Rules of Transformer Engine's layers and of FP8."""
+"""Rules of Transformer Engine layers and of FP8."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from megatron_bapo.config.schema import Config
 
 
 def transformer_engine_problems(config: Config) -> Iterator[str]:
-    """Every broken rule that needs no architecture, one line each."""
-    engine = config.model.transformer_impl == "transformer_engine"
-    if engine and config.model.dtype == "float32":
+    """Yield the broken rules that do not depend on the architecture, one line each."""
+    is_engine = config.model.transformer_impl == "transformer_engine"
+    if is_engine and config.model.dtype == "float32":
         yield (
-            "model.transformer_impl=transformer_engine with model.dtype=float32: its fused attention takes bfloat16; "
+            "model.transformer_impl=transformer_engine with model.dtype=float32: its fused attention needs bfloat16; "
             "set dtype=bfloat16, or transformer_impl=local"
         )
-    if not engine and config.parallel.cp_comm_type != "p2p":
+    if not is_engine and config.parallel.cp_comm_type != "p2p":
         yield (
             f"parallel.cp_comm_type={config.parallel.cp_comm_type} with model.transformer_impl=local, which always "
-            "gathers keys and values; leave it out, or set transformer_impl=transformer_engine"
+            "all-gathers keys and values; remove it, or set transformer_impl=transformer_engine"
         )
     if config.fp8 is not None:
         yield from _fp8_problems(config)
@@ -30,66 +30,67 @@ def _fp8_problems(config: Config) -> Iterator[str]:
     assert fp8 is not None
     if config.model.transformer_impl != "transformer_engine":
         yield (
-            f"fp8.recipe={fp8.recipe} with model.transformer_impl={config.model.transformer_impl}: FP8 products are "
-            "Transformer Engine's; set transformer_impl=transformer_engine, or leave the section fp8 out"
+            f"fp8.recipe={fp8.recipe} with model.transformer_impl={config.model.transformer_impl}: only Transformer "
+            "Engine computes in FP8; set transformer_impl=transformer_engine, or remove the section fp8"
         )
     if config.model.dtype != "bfloat16":
         yield (
-            f"fp8.recipe={fp8.recipe} with model.dtype={config.model.dtype}: what is not in FP8 is in bfloat16; set "
-            "model.dtype=bfloat16"
+            f"fp8.recipe={fp8.recipe} with model.dtype={config.model.dtype}: everything outside FP8 must be in "
+            "bfloat16; set model.dtype=bfloat16"
         )
     if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
         yield (
-            "fp8.first_last_layers_bf16=true with fp8.recipe=delayed: its scales are reduced once for all layers "
+            "fp8.first_last_layers_bf16=true with fp8.recipe=delayed, whose scales are reduced once for all layers "
             "together; set recipe=tensorwise or blockwise, or first_last_layers_bf16=false"
         )
-    if fp8.remembers_passes and config.algorithm.clip_bounds.method == "speculate":
+    if fp8.uses_delayed_scaling and config.algorithm.clip_bounds.method == "speculate":
         yield (
-            f"algorithm.clip_bounds.method=speculate with fp8.recipe={fp8.recipe}, whose scales follow from past "
-            "training passes: one that is repeated by other bounds would not be that of method=score; set method="
-            "score, or recipe=tensorwise or blockwise"
+            f"algorithm.clip_bounds.method=speculate with fp8.recipe={fp8.recipe}: its scales depend on past training "
+            "passes, so a pass that is repeated with other bounds would differ from that of method=score; set "
+            "method=score, or recipe=tensorwise or blockwise"
         )
     if config.optimizer.cpu_offload and fp8.recipe != "delayed":
         yield (
-            f"optimizer.cpu_offload=true with fp8.recipe={fp8.recipe}: Megatron's offloading optimizer takes "
-            "recipe=delayed alone; set fp8.recipe=delayed, or cpu_offload=false"
+            f"optimizer.cpu_offload=true with fp8.recipe={fp8.recipe}: Megatron's offloaded optimizer supports only "
+            "recipe=delayed; set fp8.recipe=delayed, or cpu_offload=false"
         )
     if fp8.param:
         yield from _parameter_problems(config)
 
 
 def _parameter_problems(config: Config) -> Iterator[str]:
-    """Of weights that are kept in FP8, which have no bfloat16 storage of their own."""
+    """Yield the broken rules of weights that are kept in FP8, which have no bfloat16 storage."""
     fp8 = config.fp8
     assert fp8 is not None
     if not config.parallel.use_distributed_optimizer:
         yield (
-            "fp8.param=true with parallel.use_distributed_optimizer=false: the fp32 values are the distributed "
-            "optimizer's; set use_distributed_optimizer=true, or param=false"
+            "fp8.param=true with parallel.use_distributed_optimizer=false: only the distributed optimizer keeps their "
+            "fp32 values; set use_distributed_optimizer=true, or param=false"
         )
     if fp8.recipe == "mxfp8":
         yield (
-            "fp8.param=true with fp8.recipe=mxfp8: its weights have two quantised copies, which Megatron gathers "
-            "through the gradients' buffer; set param=false"
+            "fp8.param=true with fp8.recipe=mxfp8 is not supported: its weights have two quantized copies, which "
+            "Megatron gathers through the gradient buffer; set param=false"
         )
     if config.optimizer.cpu_offload:
         yield (
-            "fp8.param=true with optimizer.cpu_offload=true: the host's fp32 values are copied to bfloat16 weights; "
-            "set one of the two to false"
+            "fp8.param=true with optimizer.cpu_offload=true: the offloaded optimizer copies its fp32 values to "
+            "bfloat16 weights; set one of the two to false"
         )
     if config.trainer.offload:
         yield (
-            "fp8.param=true with trainer.offload=true: only plain storages are offloaded; set one of the two to false"
+            "fp8.param=true with trainer.offload=true: only unquantized tensors can be offloaded; set one of the two "
+            "to false"
         )
     if config.weight_sync.transport == "cuda_ipc":
         yield (
-            "fp8.param=true with weight_sync.transport=cuda_ipc: engines read bfloat16 parameters where they are, and "
-            "there are none; set transport=store or nccl, or param=false"
+            "fp8.param=true with weight_sync.transport=cuda_ipc: engines would read bfloat16 parameters, which the "
+            "trainer then does not have; set transport=store or nccl, or param=false"
         )
 
 
 def transformer_engine_shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
-    """`where` says where the reader finds the model's numbers."""
+    """Yield the broken rules that depend on the architecture; `where` names its source in messages."""
     parallel = config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     if parallel.cp_comm_type == "a2a" and cp > 1:
@@ -128,11 +129,12 @@ def _fp8_shape_problems(config: Config, architecture: Architecture, where: str) 
                 f"fp8.recipe={fp8.recipe}{' with fp8.param=true' * fp8.param}: {name}={width}{split} ({where}) must be "
                 f"a multiple of {fp8.weight_multiple}; "
                 + ("set param=false, lower the tensor parallelism" if fp8.param else "lower the tensor parallelism")
-                + ", or leave the section fp8 out"
+                + ", or remove the section fp8"
             )
     per_stage = arch.num_hidden_layers // parallel.pipeline_model_parallel_size
     for side, number in zip(("start", "end"), fp8.num_bf16_layers, strict=True):
         if number > per_stage:
             yield (
-                f"fp8.num_layers_at_{side}_in_bf16={number} must not exceed the {per_stage} layers of a stage; lower it"
+                f"fp8.num_layers_at_{side}_in_bf16={number} must not exceed the {per_stage} layers of a pipeline "
+                "stage; lower it"
             )

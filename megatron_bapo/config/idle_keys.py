@@ -1,28 +1,31 @@
-"""Keys that are given and have no effect, because of another key."""
+"""Warnings about keys that are set but have no effect because of another key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from megatron_bapo.config.schema import Config, PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
 
 
 class _Condition(NamedTuple):
+    """A condition under which keys have an effect."""
+
     keys: tuple[str, ...]
-    """Or sections, with everything in them."""
+    """Keys, or sections with all their keys."""
     holds: Callable[[Config], bool]
-    named: str
-    """In the warning: what makes the keys count."""
+    requirement: str
+    """The condition as the warning names it."""
 
 
-def _of_prompts(name: str) -> Iterator[_Condition]:
+def _prompt_source_conditions(name: str) -> Iterator[_Condition]:
     def source(config: Config) -> PromptSourceConfig | None:
         return getattr(config.data, name)
 
-    of_files = tuple(f"data.{name}.{key}" for key in ("prompt_key", "label_key", "on_bad_line"))
-    yield _Condition(of_files, lambda c: (s := source(c)) is None or s.path is not None, f"data.{name}.path")
+    file_keys = tuple(f"data.{name}.{key}" for key in ("prompt_key", "label_key", "on_bad_line"))
+    yield _Condition(file_keys, lambda c: (s := source(c)) is None or s.path is not None, f"data.{name}.path")
     yield _Condition(
         (f"data.{name}.seed",),
         lambda c: (s := source(c)) is None or s.reasoning_gym is not None,
@@ -30,7 +33,7 @@ def _of_prompts(name: str) -> Iterator[_Condition]:
     )
 
 
-_TABLE = (
+_CONDITIONS = (
     _Condition(("algorithm.clip_bounds",), lambda c: c.algorithm.objective == "bapo", "algorithm.objective=bapo"),
     _Condition(
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
@@ -75,7 +78,12 @@ _TABLE = (
     ),
     _Condition(
         ("rollout.max_staleness",),
-        lambda c: c.rollout.max_staleness <= 1 or c.rollout.may_age,
+        lambda c: c.rollout.max_staleness <= 1 or c.rollout.may_be_stale,
+        "rollout.mode=async, or partial_rollout.over_sampling or max_reuse above 1",
+    ),
+    _Condition(
+        ("rollout.on_stale",),
+        lambda c: c.rollout.may_be_stale,
         "rollout.mode=async, or partial_rollout.over_sampling or max_reuse above 1",
     ),
     _Condition(
@@ -111,31 +119,33 @@ _TABLE = (
     _Condition(
         ("logging.profile_steps",),
         lambda c: max(c.logging.profile_steps, default=0) <= c.trainer.total_steps,
-        "trainer.total_steps as high as its last",
+        "trainer.total_steps at least as high as its last step",
     ),
     _Condition(
         ("logging.memory_snapshot_step",),
         lambda c: (c.logging.memory_snapshot_step or 0) <= c.trainer.total_steps,
-        "trainer.total_steps as high",
+        "trainer.total_steps at least as high",
     ),
     _Condition(("logging.profile_ranks",), lambda c: bool(c.logging.profile_steps), "logging.profile_steps"),
-    *_of_prompts("train"),
-    *_of_prompts("validation"),
+    *_prompt_source_conditions("train"),
+    *_prompt_source_conditions("validation"),
 )
 
 
 def idle_key_warnings(config: Config) -> Iterator[str]:
-    """One line for each condition that does not hold, with the keys that have other values than their defaults."""
+    """Yield one line for each condition that does not hold, with its keys that are set to other than default values."""
     given = dict(_given("", config))
-    for keys, holds, named in _TABLE:
+    for keys, holds, requirement in _CONDITIONS:
         if not holds(config):
             idle = {key: value for key, value in given.items() if f"{key}.".startswith(tuple(f"{k}." for k in keys))}
             if idle:
                 listed = ", ".join(f"{key}={_shown(value)}" for key, value in idle.items())
-                yield f"{listed}: no effect without {named}; set that, or leave it out"
+                verb, pronoun = ("has", "it") if len(idle) == 1 else ("have", "them")
+                yield f"{listed} {verb} no effect without {requirement}; set that, or remove {pronoun}"
 
 
 def _given(prefix: str, section: Section) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys, with their values, that are set to other than default values."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if name not in section.model_fields_set:

@@ -1,16 +1,18 @@
-"""Configuration files: YAML with `extends`, dotted overrides, and every problem named at once.
+"""Loading of configuration files: YAML with `extends`, dotted overrides, and messages that list every problem.
 
-A file may extend another one, named relative to itself. Sections merge key by key and the child wins, a mapping that is
-a key's value included; a null removes a key that the parent has, so that its default comes back. Overrides
-`section.key=value` merge last, by the same rules, but reach into such mappings, too, and their null brings the default
-back wherever the key stands. Their values are YAML. Paths inside a configuration are relative to the current working
-directory, not to the file.
+A file may extend another one, whose name is relative to the file's own folder. Sections merge key by key, and the
+extending file takes precedence. A mapping that is a key's value is replaced as a whole. A null removes the key of the
+extended file, which restores its default. Overrides `section.key=value`, whose values are YAML, merge last by the same
+rules, with two differences: they can set single keys of a mapping, and their null restores the default of any key.
+Paths inside a configuration are relative to the current working directory, not to the file.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -19,9 +21,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_bapo.config.schema import Config, Section
+from megatron_bapo.config.yaml_text import parse_yaml
 from megatron_bapo.errors import UserError
 
 EXTENDS = "extends"
+TO_SET = "???"
+"""What `translate` writes for a value that is still to be set."""
 
 _RULES = {
     "missing": "is required",
@@ -36,16 +41,19 @@ _RULES = {
     "tuple": "must be a list, such as [a, b]",
     "invalid": "has a key that is not text; put the key in quotes",
 }
-"""By the first word of pydantic's error type."""
+"""Rule of each kind of pydantic error, by the first word of the error's type."""
+
+RENAMED = {"rollout.on_refresh": "rollout.on_weight_update"}
+"""New names of renamed keys; the old names keep working for one release."""
 
 _COUNTED_OTHERWISE = ("train_batch_size", "ppo_mini_batch_size")
 """Keys of verl, where they count prompts."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file and the files it extends, with overrides such as `optimizer.lr=2e-6`.
+    """Load a run's configuration from a YAML file and the files that it extends, with overrides (`optimizer.lr=2e-6`).
 
-    Raises UserError for a file that cannot be read or parsed, and one that lists every unknown key and wrong value.
+    Raises UserError for a file that cannot be read or parsed, or with a list of every unknown key and invalid value.
     """
     return load_section(Config, path, overrides)
 
@@ -54,57 +62,35 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_section(section: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
-    """The same for a file that is another section."""
+    """Load a file that is a `section`, as `load_config` does."""
     document = _read(Path(path), section, ())
     for override in overrides:
-        document = _overridden(document, *_parse_override(override), section)
+        parts, value = _parse_override(override)
+        if (new := RENAMED.get(".".join(parts))) is not None:
+            _warn_renamed(".".join(parts), new, f"override {override!r}")
+            parts = new.split(".")
+        document = _overridden(document, parts, value, section)
     try:
         return section.model_validate(document)
     except ValidationError as error:
-        problems = [f"  {_problem(details, section)}" for details in error.errors(include_url=False)]
+        if section is Config:
+            _refuse_foreign_file(path, document)
+        problems = [f"  {problem}" for problem in problems_of(error, section, document)]
     source = " ".join([str(path), *(f"with {override}" for override in overrides)])
     plural = "s" if len(problems) > 1 else ""
     raise UserError("\n".join([f"{source}: {len(problems)} problem{plural}", *problems]))
 
 
 def dump_config(config: Section) -> str:
-    """YAML of every value, defaults included; it loads back equal. Relative paths stay relative."""
+    """Return all values, including defaults, as YAML that loads back equal. Relative paths stay relative."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """The safe loader, which keeps the last of two equal keys, made to refuse them."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Here and not in construct_mapping: by then `<<` has merged keys in that may be overridden.
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {name!r} stands here for the second time; keep one", problem_mark=key.start_mark
-                )
-            seen.add(name)
-        return node
-
-
-def _parse(text: str, where: str) -> Any:
-    """The YAML value of a text; nothing but plain data can come out of it."""
-    try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{where}{line}: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where}: not YAML: {error}") from None
-
-
 def _read(path: Path, section: type[Section], children: tuple[Path, ...]) -> dict[str, Any]:
-    """The mapping in `path`, merged over the one it extends; `children` are the files that led here."""
+    """Return the mapping in `path`, merged over the one it extends; `children` are the files that extend it."""
     chain = (*children, path)
     if path.resolve() in [child.resolve() for child in children]:
-        raise UserError(f"{EXTENDS} goes in a circle: {' -> '.join(map(str, chain))}; remove one of these links")
+        raise UserError(f"{EXTENDS} is circular: {' -> '.join(map(str, chain))}; remove {EXTENDS} from one of them")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,11 +101,13 @@ def _read(path: Path, section: type[Section], children: tuple[Path, ...]) -> dic
         ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
-    document = _parse(text, str(path))
+    document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
         raise UserError(
-            f"{path} holds {_shown(document)}; a config is a mapping of sections, such as trainer: {{total_steps: 100}}"
+            f"{path} contains {_shown(document)}; it must be a mapping of sections, such as trainer: {{total_steps: "
+            "100}"
         )
+    _rename(document, str(path))
     if EXTENDS not in document:
         return document
     parent = document.pop(EXTENDS)
@@ -128,8 +116,27 @@ def _read(path: Path, section: type[Section], children: tuple[Path, ...]) -> dic
     return _merge(_read(path.parent / parent, section, chain), document, section)
 
 
+def _rename(document: dict[str, Any], where: str) -> None:
+    """Move the values of renamed keys to their new names, in place, with a warning."""
+    for old, new in RENAMED.items():
+        section, old_name = old.split(".")
+        new_name = new.rpartition(".")[2]
+        values = document.get(section)
+        if not isinstance(values, dict) or old_name not in values:
+            continue
+        if new_name in values:
+            raise UserError(f"{where} has both {old} and {new}, which is its new name; keep {new}")
+        _warn_renamed(old, new, where)
+        values[new_name] = values.pop(old_name)
+
+
+def _warn_renamed(old: str, new: str, where: str) -> None:
+    message = f"{where}: {old} is now {new}; the old name will be removed in the next release"
+    warnings.warn(message, FutureWarning, stacklevel=2)
+
+
 def _merge(parent: Mapping[str, Any], child: Mapping[str, Any], section: type[Section]) -> dict[str, Any]:
-    """The child's values over the parent's, both of a `section`; neither is changed."""
+    """Return the child's values merged over the parent's, both of a `section`; neither is changed."""
     merged = dict(parent)
     for key, value in child.items():
         subsection = _subsection(section, key)
@@ -145,12 +152,15 @@ def _merge(parent: Mapping[str, Any], child: Mapping[str, Any], section: type[Se
 def _overridden(
     document: Mapping[str, Any], parts: Sequence[str], value: Any, section: type[Section] | None
 ) -> dict[str, Any]:
-    """With the value at the dotted key; `section` is that of the document, None within a mapping that is a value."""
-    (key, *below), merged = parts, dict(document)
+    """Return the document with the value at a dotted key.
+
+    `section` is that of the document, None within a mapping that is a value.
+    """
+    (key, *rest), merged = parts, dict(document)
     subsection = None if section is None else _subsection(section, key)
     old = merged.get(key)
-    if below:
-        inner = _overridden(old if isinstance(old, dict) else {}, below, value, subsection)
+    if rest:
+        inner = _overridden(old if isinstance(old, dict) else {}, rest, value, subsection)
         if inner or key in merged:
             merged[key] = inner
     elif value is None and (section is None or key in section.model_fields or key in merged):
@@ -169,30 +179,79 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
     parts = key.split(".")
     if not (equals and text and all(parts)):
         raise UserError(
-            f"override {override!r} must be KEY=VALUE with a dotted key, such as optimizer.lr=2e-6 "
-            "(KEY=null brings the default back, KEY='\"\"' is the empty text)"
+            f"override {override!r} must be KEY=VALUE with a dotted key, such as optimizer.lr=2e-6 (KEY=null restores "
+            "the default, KEY='\"\"' is the empty text)"
         )
-    return parts, _parse(text, f"override {override!r}")
+    return parts, parse_yaml(text, f"override {override!r}")
 
 
-def _problem(error: ErrorDetails, root: type[Section]) -> str:
-    """One line: dotted key, value, rule, way out."""
-    location = tuple(map(str, error["loc"]))
-    key, kind, value = ".".join(location), error["type"], error["input"]
-    if kind == "extra_forbidden":
-        return f"{key}={_shown(value)}: unknown key; {_nearest(location, root)}"
+def _refuse_foreign_file(path: str | Path, document: Mapping[str, Any]) -> None:
+    """Raise UserError for a whole configuration of verl or NeMo-RL."""
+    from megatron_bapo.config.foreign_keys import project_of, projects
+
+    project = project_of(document)
+    if project is not None and "run_dir" not in document:
+        title = projects()[project].title
+        raise UserError(f"{path} is a configuration of {title}; `megatron-bapo translate {path}` prints it in our keys")
+
+
+def problems_of(error: ValidationError, root: type[Section], document: Mapping[str, Any]) -> list[str]:
+    """Return one line each, with dotted key, value, rule and way out."""
+    problems: list[str] = []
+    for details in error.errors(include_url=False):
+        location = tuple(map(str, details["loc"]))
+        if details["type"] == "extra_forbidden":
+            problems += _unknown_key(location, details["input"], root, document)
+        else:
+            problems.append(_broken_rule(".".join(location), details))
+    return problems
+
+
+def _broken_rule(key: str, error: ErrorDetails) -> str:
+    kind, value = error["type"], error["input"]
     if kind == "missing":
-        return f"{key}: {_RULES['missing']}; give it a value"
+        return f"{key}: {_RULES['missing']}; set it"
+    if value == TO_SET:
+        return f"{key}={TO_SET}: is still to be set; `translate` writes {TO_SET} for a value that it cannot know"
     if kind == "value_error":
         rule = str(error.get("ctx", {}).get("error", error["msg"]))
     elif kind == "literal_error":
-        rule = f"must be {error.get('ctx', {}).get('expected')}"
+        # Imported here: it is slow, and a key is seldom wrong.
+        from megatron_bapo.config.foreign_hints import value_hint
+
+        hint = value_hint(key, value)
+        rule = f"must be {error.get('ctx', {}).get('expected')}" + (f"; {hint}" if hint else "")
     else:
         rule = _RULES.get(kind.split("_")[0]) or error["msg"].replace("Input should be", "must be")
-    return f"{key}={_shown(value)}: {rule}" + ("; remove the key for its default" if value is None else "")
+    return f"{key}={_shown(value)}: {rule}" + ("; remove the key to use its default" if value is None else "")
 
 
-def _nearest(location: tuple[str, ...], root: type[Section]) -> str:
+def _unknown_key(
+    location: tuple[str, ...], value: Any, root: type[Section], document: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield what to write instead: our key for another project's, else the nearest name."""
+    from megatron_bapo.config.foreign_hints import key_hints
+
+    key, keys = ".".join(location), list(dotted_keys(root))
+    in_section, known = ".".join(location[:-1]) in ("", *keys), partial(value_in, root, document)
+    hints = {} if key in keys else key_hints(key, value, keys, in_section=in_section, known=known)
+    for theirs, (given, hint) in (hints or {key: (value, _nearest(location, value, root))}).items():
+        yield f"{theirs}={_shown(given)}: unknown key; {hint}"
+
+
+def value_in(section: type[Section], document: Any, key: str) -> Any:
+    """Return the value of a dotted key in a section's document, else its default; None if it has neither."""
+    (name, _, below), given = key.partition("."), document if isinstance(document, dict) else {}
+    subsection = _subsection(section, name)
+    if below and subsection is not None:
+        return value_in(subsection, given.get(name), below)
+    if name in given or name not in section.model_fields:
+        return given.get(name)
+    field = section.model_fields[name]
+    return None if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _nearest(location: tuple[str, ...], value: Any, root: type[Section]) -> str:
     """Where an unknown key may have been meant to stand: in its own section, else in any other."""
     *parents, name = location
     if "." in name:
@@ -203,26 +262,28 @@ def _nearest(location: tuple[str, ...], root: type[Section]) -> str:
     here = difflib.get_close_matches(name, section.model_fields, n=1)
     if here:
         return f"did you mean {'.'.join([*parents, *here])}?"
-    known = list(_dotted_keys(root))
+    known = list(dotted_keys(root))
     last_parts = {key.rpartition(".")[2] for key in known}
     near = name if name in last_parts else "".join(difflib.get_close_matches(name, last_parts, n=1, cutoff=0.8))
     elsewhere = [key for key in known if key.rpartition(".")[2] == near]
+    if len(elsewhere) == 1 and near == name not in _COUNTED_OTHERWISE and not isinstance(value, dict):
+        return f"did you mean {elsewhere[0]}={_shown(value)}?"
     if elsewhere:
         counted = " It counts trajectories, rollout.n for each of the prompts that verl counts"
         return f"did you mean {' or '.join(elsewhere)}?" + (counted if name in _COUNTED_OTHERWISE else "")
     return f"known here: {', '.join(section.model_fields)}"
 
 
-def _dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+def dotted_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     for name in section.model_fields:
         yield prefix + name
         subsection = _subsection(section, name)
         if subsection is not None:
-            yield from _dotted_keys(subsection, f"{prefix}{name}.")
+            yield from dotted_keys(subsection, f"{prefix}{name}.")
 
 
 def _subsection(section: type[Section], name: str) -> type[Section] | None:
-    """The section that a field holds (an optional one included), or None for a plain value and where none is."""
+    """Return the section that a field holds, also an optional one; None for a plain value or an unknown field."""
     if name not in section.model_fields:
         return None
     annotation = section.model_fields[name].annotation
@@ -231,6 +292,6 @@ def _subsection(section: type[Section], name: str) -> type[Section] | None:
 
 
 def _shown(value: Any) -> str:
-    """A value as YAML on one line, shortened."""
+    """Return a value as YAML on one line, shortened to 80 characters."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
     return text if len(text) <= 80 else f"{text[:77]}..."

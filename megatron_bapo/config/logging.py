@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, and when it warns."""
+"""The section `logging`: what a run writes beside its checkpoints, and when it warns."""
 
 from __future__ import annotations
 
@@ -10,53 +10,63 @@ from megatron_bapo.config.section import NonNegativeInt, Section
 
 
 class MismatchAlarmsConfig(Section):
-    """How far the engines' log-probs may be from the trainer's under the same weights before the run warns.
+    """Thresholds of the difference between trainer and engine log-probs above which the run warns.
 
-    In NeMo-RL's names, measured at updates on tokens that the current weights sampled."""
+    The difference is measured at updates on tokens that the current weights sampled. The keys have NeMo-RL's names."""
 
     token_mult_prob_error: Annotated[float, Field(ge=1.0)] = 1.05
-    """Mean of exp |trainer's log-prob - engine's|."""
+    """Threshold for the mean of exp |trainer log-prob - engine log-prob|."""
     gen_kl_error: PositiveFloat = 1e-3
-    """k3 estimate of the KL divergence in nats per token."""
+    """Threshold for the k3 estimate of the KL divergence, in nats per token."""
     sampling_importance_ratio: PositiveFloat = 0.05
-    """How far the mean of trainer's / engine's probability may be from 1."""
+    """Threshold for the distance from 1 of the mean ratio of trainer to engine probability."""
 
 
 class WandbConfig(Section):
-    """Send metrics to Weights & Biases as well, with the package wandb.
+    """Metrics to Weights & Biases, in addition to the run directory; needs the package wandb.
 
-    It takes the key from WANDB_API_KEY or its own login, on the machine of trainer rank 0. A resumed run continues its
+    The API key comes from WANDB_API_KEY or wandb's login on the machine of trainer rank 0. A resumed run continues its
     wandb run.
     """
 
     project: Annotated[str, Field(min_length=1)]
+    """Name of the wandb project."""
     entity: str | None = None
-    """User or team; by default wandb's own choice."""
+    """wandb user or team; null: wandb's default."""
     name: str | None = None
-    """By default the name of run_dir."""
+    """Name of the wandb run; null: the name of the run directory."""
     group: str | None = None
+    """wandb group of the run; null: none."""
     tags: tuple[str, ...] = ()
-    mode: Literal["online", "offline"] = "online"
-    """`offline` writes to wandb/ in the run directory, for `wandb sync` later."""
+    """wandb tags of the run."""
+    mode: Literal["online", "offline"] | None = None
+    """`online` uploads metrics during the run; `offline` writes them to wandb/ in the run directory for a later
+    `wandb sync`; null: the environment variable WANDB_MODE, else `online`."""
 
 
 class LoggingConfig(Section):
+    """Metrics, samples and profiles that a run writes to its run directory."""
+
     tensorboard: bool = True
+    """Write metrics for TensorBoard to tensorboard/."""
     wandb: WandbConfig | None = None
     memory_snapshot_step: PositiveInt | None = None
-    """Record this step's GPU allocations, with their stacks, to memory/rank-*.pickle for pytorch.org/memory_viz. Steps
-    are slower while torch records."""
+    """Step in which the GPU allocations are recorded with their stacks, to `memory/rank-*.pickle` for
+    pytorch.org/memory_viz; null: none. Recording slows the step down."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Record what CPU and GPU do in these steps, to profile/step-*-rank-*.json.gz, Chrome traces for ui.perfetto.dev.
-    Steps are slower while torch records."""
+    """Steps that the PyTorch profiler records, to `profile/step-*-rank-*.json.gz`, Chrome traces for ui.perfetto.dev.
+    Recording slows the steps down."""
     profile_ranks: tuple[NonNegativeInt, ...] = (0,)
-    """Trainer ranks that do."""
+    """Trainer ranks on which `profile_steps` are recorded."""
     num_sample_answers: NonNegativeInt = 8
-    """Answers kept per step for the report."""
+    """Number of responses per step that are kept in samples.jsonl for the report."""
     entropy_clip_rule: bool = False
-    """Compare the Entropy-Clip Rule's prediction with each update's change of entropy; costs a forward pass."""
+    """Compare the change of entropy in each update with the prediction of the Entropy-Clip Rule (arXiv 2510.18927);
+    costs an additional forward pass."""
     num_reservoir_tokens: NonNegativeInt = 64
-    """Tokens sampled at each update, with log-ratio, probability, entropy and sign of the advantage, for tokens/."""
+    """Number of tokens per update that are sampled to tokens/ with log-ratio, probability, entropy and sign of the
+    advantage."""
     mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
     dump_rollouts: bool = False
-    """Write every trained trajectory to rollouts/, a Parquet file a step, from which `train --rollouts-from` trains."""
+    """Write every trained trajectory to rollouts/, one Parquet file per step, which `train --rollouts-from` can
+    read."""

@@ -1,7 +1,8 @@
-"""Rules about the model that a configuration names: what its folder holds, and whether the layout can split it."""
+"""Rules of the model: the contents of its folder, and whether the parallel layout can split it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from megatron_bapo.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LOCAL_FOLDERS = ("models", "model", "checkpoints", "data", "runs")
+"""Common names of folders, which are taken for paths and not for owners of models on the Hugging Face Hub."""
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Every broken rule, one line each."""
+    """Yield the broken rules, one line each."""
     if config.model.create is not None:
         yield from shape_problems(config, created_architecture(config.model.create), "model.create")
         return
@@ -24,7 +28,7 @@ def model_problems(config: Config) -> Iterator[str]:
     if not folder.is_dir():
         yield (
             f"model.path={folder} must be an existing folder of a Hugging Face checkpoint, with {CHECKPOINT_CONTENTS}; "
-            f"relative paths start at {Path.cwd()}"
+            f"relative paths start at {Path.cwd()}{download_hint(folder)}"
         )
         return
     yield from _folder_problems(folder)
@@ -38,8 +42,19 @@ def model_problems(config: Config) -> Iterator[str]:
     yield from shape_problems(config, architecture, str(folder / "config.json"))
 
 
+def download_hint(path: Path) -> str:
+    """Return how to download the model if a missing `path` reads like a model id of the Hugging Face Hub, else ""."""
+    if not _HUB_ID.fullmatch(str(path)) or path.parts[0] in _LOCAL_FOLDERS or Path(path.parts[0]).is_dir():
+        return ""
+    local = Path("models", path.name)
+    return (
+        f". If {path} is a model on the Hugging Face Hub, download it with `hf download {path} --local-dir {local}` "
+        f"and set model.path={local}"
+    )
+
+
 def created_architecture(settings: CreateModelConfig) -> Architecture:
-    """Of the checkpoint that is still to be made."""
+    """Return the architecture of the checkpoint that `model.create` describes."""
     shape = settings.model_dump(exclude={"initializer_range"})
     return Architecture(family=FAMILIES["qwen3"], rms_norm_eps=1e-6, rope_theta=10000.0, **shape)
 
@@ -47,10 +62,10 @@ def created_architecture(settings: CreateModelConfig) -> Architecture:
 def _folder_problems(folder: Path) -> Iterator[str]:
     index = folder / WEIGHTS_INDEX
     if not (folder / "config.json").is_file():
-        yield f"model.path={folder} has no config.json; the folder must hold {CHECKPOINT_CONTENTS}"
+        yield f"model.path={folder} has no config.json; the folder must contain {CHECKPOINT_CONTENTS}"
     if not any(folder.glob("*.safetensors")):
         yield (
-            f"model.path={folder} has no *.safetensors; other weight formats are not read: convert them "
+            f"model.path={folder} has no *.safetensors, the only supported format of weights; convert them "
             "(tools/convert_gguf.py, or save_pretrained of transformers)"
         )
     elif index.is_file():
@@ -65,16 +80,16 @@ def _index_problems(folder: Path, index: Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
-    if absent:
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
         yield (
-            f"model.path={folder} lacks {len(absent)} of the {len(shards)} files that {index.name} lists, first "
-            f"{absent[0]}; complete the download"
+            f"model.path={folder} lacks {len(missing)} of the {len(shards)} files that {index.name} lists, such as "
+            f"{missing[0]}; complete the download"
         )
 
 
 def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
-    """`where` says where the reader finds the model's numbers."""
+    """Yield the broken rules that depend on the architecture; `where` names its source in messages."""
     parallel = config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     yield from split_problems(architecture, where, "parallel.tensor_model_parallel_size", tp)
@@ -84,7 +99,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
         virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
         yield (
             f"{where}: num_hidden_layers={architecture.num_hidden_layers} must be a multiple of "
-            f"parallel.pipeline_model_parallel_size={pp}{virtual}, which splits them; choose one that divides it"
+            f"parallel.pipeline_model_parallel_size={pp}{virtual}, which splits them; choose a size that divides it"
         )
     yield from _expert_problems(config, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
@@ -92,7 +107,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     if heads % architecture.num_key_value_heads:
         yield (
             f"{where}: num_attention_heads={heads} must be a multiple of num_key_value_heads="
-            f"{architecture.num_key_value_heads}, whose heads they share; change one of them"
+            f"{architecture.num_key_value_heads}, which they share; change one of them"
         )
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     if prompt + response > architecture.context_length:
@@ -103,19 +118,22 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
 
 
 def split_problems(architecture: Architecture, where: str, key: str, size: int) -> Iterator[str]:
-    """Of tensor parallelism `size`, which `key` sets: Megatron's and vLLM's layers split in the same way."""
+    """Yield the rules that a tensor parallel size breaks; `key` is its configuration key.
+
+    Megatron's and vLLM's layers are split in the same way.
+    """
     for name in ("num_attention_heads", *(("intermediate_size",) * architecture.has_dense_layers)):
         value = getattr(architecture, name)
         if value % size:
             yield (
-                f"{where}: {name}={value} must be a multiple of {key}={size}, which splits it; choose one that divides "
-                f"{value}"
+                f"{where}: {name}={value} must be a multiple of {key}={size}, which splits it; choose a size that "
+                f"divides {value}"
             )
     key_value_heads = architecture.num_key_value_heads
     if key_value_heads % size and size % key_value_heads:
         yield (
             f"{where}: num_key_value_heads={key_value_heads} must be a multiple or a divisor of {key}={size}, whose "
-            "ranks share the heads; choose another"
+            "ranks share the heads; choose another size"
         )
 
 
@@ -131,7 +149,7 @@ def _expert_problems(config: Config, architecture: Architecture, where: str) -> 
     if not architecture.moe_layers:
         if ep > 1:
             yield (
-                f"parallel.expert_model_parallel_size={ep} splits a layer's experts, and the model has none ({where}); "
+                f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "
                 "set it to 1"
             )
         return
@@ -139,21 +157,21 @@ def _expert_problems(config: Config, architecture: Architecture, where: str) -> 
     if ep == 1 and etp != tp:
         yield (
             f"parallel.expert_tensor_parallel_size={etp} with parallel.tensor_model_parallel_size={tp} and "
-            "expert_model_parallel_size=1: Megatron sums experts' gradients over their own ranks only when "
-            "expert_model_parallel_size exceeds 1; raise that, or leave expert_tensor_parallel_size out"
+            "expert_model_parallel_size=1: Megatron reduces the gradients of experts over their own ranks only when "
+            "expert_model_parallel_size exceeds 1; raise it, or remove expert_tensor_parallel_size"
         )
     if architecture.num_experts % ep:
         yield (
             f"{where}: num_experts={architecture.num_experts} must be a multiple of "
-            f"parallel.expert_model_parallel_size={ep}, which splits them; choose one that divides it"
+            f"parallel.expert_model_parallel_size={ep}, which splits them; choose a size that divides it"
         )
     if architecture.moe_intermediate_size % etp:
         yield (
             f"{where}: moe_intermediate_size={architecture.moe_intermediate_size} must be a multiple of "
-            f"parallel.expert_tensor_parallel_size={etp}, which splits it; choose one that divides it"
+            f"parallel.expert_tensor_parallel_size={etp}, which splits it; choose a size that divides it"
         )
     if tp > 1 and not parallel.sequence_parallel:
         yield (
-            f"parallel.tensor_model_parallel_size={tp} with experts ({where}) needs parallel.sequence_parallel=true: "
-            "Megatron trains experts on tokens that are split over the tensor-parallel ranks; switch it on"
+            f"parallel.tensor_model_parallel_size={tp} with experts ({where}) needs parallel.sequence_parallel=true, "
+            "because Megatron trains experts on tokens that are split over the tensor-parallel ranks; set it"
         )

@@ -1,4 +1,4 @@
-"""The sections `reward` and `environment`: functions that run in worker processes, ours or the user's."""
+"""The sections `reward` and `environment`: built-in or user-defined functions that run in worker processes."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from megatron_bapo.config.section import NonNegativeInt, Section
 
 MAX_RETRY_WAIT_S = 30.0
+"""Longest wait between two attempts at a remote reward, in seconds."""
 REMOTE_MARGIN_S = 60.0
-"""Beyond what all tries take, before the process that makes them counts as hanging."""
+"""Seconds beyond the time of all attempts after which the process that makes them counts as hanging."""
 
 
 class RemoteRewardConfig(Section):
-    """A server that scores answers over HTTP: one POST each, with `reward.timeout_s` for every try."""
+    """A server that scores responses over HTTP, with one POST request per response."""
 
     url: str
-    """http:// or https://. It gets {"prompt", "response", "turns", "finish_reason", "label", "data_source",
-    "metadata"} and answers with a number, or an object with one under `score` or `reward`."""
+    """URL of the server, http:// or https://. The request body has the keys {"prompt", "response", "turns",
+    "finish_reason", "label", "data_source", "metadata"}; the reply is a number, or an object with a number under
+    `score` or `reward`."""
     max_retries: NonNegativeInt = 3
-    """After a server that is out of reach, late, at fault (status 5xx, 408, 425, 429) or answers with broken JSON."""
+    """Number of retries after a connection error, a timeout (`reward.timeout_s` per attempt), status 5xx, 408, 425 or
+    429, or a reply that is not JSON."""
     retry_wait_s: PositiveFloat = 1.0
-    """Before the first retry; twice as long before each further one, up to 30 s."""
+    """Seconds before the first retry; the wait doubles with every further retry, up to 30 s."""
     authorization_env: str | None = None
-    """Name of the environment variable with the `Authorization` header, such as `Bearer ...`; it is written nowhere,
-    and an environment's processes do not get it."""
+    """Name of the environment variable that holds the `Authorization` header, such as `Bearer ...`. Its value is never
+    written to files, and the processes of `environment` do not receive it."""
 
     @field_validator("url")
     @classmethod
@@ -36,87 +39,108 @@ class RemoteRewardConfig(Section):
             raise ValueError(f"reward.remote.url is {url!r}; it must start with http:// or https:// and name a host")
         if "@" in parts.netloc or parts.query:
             raise ValueError(
-                "reward.remote.url holds a user or a query, which messages would show; give secrets by "
+                "reward.remote.url has a user or a query, which messages and logs would show; pass secrets with "
                 "reward.remote.authorization_env"
             )
         return url
 
     def limit_s(self, timeout_s: float) -> float:
-        """In which all tries, with the waits between them, are made or something hangs."""
+        """Return the seconds after which all attempts, with the waits between them, must have ended."""
         waits = (min(self.retry_wait_s * 2**i, MAX_RETRY_WAIT_S) for i in range(self.max_retries))
         return (self.max_retries + 1) * timeout_s + sum(waits) + REMOTE_MARGIN_S
 
 
 class RewardConfig(Section):
-    """How an answer becomes a number."""
+    """Scoring of responses."""
 
     type: Literal["reasoning_gym", "math_verify", "function", "remote"] = "math_verify"
+    """Reward function: reasoning-gym's scorer of the task, math-verify's comparison with the ground truth, the user's
+    own function, or a server."""
     function: str | None = None
-    """`path.to.module:function` with the arguments (data_source, solution_str, ground_truth, extra_info), `def` or
-    `async def`; one that also has `prompt` or `turns` gets the chat messages of the prompt, or of the answer, and one
-    that has `finish_reason` gets `length` where `rollout.max_response_length` cut the answer off, else `stop`."""
+    """The user's function, `path.to.module:function`, with the arguments (data_source, solution_str, ground_truth,
+    extra_info), `def` or `async def`; required by `type=function`. It may also take `prompt` and `turns` (the chat
+    messages of the prompt and of the response) and `finish_reason` (`length` for a truncated response, else `stop`)."""
     remote: RemoteRewardConfig | None = None
     partial_credit: bool = True
-    """`false` counts only a full score: 1 for it, 0 for less. Some reasoning-gym scorers reward near misses."""
+    """Keep scores between 0 and 1, which some reasoning-gym scorers give to near misses. `false` gives 1 for a score of
+    1 or more, and 0 otherwise."""
     timeout_s: PositiveFloat = 10.0
-    """Per answer. An answer that takes longer is killed, scores `timeout_reward` and is counted. With `type=remote` per
-    try."""
+    """Timeout of one response in seconds (with `type=remote`, of one attempt). A call that exceeds it is killed and
+    counted, and the response gets `timeout_reward`."""
     timeout_reward: float = 0.0
+    """Reward of a response whose scoring timed out."""
     truncated_reward: float | None = None
-    """Of an answer that `rollout.max_response_length` cut off, which is then not scored; by default it is scored like
-    any other. `math_verify` takes the last number of such a text for its answer."""
+    """Reward of a response that `rollout.max_response_length` truncated; null: it is scored like any other, and
+    `math_verify` reads the last number in the text as the result."""
     num_workers: PositiveInt = 1
-    """Processes."""
+    """Number of worker processes."""
     concurrency: PositiveInt = 32
-    """Answers that one process scores at a time where the function is `async def`, as a remote reward is."""
+    """Number of responses that one process scores at a time if the function is `async def`, as with `type=remote`."""
+    worker_memory_gib: PositiveFloat | None = 4.0
+    """Limit of the private writable memory of a worker process, and of each process that it starts, in GiB (Linux's
+    RLIMIT_DATA). A function that exceeds it gets a MemoryError; null: no limit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.type == "function") != (self.function is not None):
-            raise ValueError("reward.function goes with reward.type=function, and only with it")
+            raise ValueError(
+                "reward.function is required by reward.type=function and allowed only there; set both or neither"
+            )
         if (self.type == "remote") != (self.remote is not None):
-            raise ValueError("reward.remote goes with reward.type=remote, and only with it")
+            raise ValueError(
+                "reward.remote is required by reward.type=remote and allowed only there; set both or neither"
+            )
         check_spec("reward.function", self.function)
         return self
 
     @property
     def secret_variables(self) -> tuple[str, ...]:
-        """Environment variables that no function but the reward may see."""
+        """Environment variables that only the reward function may read."""
         return (self.remote.authorization_env,) if self.remote and self.remote.authorization_env else ()
 
 
 class EnvironmentConfig(Section):
-    """What answers the policy between the turns of an answer, such as a tool.
+    """An environment, such as a tool, that replies to the policy between the turns of a response.
 
-    A turn ends with the end-of-sequence token. The environment's tokens are context: they are not trained on.
+    A turn ends with the end-of-sequence token. The tokens of replies are context: they are not trained on.
     """
 
     type: Literal["calculator", "function"] = "calculator"
-    """`calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn."""
+    """Environment: `calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn; `function` is the
+    user's own."""
     function: str | None = None
-    """`path.to.module:function` with the arguments (messages, data_source, ground_truth, extra_info), `def` or `async
-    def`: the reply to the last message, or None when the answer is finished."""
+    """The user's function, `path.to.module:function`, with the arguments (messages, data_source, ground_truth,
+    extra_info), `def` or `async def`; required by `type=function`. It returns the reply to the last message, or None to
+    end the response."""
     max_turns: Annotated[int, Field(ge=2)] = 4
-    """Of the policy in one answer; after the last one nothing is asked."""
+    """Maximum number of the policy's turns in one response; the environment is not called after the last one."""
     role: Literal["tool", "user"] = "tool"
-    """Of the replies, in the chat template."""
+    """Role of the replies in the chat template."""
     timeout_s: PositiveFloat = 10.0
-    """Per reply. A call that takes longer is killed, replies `timeout_reply` and is counted."""
+    """Timeout of one reply in seconds. A call that exceeds it is killed and counted, and the reply is
+    `timeout_reply`."""
     timeout_reply: Annotated[str, Field(min_length=1)] = "The time limit has passed."
+    """Reply after a timeout."""
     num_workers: PositiveInt = 1
-    """Processes."""
+    """Number of worker processes."""
     concurrency: PositiveInt = 32
-    """Calls that one process runs at a time where the function is `async def`."""
+    """Number of calls that one process runs at a time if the function is `async def`."""
+    worker_memory_gib: PositiveFloat | None = 4.0
+    """Limit of the private writable memory of a worker process, and of each process that it starts, in GiB (Linux's
+    RLIMIT_DATA). A function that exceeds it gets a MemoryError; null: no limit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if (self.type == "function") != (self.function is not None):
-            raise ValueError("environment.function goes with environment.type=function, and only with it")
+            raise ValueError(
+                "environment.function is required by environment.type=function and allowed only there; set both or "
+                "neither"
+            )
         check_spec("environment.function", self.function)
         return self
 
 
 def check_spec(key: str, spec: str | None) -> None:
-    """Raises ValueError for what is not the name of a function."""
+    """Raise ValueError if `spec` is not of the form path.to.module:function; `key` is its configuration key."""
     if spec is not None and spec.count(":") != 1:
         raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function")

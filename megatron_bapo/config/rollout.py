@@ -1,4 +1,4 @@
-"""The section `rollout`: the engines, and how they are kept busy."""
+"""The section `rollout`: sampling, vLLM engines and the scheduling of rollouts."""
 
 from __future__ import annotations
 
@@ -10,109 +10,136 @@ from megatron_bapo.config.section import Fraction, NonNegativeInt, PositiveFract
 
 
 class SamplingConfig(Section):
-    """How tokens are drawn."""
+    """Sampling parameters, as vLLM defines them."""
 
     temperature: PositiveFloat = 1.0
+    """Sampling temperature."""
     top_p: PositiveFraction = 1.0
+    """Total probability of the most likely tokens that are sampled from; 1: all tokens."""
     top_k: Annotated[int, Field(ge=-1)] = -1
-    """-1 or 0: all tokens."""
+    """Number of most likely tokens that are sampled from; -1 or 0: all tokens."""
     min_p: Fraction = 0.0
+    """Minimum probability of a token, relative to the most likely one; 0: no minimum."""
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The values of these keys; two that sample alike are equal."""
+        values: dict[str, float] = {name: getattr(self, name) for name in SamplingConfig.model_fields}
+        return values | {"top_k": self.top_k if self.top_k > 0 else -1}
 
     @property
     def truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the vocabulary only."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 class PartialRolloutConfig(Section):
-    """Answers that grow over several policy versions."""
+    """Partial rollouts: responses that are generated in segments, each under the newest policy version."""
 
     token_budget: PositiveInt | None = None
-    """Tokens after which an unfinished answer gives way to older ones and goes on under the newest policy; by default
-    none, and every answer is one piece."""
+    """Maximum number of tokens in one segment. An unfinished response is then queued behind older ones and continues
+    under the newest policy; null: every response is one segment."""
     over_sampling: Annotated[float, Field(ge=1.0)] = 1.0
-    """With mode=sync: prompts in flight for each one that the batch takes. A step ends when its batch is full; the
-    others keep what they have and go on in the next step."""
+    """Prompts in flight per prompt of the batch with `mode=sync`. A step ends when its batch is complete; the other
+    prompts keep their partial responses and continue in the next step."""
 
 
 class FilterGroupsConfig(Section):
-    """DAPO's dynamic sampling, in verl's names."""
+    """DAPO's dynamic sampling (arXiv 2503.14476); the keys have verl's names."""
 
     enable: bool = False
-    """Drop groups whose rewards are all equal, and answer other prompts in their place."""
+    """Drop groups whose rewards are all equal and generate responses to other prompts in their place."""
     max_num_gen_batches: Annotated[int, Field(ge=2)] = 3
-    """At most so many times the batch is generated for a step; after that such groups are kept."""
+    """Maximum number of batches generated for one step; groups of equal rewards are kept once it is reached."""
 
 
 class EngineConfig(Section):
     """The vLLM engines."""
 
     max_response_length: PositiveInt = 1024
-    """Tokens, the end-of-sequence token included."""
+    """Maximum length of a response in tokens, including the end-of-sequence token and an environment's replies."""
     num_engines: PositiveInt = 1
+    """Number of vLLM engines."""
     tensor_parallel_size: PositiveInt = 1
-    """Of each engine, as vLLM calls it; so are the next two."""
+    """Tensor parallelism of each engine."""
     pipeline_parallel_size: PositiveInt = 1
+    """Pipeline parallelism of each engine."""
     enable_expert_parallel: bool = False
-    """Give each tensor-parallel rank whole experts in the place of a part of every expert. vLLM's CPU build cannot."""
+    """Place whole experts on each tensor-parallel rank of an engine instead of a slice of every expert. vLLM's CPU
+    build does not support it."""
     max_num_seqs: PositiveInt = 256
+    """Maximum number of sequences that an engine generates at a time."""
     kv_cache_gib: PositiveFloat | None = None
-    """Memory for keys and values; by default vLLM's own choice on a GPU, 0.5 GiB on a CPU."""
+    """Size of an engine's KV cache in GiB; null: vLLM's choice on a GPU, 0.5 GiB on a CPU."""
     gpu_memory_utilization: PositiveFraction = 0.85
+    """Fraction of a GPU's memory that vLLM may use for weights, activations and KV cache."""
     enforce_eager: bool = True
-    """`false` has vLLM compile its model and record decoding as CUDA graphs, which answers small batches sooner. Off
-    because an engine then takes minutes to start, also when it is replaced in mid-run, and keeps the graphs' memory
-    while it sleeps. The trainer records none: no two packed micro-batches have the same shapes."""
+    """Run vLLM without torch.compile and CUDA graphs. `false` generates small batches faster, but an engine then takes
+    minutes to start, also when it is replaced during a run, and its graphs stay in GPU memory while it sleeps. The
+    trainer never uses CUDA graphs, because packed micro-batches differ in shape."""
     quantization: Literal["fp8_per_block"] | None = None
-    """Have vLLM quantise linear layers to FP8 in blocks of 128 x 128, anew at each weight sync."""
+    """Quantize the linear layers of the engines to FP8 in blocks of 128 x 128 at each weight update; null: the weights
+    stay in model.dtype."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """`auto` keeps keys and values in model.dtype; `fp8_e4m3` halves them, so that twice as many answers fit."""
+    """Data type of the KV cache: `auto` is model.dtype; `fp8_e4m3` takes half the memory of bfloat16, so that twice as
+    many tokens fit."""
     start_timeout_s: PositiveFloat = 900.0
+    """Timeout in seconds for the start of an engine, and for each of its weight updates, sleeps and wake-ups."""
     request_timeout_s: PositiveFloat = 3600.0
-    """A request that an engine does not answer within this time has failed, and a batch that is not complete after it
-    ends the run."""
+    """Timeout of one request to an engine in seconds; a request that exceeds it has failed. A rollout batch that is not
+    complete after the same time ends the run."""
     max_request_failures: PositiveInt = 3
-    """A request that engines failed at this often is set aside with its prompt, and written to set_aside.jsonl."""
+    """Failures of a request, on any engine, after which its prompt is quarantined and written to quarantined.jsonl. A
+    lost engine counts only if the request was alone on it; one that was on several lost engines is retried alone."""
     health_check_interval_s: PositiveFloat = 10.0
+    """Seconds between two health checks of an engine."""
     health_check_timeout_s: PositiveFloat = 60.0
-    """An engine that does not answer a probe within this time is replaced."""
+    """Timeout of a health check in seconds; an engine that exceeds it is replaced."""
     max_engine_restarts: PositiveInt = 3
-    """Attempts to replace an engine; when all of them fail so does the run, as trainer.max_restarts says."""
+    """Attempts to replace a lost engine. If all of them fail, the run restarts, as set by trainer.max_restarts."""
 
     @property
     def ranks_per_engine(self) -> int:
-        """One per GPU."""
+        """Number of an engine's ranks, each of which has one GPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class RolloutConfig(SamplingConfig, EngineConfig):
-    """The vLLM engines, and how they are kept busy."""
+    """The vLLM engines, their sampling parameters and the scheduling of rollouts."""
 
     n: PositiveInt = 8
-    """Trajectories per prompt."""
+    """Number of trajectories per prompt (the group size)."""
     colocate: bool = False
-    """Engines have the trainer's GPUs, and not the next ones."""
+    """Place the engines on the trainer's GPUs; `false` gives them GPUs of their own."""
     sleep_level: Literal[0, 1, 2] = 0
-    """What a colocated engine gives up while the trainer works: nothing, keys and values with its weights in host
-    memory (1), or both for good (2)."""
+    """What a colocated engine frees while the trainer works: nothing (0), the KV cache with its weights moved to host
+    memory (1), or both weights and KV cache (2)."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync` generates while the trainer waits for its batch, `async` also while it trains."""
+    """When responses are generated: while the trainer waits for its batch (`sync`), or also while it trains
+    (`async`)."""
     max_staleness: NonNegativeInt = 1
-    """Policy versions by which the oldest token of a group may lag behind the weights that are trained on it."""
+    """Maximum number of policy versions between the oldest token of a group and the weights that are trained on it."""
+    on_stale: Literal["wait", "drop"] = "wait"
+    """What happens to unfinished groups that would be too old for the next batch: the current batch waits for them
+    (`wait`), so that every prompt that is started is trained on, or they are dropped (`drop`). `drop` is faster, but
+    it drops the groups with the longest responses, so that the policy is trained on shorter ones than it writes."""
     max_reuse: PositiveInt = 1
-    """Rollout batches that a group may be part of."""
-    on_refresh: Literal["drain", "abort_and_resume", "keep"] = "drain"
-    """What new weights do to requests in flight: wait for them; cut them off, and go on with what they have on any
-    engine; or on the same one, which computes its keys and values anew."""
+    """Maximum number of rollout batches that a group may be part of."""
+    on_weight_update: Literal["drain", "abort_and_resume", "keep"] = "drain"
+    """What a weight update does to in-flight requests: `drain` waits until they finish; `abort_and_resume` aborts them
+    and continues the partial responses on any engine; `keep` continues them on the same engine, which recomputes their
+    KV cache."""
     partial_rollout: PartialRolloutConfig = PartialRolloutConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     max_reward_failures: NonNegativeInt = 3
-    """Prompts of a batch whose reward or environment may fail: raise, return nonsense, or end its process twice. They
-    are set aside and written to set_aside.jsonl; one more ends the run."""
+    """Maximum number of prompts per batch whose reward or environment function may fail: it raises, returns an invalid
+    value, or ends its process twice. These prompts are quarantined and written to quarantined.jsonl; one more failure
+    ends the run."""
     object_store_mib: Annotated[int, Field(ge=75)] = 256
-    """Shared memory of Ray's object store, through which rollout batches travel; what it has no room for goes through
+    """Shared memory of Ray's object store in MiB. Rollout batches pass through it; what does not fit is spilled to
     Ray's temporary folder on disk."""
 
     @property
-    def may_age(self) -> bool:
-        """Whether groups may have tokens of earlier policy versions than the one that they are trained on."""
+    def may_be_stale(self) -> bool:
+        """Whether groups may contain tokens of older policy versions than the weights that are trained on them."""
         return self.mode == "async" or self.partial_rollout.over_sampling > 1.0 or self.max_reuse > 1

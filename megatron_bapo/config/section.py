@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base class and the number types of the configuration's sections."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
 
 class Section(BaseModel):
-    """What every section has in common: immutable, and an unknown key is an error."""
+    """Base class of all sections: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic would read true as 1."""
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for numbers, which pydantic would read as 1 and 0."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation) if isinstance(value, bool) else set()
         if kinds & {int, float} and bool not in kinds:
             raise ValueError("must be a number")
@@ -30,7 +30,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> set[type]:
-    """The types that a value may have, those of a Literal's values included; of a list's entries none."""
+    """Return the types of a field's values, including those of a Literal's values but not those of a list's entries."""
     if get_origin(annotation) in (Annotated, Literal, Union, UnionType):
         return set().union(*map(_kinds, get_args(annotation)))
     return {annotation if isinstance(annotation, type) else type(annotation)}

@@ -12,9 +12,9 @@ from megatron_bapo.rollout.generation import ScoredGroups
 
 
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
-    """mean@n and best@n over all held-out prompts, and for each data source where there are several; verl's names.
+    """Return mean@n and best@n over all held-out prompts, and by data source if there are several.
 
-    Both count solved answers; the mean of the scores themselves is `score/mean@n`.
+    The metric names are verl's. Both metrics count solved responses; `score/mean@n` is the mean of the scores.
     """
     by_source: dict[str, list[Group]] = defaultdict(list)
     for group in scored.groups:
@@ -29,7 +29,7 @@ def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
 
 
 def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
-    """Rewards, lengths and what the group advantages can learn from, over one rollout batch."""
+    """Return metrics of one rollout batch: rewards, response lengths and groups whose rewards are all equal."""
     trajectories = [t for group in scored.groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories]
     lengths = [len(t.response_token_ids) for t in trajectories]
@@ -49,7 +49,7 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
 
 
 def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
-    """The first answer to each of the first `num` prompts, for the report."""
+    """Return the first response to each of the first `num` prompts, for the report."""
     return [
         SampleRow(
             step=step,
@@ -64,14 +64,14 @@ def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
 
 
 def _transcript(trajectory: Trajectory) -> str:
-    """What was said; with several turns each after its role."""
+    """Return the text of a response; if it has several turns, each line names its role."""
     if len(trajectory.messages) == 1:
         return trajectory.text
     return "\n".join(f"{message['role']}: {message['content']}" for message in trajectory.messages)
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
-    """The policy's turns in an answer, and the share of answers that the environment replied to; none without one."""
+    """Return metrics of the policy's turns per trajectory; empty without an environment."""
     num_turns = [sum(message["role"] == "assistant" for message in t.turns) for t in trajectories]
     if not any(num_turns):
         return {}

@@ -1,7 +1,7 @@
-"""Starts a run, on one machine or a cluster: engines and rollout service under Ray, and the trainer under torchrun.
+"""Start a run on one machine or a cluster: engines and rollout service under Ray, the trainer under torchrun.
 
-The launcher trains nothing. It validates, starts both planes, shows what the trainer records, and makes sure that
-nothing is left running, however the run ends.
+The launcher does not train. It validates the configuration, starts both planes, shows the trainer's progress, and ends
+every process of the run, however the run ends.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, Protocol
 
 import psutil
 
+from megatron_bapo.cluster.engine_actor import EngineActor, EnginePlacement
+from megatron_bapo.cluster.host_store import StorePlacement, create_host_stores
+from megatron_bapo.cluster.interrupts import Interrupts
+from megatron_bapo.cluster.placement import RunPlacement
+from megatron_bapo.cluster.planes import (
+    Hosts,
+    NodeLost,
+    create_stores,
+    engine_placements,
+    joined_cluster,
+    node_agents,
+    start_trainers,
+)
+from megatron_bapo.cluster.ray_cluster import create_actor, finished, get_result, local_cluster
+from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, layer_problems
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.logging import MismatchAlarmsConfig
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.cluster import ask, finished, local_cluster, place
-from megatron_bapo.controller.cluster_planes import (
-    Hosts,
-    NodeLost,
-    create_stores,
-    engine_homes,
-    joined_cluster,
-    node_agents,
-    start_trainers,
-)
-from megatron_bapo.controller.engine_fleet import EngineHome, place_engine
-from megatron_bapo.controller.exit_codes import INTERRUPTED
-from megatron_bapo.controller.host_store import StoreHome, place_relays
-from megatron_bapo.controller.interrupts import Interrupts
-from megatron_bapo.controller.placement import RunPlacement
 from megatron_bapo.controller.preflight import check_rollouts, checked_prompts
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts
@@ -43,10 +43,9 @@ from megatron_bapo.controller.restarts import Restarts
 from megatron_bapo.controller.rollout_client import SERVICE
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
-from megatron_bapo.controller.run_state import FAILURES, RunDirectory, check_resumable
+from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import terminal
-from megatron_bapo.controller.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
-from megatron_bapo.errors import ProbeFailed, RunError
+from megatron_bapo.errors import INTERRUPTED, ProbeFailed, RunError, StorageFailed
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
@@ -54,17 +53,18 @@ from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
 from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+from megatron_bapo.run_directory import FAILURES, RunDirectory
 from megatron_bapo.weight_sync.transport import WeightStore
 
 POLL_S = 0.25
-STOPPING = "stopping after the current step; Ctrl-C again ends at once"
+STOPPING = "stopping after the current step; press Ctrl-C again to stop now"
 
 
 def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: int | None = None) -> int:
-    """Run or continue `config.run_dir`; the exit code, 130 after an interruption that can be resumed.
+    """Start or resume the run in `config.run_dir`; return the exit code, 130 after an interruption.
 
-    With `rollouts_from` that folder's files are trained on, and no engine is started. With `num_nodes` the run is on
-    the Ray cluster at RAY_ADDRESS, as soon as that has so many nodes.
+    `rollouts_from` is a folder of rollout files to train on without engines. With `num_nodes` the run uses the Ray
+    cluster at RAY_ADDRESS, and waits until it has this number of nodes.
 
     Raises UserError and RunError, each with a complete message.
     """
@@ -74,7 +74,7 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
         console.print(note, soft_wrap=True)
     directory = RunDirectory(config.run_dir)
     directory.create()
-    with directory.locked(), ExitStack() as cluster:
+    with directory.locked(), directory.reserved_space(), ExitStack() as cluster:
         placement = None
         if num_nodes is None:
             check_this_machine(config, engines=rollouts_from is None)
@@ -83,34 +83,45 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
         prepare(config, directory, prompts)
         if rollouts_from is not None:
             check_rollouts(config, rollouts_from, len(load_tokenizer(config.model_path)))
-            console.print("Without engines held-out prompts are not evaluated.")
+            console.print("Without engines, held-out prompts are not evaluated.")
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         restarts = Restarts(directory, config.trainer.max_restarts)
         with Interrupts() as interrupts, display:
             while failure := _run_planes(config, directory, display, interrupts, restarts, rollouts_from, placement):
-                console.print(restarts.again(failure), soft_wrap=True)
+                console.print(restarts.use(failure), soft_wrap=True)
                 if num_nodes is not None:
                     cluster.close()
                     placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
-        report = write_run_report(directory.root)
-        if directory.stop_request.exists():
-            resume = _resume_command(directory, rollouts_from)
-            message = f"Stopped; the state is saved. Continue with the same command, or: {resume}"
-            console.print(message, soft_wrap=True)
-            return INTERRUPTED
-        _summarise(display, directory, report)
+        return report_end(display, directory, rollouts_from)
+
+
+def report_end(display: ProgressDisplay, directory: RunDirectory, rollouts_from: Path | None) -> int:
+    """Write the report of a run whose trainer ended well, say how it ended, and return the exit code."""
+    report = write_run_report(directory.root)
+    if directory.is_finished:
+        directory.stop_request.unlink(missing_ok=True)  # it came too late, perhaps after the trainer's last look
+    elif directory.stop_request.exists():
+        resume = _resume_command(directory, rollouts_from)
+        message = f"Stopped; the state is saved. Continue with the same command, or: {resume}"
+        terminal().print(message, soft_wrap=True)
+        return INTERRUPTED
+    _summarise(display, directory, report)
     return 0
 
 
 def check_this_machine(config: Config, *, engines: bool = True) -> None:
-    """Whether it can run this, with engines or without. Raises UserError with every broken rule."""
+    """Check that this machine's devices suffice, with or without engines. Raises UserError with every broken rule."""
     devices = device_problems(config, len(visible_devices()), engines=engines)
     refuse([*devices, *layer_problems(config, compute_capability(), has_transformer_engine())])
 
 
 def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:
-    """Everything else that can go wrong cheaply, before anything is started."""
+    """Check what can be checked before processes are started, and write the run directory's configuration.
+
+    Creates the model if `model.create` asks for it. Raises UserError if the run cannot be resumed, or for prompts that
+    cannot be tokenized.
+    """
     check_resumable(config, directory, rollout_only=rollout_only)
     if config.model.create is not None and directory.newest_checkpoint is None:
         from megatron_bapo.model.hf_create import create_checkpoint
@@ -132,44 +143,44 @@ def _run_planes(
     rollouts_from: Path | None,
     placement: RunPlacement | None,
 ) -> str | None:
-    """Start the trainer, and the rollout plane where it is wanted, and watch them to the end.
+    """Start the trainer and, without `rollouts_from`, the rollout plane, and watch them until the run ends.
 
-    What failed that a restart may mend, None after a good end.
+    Returns None if the run has ended well, or a failure that a restart may overcome.
     """
-    for leftover in (directory.failure, directory.phase):
-        leftover.unlink(missing_ok=True)
+    directory.clear_failure()
     parts = "the trainer" if rollouts_from is not None else "Ray, the engines and the trainer"
     display.phase(f"starting {parts}")
     if placement is None:
         planes = _on_this_machine(config, directory, rollouts_from)
     else:
         planes = _on_cluster(config, directory, rollouts_from, placement)
-    family: list[psutil.Process] = []
+    descendants: list[psutil.Process] = []
     try:
         with ExitStack() as stack:
-            # What outlives those who started it would keep its GPU from a restart.
-            stack.callback(end_all, family)
+            # Processes that outlive their parents would keep their GPU from a restart.
+            stack.callback(end_all, descendants)
             trainer, starting = stack.enter_context(planes)
-            stack.callback(lambda: family.extend(psutil.Process().children(recursive=True)))
+            stack.callback(lambda: descendants.extend(psutil.Process().children(recursive=True)))
             exit_code = _watch(trainer, starting, config, directory, display, interrupts, restarts)
             if exit_code != 0:
                 raise _failure(exit_code, directory, trainer.log_file)
-    except (NodeLost, ProbeFailed):
+    except (NodeLost, ProbeFailed, StorageFailed):
         raise
     except RunError as failure:
+        directory.check_writable()  # a full disk may have shown itself in another way, for example as a dead rank
         if interrupts.requested:
             raise
-        return str(failure)  # without the frames, which hold actors
+        return str(failure)  # not the exception: its frames keep actors alive
     return None
 
 
 class Trainer(Protocol):
-    """All trainer ranks, wherever they are."""
+    """All trainer ranks, on one machine or several."""
 
     log_file: Path
 
     def poll(self) -> int | None:
-        """The exit code, None before the end."""
+        """Return the exit code, or None while the trainer runs."""
         ...
 
 
@@ -182,7 +193,10 @@ class _LocalTrainer:
 def _on_this_machine(
     config: Config, directory: RunDirectory, rollouts_from: Path | None
 ) -> Iterator[tuple[Trainer, dict[str, Any]]]:
-    """The running trainer, and by name the references that tell when each actor has started."""
+    """Start a run's processes on this machine.
+
+    Yields the trainer, and by actor name the references that are ready when the actor has started.
+    """
     with ExitStack() as stack:
         store = stack.enter_context(closing(WeightStore.create()))
         source, starting, engine_hosts = ("--rollouts-from", str(rollouts_from)), {}, ()
@@ -201,59 +215,56 @@ def _on_this_machine(
 def _on_cluster(
     config: Config, directory: RunDirectory, rollouts_from: Path | None, placement: RunPlacement
 ) -> Iterator[tuple[Trainer, dict[str, Any]]]:
-    """The same on nodes of the Ray cluster that this process has joined."""
+    """Start a run's processes on the Ray cluster that this process has joined; yields as `_on_this_machine`."""
     hosts = Hosts(placement, config.weight_sync.engine_store)
     with node_agents(placement, directory) as agents:
         stores = create_stores(agents, placement, hosts)
-        # Held: an actor lives as long as its handle.
+        # The handles are kept, because an actor lives as long as its handle.
         _actors, starting, source = [], {}, ("--rollouts-from", str(rollouts_from))
         if rollouts_from is None:
-            homes, rank_0 = engine_homes(config, placement, agents, stores, hosts), placement.trainer_nodes[0]
-            _actors, starting = _place_actors(config, homes, rank_0.node_id)
-            _actors += place_relays(config, directory, stores, len(placement.trainer_nodes))
+            placements, rank_0 = engine_placements(config, placement, agents, stores, hosts), placement.trainer_nodes[0]
+            _actors, starting = _create_actors(config, placements, rank_0.node_id)
+            _actors += create_host_stores(config, directory, stores, len(placement.trainer_nodes))
             source = ("--ray", os.environ["RAY_ADDRESS"])
         yield start_trainers(directory, source, placement, agents, stores, hosts), starting
 
 
 @contextmanager
 def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ray on this machine with the engines and the rollout service, until it is left.
+    """Start Ray on this machine with the engines and the rollout service, until the context ends.
 
-    Yields the cluster's address, and by name the references that tell when each actor has started.
+    Yields the cluster's address, and by actor name the references that are ready when the actor has started.
     """
-    stores, num_actors = {TRAINER_HOST: StoreHome(store.folder)}, config.rollout.num_engines + 1
+    stores, num_actors = {TRAINER_HOST: StorePlacement(store.folder)}, config.rollout.num_engines + 1
     with ExitStack() as stack:
         if config.weight_sync.engine_store == "own":
-            stores[ENGINE_HOST] = StoreHome(stack.enter_context(closing(WeightStore.create())).folder)
+            stores[ENGINE_HOST] = StorePlacement(stack.enter_context(closing(WeightStore.create())).folder)
             num_actors += 2
         namespace = str(config.run_dir)
         address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib, namespace))
-        seen, world_size = visible_devices(), config.parallel.world_size
-        homes = [
-            EngineHome(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, seen)))
+        devices, world_size = visible_devices(), config.parallel.world_size
+        placements = [
+            EnginePlacement(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, devices)))
             for index in range(config.rollout.num_engines)
         ]
-        # Held: an actor lives as long as its handle.
-        _actors, starting = _place_actors(config, homes)
-        _actors += place_relays(config, directory, stores, num_senders=1)
+        # The handles are kept, because an actor lives as long as its handle.
+        _actors, starting = _create_actors(config, placements)
+        _actors += create_host_stores(config, directory, stores, num_senders=1)
         yield address, starting
 
 
-def _place_actors(
-    config: Config, homes: Sequence[EngineHome], node_id: str | None = None
+def _create_actors(
+    config: Config, placements: Sequence[EnginePlacement], node_id: str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Place engines and service: their handles, and by name the references that tell when each has started.
+    """Create the engine actors and the rollout service.
 
-    The service is on the main rank's node, `node_id`, so that no network is between these.
+    Returns their handles, and by actor name the references that are ready when the actor has started. The service runs
+    on the main rank's node, `node_id`, so that the trainer reaches it without the network.
     """
-    engines: dict[str, Any] = {}
-    starting: dict[str, Any] = {}
-    for index, home in enumerate(homes):
-        name = f"engine {index}"
-        engines[name], starting[name] = place_engine(config, index, home, name)
-    service = place(RolloutService, config, engines, dict(starting), homes, name=SERVICE, node_id=node_id)
-    starting[SERVICE] = service.probe_token_ids.remote()
-    return [*engines.values(), service], starting
+    engines = [EngineActor(config, index, placement) for index, placement in enumerate(placements)]
+    service = create_actor(RolloutService, config, engines, name=SERVICE, node_id=node_id)
+    starting = {engine.name: engine.start_call for engine in engines} | {SERVICE: service.probe_token_ids.remote()}
+    return [*(engine.handle for engine in engines), service], starting
 
 
 def _watch(
@@ -265,27 +276,31 @@ def _watch(
     interrupts: Interrupts,
     restarts: Restarts,
 ) -> int:
-    """Follow the run until the trainer ends; its exit code. `restarts` may help once all parts are up.
+    """Show the run's progress until the trainer ends; return its exit code.
 
-    Raises RunError or UserError when an actor cannot start.
+    Allows `restarts` once all actors and the trainer have started. Raises RunError or UserError if an actor cannot
+    start.
     """
     offset = None
     while (exit_code := trainer.poll()) is None:
         time.sleep(POLL_S)
         _check_started(starting, config)
-        offset = _show_news(directory, display, offset, config.logging.mismatch_alarms)
-        restarts.may_help |= not starting and offset is not None
+        offset = _show_progress(directory, display, offset, config.logging.mismatch_alarms)
+        restarts.run_has_started |= not starting and offset is not None
         if interrupts.requested and not directory.stop_request.exists():
             directory.stop_request.touch()
             display.phase(STOPPING)
-    _show_news(directory, display, offset, config.logging.mismatch_alarms)
+    _show_progress(directory, display, offset, config.logging.mismatch_alarms)
     return exit_code
 
 
-def _show_news(
+def _show_progress(
     directory: RunDirectory, display: ProgressDisplay, offset: int | None, limits: MismatchAlarmsConfig
 ) -> int | None:
-    """Show what was recorded since `offset`; None until the trainer has dropped the rows that it will write again."""
+    """Show the metrics recorded since `offset` and return the new offset.
+
+    Returns None until the trainer has opened the metrics, and removed the rows that a resumed run writes again.
+    """
     if not directory.phase.is_file():
         return None
     if offset is None:
@@ -301,13 +316,13 @@ def _show_news(
 
 
 def _check_started(starting: dict[str, Any], config: Config) -> None:
-    """Take note of actors that have started; raises when one failed to."""
+    """Remove the actors that have started from `starting`; raises the error of one that failed to start."""
     for name in finished(starting):
-        ask(starting.pop(name), name, config.rollout.start_timeout_s)
+        get_result(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
 def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
-    """What the trainer said, or the end of its log, after the rank that was killed and could say nothing."""
+    """Return the trainer's recorded error, or one with the end of its log; it also names a rank that was killed."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
         message = failure["message"]

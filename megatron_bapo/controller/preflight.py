@@ -1,10 +1,11 @@
-"""What a run reads, imports and writes, tried before anything is started."""
+"""Check what a run reads, imports and writes before anything is started."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.controller.recorded_rollouts import check_files
-from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.controller.terminal import Show
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import unwritable
 from megatron_bapo.functions.user_function import Target
@@ -20,40 +21,66 @@ from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.rewards.ground_truths import check_ground_truths
 from megatron_bapo.rewards.scorer import reward_target
 from megatron_bapo.rollout.environment import environment_target
-from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
-from megatron_bapo.rollout.worked_examples import demonstration_target
+from megatron_bapo.rollout.sft_demonstrations import demonstration_target
+from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize
+from megatron_bapo.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MAX_GROUND_TRUTHS = 256
-"""Of the first batch, in which more than `rollout.max_reward_failures` end a run; a second or two."""
+"""Number of ground truths of the first batch that are checked, which takes a second or two. More unreadable ones than
+`rollout.max_reward_failures` would end a run."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, checked."""
+
+    prompts: TaskPrompts
+    tokenizer: PreTrainedTokenizerBase
+    train: list[TokenizedPrompt]
+    """The training prompts, in the order of their file."""
 
 
 def check_inputs(config: Config, rollouts_from: Path | None = None) -> tuple[str, ...]:
-    """Everything that can go wrong cheaply, for those who start nothing here; what the user should know.
+    """Check everything that can go wrong cheaply, for commands that do not train, and return notes for the user.
 
-    Raises UserError.
+    Nothing is written. Raises UserError.
     """
-    prompts = checked_prompts(config, engines=rollouts_from is None)
+    return read_inputs(config, rollouts_from).prompts.notes
+
+
+def read_inputs(
+    config: Config, rollouts_from: Path | None = None, show: Show = lambda activity: None, *, reward: bool = True
+) -> Inputs:
+    """Do what `check_inputs` does, name each activity to `show`, and return what was read.
+
+    Without `reward` the reward function is not imported, as the caller does so itself.
+    """
+    show("reading prompts")
+    prompts = checked_prompts(config, engines=rollouts_from is None, reward=reward)
+    show("loading the tokenizer")
     tokenizer = _tokenizer(config, prompts)
-    tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
+    show(f"tokenizing {len(prompts.train) + len(prompts.validation):,} prompts")
+    tokenized = tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
     if rollouts_from is not None:
+        show(f"reading the rollouts in {rollouts_from}")
         check_rollouts(config, rollouts_from, len(tokenizer))
     else:
         num = min(config.prompts_per_step, _MAX_GROUND_TRUTHS)
         check_ground_truths(config.reward, prompts.train[:num], config.rollout.max_reward_failures)
-    return prompts.notes
+    return Inputs(prompts, tokenizer, tokenized[: len(prompts.train)])
 
 
-def checked_prompts(config: Config, *, engines: bool = True) -> TaskPrompts:
-    """The prompts, where the run directory can be written, and the user's functions be imported.
+def checked_prompts(config: Config, *, engines: bool = True, reward: bool = True) -> TaskPrompts:
+    """Return the prompts, after checking that the run directory can be written and the user's functions be imported.
 
-    Without `engines` no answer is scored. Raises UserError.
+    Without `engines` neither reward nor environment is imported, without `reward` not the reward. Raises UserError.
     """
     check_writable(config.run_dir)
     with ThreadPoolExecutor(1) as beside:
-        imports = beside.submit(check_functions, config, engines=engines)
+        imports = beside.submit(check_functions, config, engines=engines, reward=reward)
         prompts = load_task_prompts(config)
         imports.result()
     prompt_stream(config, prompts.train)
@@ -61,7 +88,7 @@ def checked_prompts(config: Config, *, engines: bool = True) -> TaskPrompts:
 
 
 def check_rollouts(config: Config, folder: Path, vocab_size: int) -> None:
-    """Whether the folder's files are those that the run still needs, and not its own. Raises UserError."""
+    """Check that the folder's files are those that the run still needs, and not its own. Raises UserError."""
     directory = RunDirectory(config.run_dir)
     if folder.resolve() == directory.rollouts.resolve():
         raise UserError(
@@ -72,21 +99,24 @@ def check_rollouts(config: Config, folder: Path, vocab_size: int) -> None:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Whether the folder can be made, or written. Raises UserError."""
+    """Check that the folder can be created, or written to. Raises UserError."""
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if os.path.exists(folder))
     code = ENOTDIR if not nearest.is_dir() else 0 if os.access(nearest, os.W_OK | os.X_OK) else EACCES
     if code:
         raise unwritable(f"run_dir={run_dir}", OSError(code, os.strerror(code), str(nearest)))
 
 
-def check_functions(config: Config, *, engines: bool = True) -> None:
-    """Import the user's functions, each in a process of its own. Raises UserError, and RunError where that one ends."""
-    for target in _user_functions(config, engines=engines):
+def check_functions(config: Config, *, engines: bool = True, reward: bool = True) -> None:
+    """Import each of the user's functions in a process of its own.
+
+    Raises UserError if a function cannot be imported, and RunError if its process ends.
+    """
+    for target in _user_functions(config, engines=engines, reward=reward):
         FunctionPool(target, num_workers=1, concurrency=1, timeout_s=1.0).close()
 
 
-def _user_functions(config: Config, *, engines: bool) -> Iterator[Target]:
-    if engines and config.reward.function is not None:
+def _user_functions(config: Config, *, engines: bool, reward: bool) -> Iterator[Target]:
+    if engines and reward and config.reward.function is not None:
         yield reward_target(config.reward)
     if engines and config.environment is not None and config.environment.function is not None:
         yield environment_target(config.environment, config.reward.secret_variables)
@@ -95,7 +125,7 @@ def _user_functions(config: Config, *, engines: bool) -> Iterator[Target]:
 
 
 def _tokenizer(config: Config, prompts: TaskPrompts) -> PreTrainedTokenizerBase:
-    """Of the model, or of the one that is still to be made."""
+    """Return the model's tokenizer, also of a model that is still to be created."""
     if config.model.create is None or config.model_path.is_dir():
         return load_tokenizer(config.model_path)
     from megatron_bapo.model.hf_create import byte_tokenizer

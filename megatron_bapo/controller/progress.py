@@ -1,4 +1,4 @@
-"""The run on the terminal: a live display, or one plain line per step where nobody watches live."""
+"""Progress display of a run: live on a terminal, otherwise one plain line per step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STEPS_FOR_PACE = 10
 
 
 class ProgressDisplay:
-    """Shows the current activity, the steps done and left, and the latest metrics; a context manager.
+    """Context manager that shows the current activity, the steps done and left, and the latest metrics.
 
-    The row's `step` counts finished steps of its phase. Without a terminal, activities and steps are printed as plain
-    lines, of many steps only every `line_every`-th.
+    A row's `step` counts the finished steps of its phase. Without a terminal, activities and every `line_every`-th step
+    are printed as plain lines.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ProgressDisplay:
         self._total_steps = {"train": total_steps, "warm_start": num_warm_start_steps}
         self._unit, self._line_every, self._next_line = unit, line_every, 0
         self._console = console or terminal()
-        # isatty besides: FORCE_COLOR makes rich call a log file a terminal.
+        # isatty is checked, too, because with FORCE_COLOR rich treats a log file as a terminal.
         self._is_live = self._console.is_interactive and self._console.file.isatty()
         self._start = self._activity_start = time.monotonic()
         self._activity = "starting"
-        # Kept across frames: a new spinner would start its animation over.
+        # One spinner for all frames: a new one would restart its animation.
         self._spinner = Spinner("line" if self._console.options.ascii_only else "dots", style="cyan")
         self._row: Mapping[str, Any] | None = None
         self._times: list[float] = []
@@ -69,20 +69,20 @@ class ProgressDisplay:
         self._live.stop()
 
     def phase(self, activity: str) -> None:
-        """Say what the run is doing now, e.g. "starting engines"; on plain lines each activity is named once."""
+        """Show what the run is doing now, e.g. "starting engines"; without a terminal each activity is printed once."""
         self._activity, self._activity_start = activity, time.monotonic()
         if not self._is_live and activity not in self._announced:
             self._announced.add(activity)
             self._print_line(activity)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Show a MetricsRow of any phase."""
+        """Show a `MetricsRow` of any phase."""
         if row["phase"] == "validation":
             self._validation = _validation_fields(row["metrics"])
             line = f"validation at step {row['step']}  {_plain(self._validation)}"
         else:
             is_new_phase = self._row is None or self._row["phase"] != row["phase"]
-            # Replaced, never changed in place: the display's thread may be reading it.
+            # The list is replaced, not changed in place, because the display's thread may be reading it.
             self._times = [*([] if is_new_phase else self._times[-_STEPS_FOR_PACE:]), row["time_s"]]
             self._row = row
             reward = _finite(row["metrics"].get("critic/score/mean"))
@@ -95,7 +95,7 @@ class ProgressDisplay:
             self._print_line(line.rstrip())
 
     def warn(self, message: str) -> None:
-        """Print a warning, above a live display; each subject, its first word, once."""
+        """Print a warning above the display, but only the first warning of each subject (its first word)."""
         subject = message.partition(" ")[0]
         if subject not in self._warned:
             self._warned.add(subject)
@@ -109,7 +109,7 @@ class ProgressDisplay:
         seconds: float,
         paths: Mapping[str, Path],
     ) -> None:
-        """Print the outcome: held-out accuracies (fractions, None if not measured), duration and what was written."""
+        """Print held-out accuracies (fractions, None if not measured), the duration and the paths of results."""
         self._activity = ""
         self._live.stop()
         table = Table.grid(padding=(0, 3))
@@ -168,7 +168,7 @@ class ProgressDisplay:
         return f"{name} {self._row['step']}/{self._total_steps[self._row['phase']]}"
 
     def _time_left(self) -> str:
-        """From the mean pace of the latest steps, which takes in evaluations and checkpoints between them."""
+        """Estimate the time left from the mean duration of the latest steps, including evaluations and checkpoints."""
         assert self._row is not None
         times, num_left = self._times, self._total_steps[self._row["phase"]] - self._row["step"]
         if len(times) < 2 or num_left <= 0:
@@ -177,7 +177,7 @@ class ProgressDisplay:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values from lowest to highest block, averaged down to at most `width` characters."""
+    """Draw values as block characters, averaged down to at most `width` characters."""
     num_buckets = min(width, len(values))
     edges = [len(values) * index // num_buckets for index in range(num_buckets + 1)]
     means = [math.fsum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
@@ -186,7 +186,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _fields(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and value of what fits on a line; metrics that are missing or null are left out."""
+    """Return labels and values of the main metrics; missing and null metrics are left out."""
     metrics = row["metrics"]
     if row["phase"] == "warm_start":
         wanted = [("loss", "actor/loss", ".3f"), ("grad norm", "actor/grad_norm", ".2f")]
@@ -237,7 +237,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """`42 s`, `3 min 05 s`, `2 h 07 min`."""
+    """Format a duration as `42 s`, `3 min 05 s` or `2 h 07 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -15,17 +15,19 @@ from megatron_bapo.records import Prompt
 
 @dataclass(frozen=True)
 class TaskPrompts:
+    """A run's prompts."""
+
     train: list[Prompt]
     validation: list[Prompt]
     """Empty when none are configured."""
     notes: tuple[str, ...]
-    """What the user should know: skipped lines, training prompts left out."""
+    """Notes for the user on skipped lines and removed training prompts."""
 
 
 def load_task_prompts(config: Config) -> TaskPrompts:
-    """Load both sets; training prompts that are also held out are left out of training.
+    """Load training and held-out prompts; prompts in both sets are removed from training.
 
-    Raises UserError for data that cannot be read and when too few training prompts remain for one rollout batch.
+    Raises UserError for data that cannot be read, or if too few training prompts remain for one rollout batch.
     """
     data = config.data
     train = load_prompts(data.train, name="train", system_prompt=data.system_prompt)
@@ -48,7 +50,7 @@ def load_task_prompts(config: Config) -> TaskPrompts:
 
 
 def prompt_stream(config: Config, prompts: Sequence[Prompt]) -> PromptStream:
-    """The order in which training meets its prompts; raises UserError for a broken file of pass rates."""
+    """Return the stream of training prompts. Raises UserError for an invalid file of pass rates."""
     curriculum = None
     if config.data.curriculum is not None:
         curriculum = Curriculum(config.data.curriculum, (prompt.prompt_id for prompt in prompts))

@@ -1,4 +1,4 @@
-"""Rollouts from files, in place of engines: what `train --rollouts-from` trains on."""
+"""Rollouts from files instead of engines, for `train --rollouts-from`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
-from megatron_bapo.data.rollout_files import read_header, read_rollouts, rollout_files
+from megatron_bapo.data.rollout_files import RolloutHeader, read_header, read_rollouts, rollout_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Group, HeldRollouts, Trajectory
+from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
-from megatron_bapo.rollout.worked_examples import WorkedExamples
 
 
 class RecordedRollouts:
-    """Gives the trainer one file's batch after another; on the main rank only."""
+    """Reads one batch per file for the trainer; exists on the main rank only."""
 
     def __init__(self, config: Config, folder: Path, step: int) -> None:
-        """`step` batches have been trained on.
+        """`step` is the number of batches already trained on.
 
-        Raises UserError when files of the steps that are left are missing or do not fit the configuration.
+        Raises UserError if files of the remaining steps are missing or do not fit the configuration.
         """
         self._config, self._folder, self._step = config, folder, step
         self._tokenizer = load_tokenizer(config.model_path)
@@ -31,33 +31,37 @@ class RecordedRollouts:
         self._prompts = load_task_prompts(config).train
         self._stream = prompt_stream(config, self._prompts)
 
-    def worked_examples(self, num: int) -> list[Trajectory]:
-        """Of the next training prompts, as the rollout service gives them."""
+    def sft_demonstrations(self, num: int) -> list[Trajectory]:
+        """Return demonstrations of the next training prompts, as the rollout service does."""
         prompts = tokenize(self._stream.take(num), self._tokenizer, self._config.data)
-        with closing(WorkedExamples(self._config, self._tokenizer)) as examples:
-            return asyncio.run(examples.of(prompts))
+        with closing(SftDemonstrations(self._config, self._tokenizer)) as demonstrations:
+            return asyncio.run(demonstrations.for_prompts(prompts))
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """The next file's batch. Raises UserError for a broken file and for answers that are too long."""
+        """Return the next file's batch. Raises UserError for an invalid file and for sequences that are too long."""
         self._step += 1
         path = rollout_files(self._folder)[self._step]
         header, groups = read_rollouts(path)
         _check_lengths(self._config, path, groups)
-        return ScoredGroups(groups, header.num_reward_timeouts, policy_version=header.policy_version), {}
+        version = header.policy_version if header.has_trainer else None
+        return ScoredGroups(groups, header.num_reward_timeouts, policy_version=version, sampling=header.sampling), {}
 
-    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
-        """The files need none: they are counted like the steps."""
-        return {"stream": self._stream.state_dict()}, HeldRollouts()
+    def begin_saving(self, folder: Path) -> dict[str, Any]:
+        """Return the prompt stream's position; the position in the files follows from the step."""
+        return {"stream": self._stream.state_dict()}
 
-    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
-        """What engines had `held` for later batches is of no use here."""
+    def finish_saving(self) -> None:
+        """Return at once, because there are no files to write."""
+
+    def restore_data_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Restore the prompt stream's position; the checkpoint's rollouts in flight are ignored."""
         self._stream.load_state_dict(state["stream"])
 
 
 def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> None:
-    """Whether the folder holds the batches after `step` that the configuration asks for.
+    """Check that the folder has the batches after `step` that the configuration asks for.
 
-    `vocab_size` is of the model's tokenizer. Raises UserError.
+    `vocab_size` is that of the model's tokenizer. Raises UserError if it does not.
     """
     files, total = rollout_files(folder), config.trainer.total_steps
     if not files:
@@ -65,31 +69,46 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
             f"{folder} holds no step-*.parquet; give the rollouts folder of a run with logging.dump_rollouts=true or "
             "of train --rollout-only"
         )
-    wanted = range(step + 1, total + 1)
-    missing = next((each for each in wanted if each not in files), None)
+    remaining = range(step + 1, total + 1)
+    missing = next((number for number in remaining if number not in files), None)
     if missing is not None:
         raise UserError(
             f"{folder} has no rollouts of step {missing}; its files go from step {min(files)} to {max(files)}, and "
-            f"trainer.total_steps={total}. Set trainer.total_steps={missing - 1}, or have the missing ones written"
+            f"trainer.total_steps={total}. Set trainer.total_steps={missing - 1}, or generate the missing files"
         )
-    for each in wanted:
-        header = read_header(files[each])
+    for number in remaining:
+        header = read_header(files[number])
         if (header.num_groups, header.n) != (config.prompts_per_step, config.rollout.n):
             raise UserError(
-                f"{files[each]} holds {header.num_groups} prompts x {header.n} answers, and the configuration trains "
+                f"{files[number]} has {header.num_groups} prompts x {header.n} responses, but the configuration trains "
                 f"on {config.prompts_per_step} x {config.rollout.n}; set rollout.n={header.n} and "
                 f"trainer.train_batch_size={header.num_groups * header.n}, or give another folder"
             )
         if header.vocab_size != vocab_size:
             raise UserError(
-                f"{files[each]} was written with a tokenizer of {header.vocab_size} tokens, and that in "
-                f"{config.model_path} has {vocab_size}; take the model that the answers were sampled from, or give "
-                "another folder"
+                f"{files[number]} was written with a tokenizer of {header.vocab_size} tokens, but the one in "
+                f"{config.model_path} has {vocab_size}; use the model that sampled the responses, or give another "
+                "folder"
+            )
+        _check_sampling(config, files[number], header)
+
+
+def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
+    """Refuse a batch whose log-probs are of another distribution than the trainer's; files of old say nothing."""
+    if not config.algorithm.compares_with_engines:
+        return
+    for name, value in config.rollout.sampling.items():
+        if (recorded := header.sampling.get(name, value)) != value:
+            raise UserError(
+                f"{path} was sampled with rollout.{name}={recorded}, and the configuration has rollout.{name}={value}: "
+                "its log-probs are of another distribution than the trainer's, and no ratio of the two would be 1; set "
+                f"rollout.{name}={recorded}, or have the trainer compute the ratios' denominators: "
+                "algorithm.behaviour_policy=recomputed without rollout_correction"
             )
 
 
 def _check_lengths(config: Config, path: Path, groups: list[Group]) -> None:
-    """The trainer's micro-batches hold no longer ones."""
+    """Raise UserError for a prompt or response that is too long for the trainer's micro-batches."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     for key, limit, longest in (
         (
@@ -104,4 +123,4 @@ def _check_lengths(config: Config, path: Path, groups: list[Group]) -> None:
         ),
     ):
         if longest > limit:
-            raise UserError(f"{path} holds {longest} tokens where {key} allows {limit}; raise it to {longest}")
+            raise UserError(f"{path} has a sequence of {longest} tokens, but {key}={limit}; raise it to {longest}")

@@ -1,6 +1,4 @@
-"""Writes what the main rank records: metrics of steps and updates, sampled answers and tokens, and the phase that the
-live display shows.
-"""
+"""Write the main rank's records: metrics of steps and updates, sampled responses and tokens, and the current phase."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.run_state import RunDirectory, RunState
+from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import (
@@ -31,12 +29,13 @@ from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
 from megatron_bapo.metrics.wandb_sink import WandbSink
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Holds the run's open metric files; rows after the state that the run resumes from are dropped first."""
+    """Owns the run's metric files; removes rows after the checkpoint that the run resumes from when it is created."""
 
     def __init__(self, config: Config, directory: RunDirectory, state: RunState) -> None:
         phase: Phase = "train" if state.step else "warm_start"
@@ -54,6 +53,7 @@ class Recorder:
         self._tokens_folder = directory.tokens
         self._rollouts_folder = directory.rollouts
         self._vocab_size = len(load_tokenizer(config.model_path)) if config.logging.dump_rollouts else None
+        self._sampling = config.rollout.sampling
         self._mismatch_alarms = config.logging.mismatch_alarms
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
@@ -62,24 +62,25 @@ class Recorder:
         self._samples = JsonlSink(directory.samples)
         self._tensorboard = None
         if config.logging.tensorboard:
-            kept: dict[Phase, int] = {
+            resume_steps: dict[Phase, int] = {
                 "warm_start": state.warm_start_step,
                 "train": state.step,
                 "validation": state.step,
             }
-            self._tensorboard = TensorBoardSink(directory.tensorboard, resume_steps=kept)
+            self._tensorboard = TensorBoardSink(directory.tensorboard, resume_steps=resume_steps)
         self._wandb = None
         if config.logging.wandb is not None:
             self._wandb = WandbSink(config, _identity(directory.wandb_id), num_rows=len(rows))
         self.phase("loading")
         self.recorded = {(row["phase"], row["step"]) for row in rows}
-        """Rows that the resumed run does not owe."""
+        """Phases and steps of the rows that are already in the metrics file."""
 
     def phase(self, activity: str) -> None:
-        """Say what the trainer is about to do."""
+        """Record what the trainer does next, for the progress display."""
         write_line(self._phase_file, activity)
 
     def write(self, phase: Phase, step: int, metrics: Mapping[str, Metric]) -> None:
+        """Write a row of metrics to every sink, and log mismatch alarms."""
         values = scalars(metrics)
         if phase == "train":
             values["training/restarts"] = float(self._num_restarts)
@@ -96,7 +97,7 @@ class Recorder:
             self._wandb.write(row)
 
     def write_updates(self, step: int, updates: Sequence[Mapping[str, Metric]]) -> None:
-        """A row for each update, with the fractions of the outcomes of the bound search so far."""
+        """Write a row for each update, with the running fractions of the outcomes of the clip-bound search."""
         for update in updates:
             values = scalars(update)
             self._num_updates += 1
@@ -110,7 +111,7 @@ class Recorder:
             write_token_table(self._tokens_folder, step, table)
 
     def write_rollouts(self, state: RunState, scored: ScoredGroups, advantages: Sequence[np.ndarray]) -> None:
-        """The batch that is about to be trained on in `state`, if that is wanted."""
+        """Write the batch of the next step if `logging.dump_rollouts` is set."""
         if self._vocab_size is None:
             return
         header = RolloutHeader(
@@ -120,6 +121,7 @@ class Recorder:
             n=len(scored.groups[0].trajectories),
             vocab_size=self._vocab_size,
             num_reward_timeouts=scored.num_reward_timeouts,
+            sampling=self._sampling if scored.sampling is None else scored.sampling,
         )
         write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 
@@ -137,14 +139,14 @@ class Recorder:
 
 
 def _identity(file: Path) -> str:
-    """What the file says, from the first call on."""
+    """Return the identity in the file; the first call creates a random one."""
     if not file.exists():
         write_line(file, secrets.token_hex(4))
     return file.read_text()
 
 
 def _outcomes(metrics: Mapping[str, float | None]) -> dict[str, Metric]:
-    """One update's outcome as a term of the running fractions."""
+    """Return one update's outcomes as terms of the running fractions."""
     prefix = "actor/bapo_outcome/"
     return {
         name.replace(prefix, "actor/bapo_outcome_so_far/"): Mean(value, 1.0)
@@ -154,7 +156,7 @@ def _outcomes(metrics: Mapping[str, float | None]) -> dict[str, Metric]:
 
 
 def write_line(path: Path, line: str) -> None:
-    """Replace a one-line file; a reader sees the old line or the new one."""
+    """Replace a one-line file atomically: a reader sees the old line or the new one."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(line)
     partial.rename(path)

@@ -1,30 +1,30 @@
-"""Restarts of a whole run from its newest checkpoint: how many are left, and what is told of each."""
+"""Restarts of a whole run from its newest checkpoint, with a limit on restarts without a new step."""
 
 from __future__ import annotations
 
 import json
 import time
 
-from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.run_directory import RunDirectory
 
 
 class Restarts:
-    """Of one command. A step that was never done before allows all of them anew."""
+    """Counts the restarts of one command; a new furthest step resets the count."""
 
     def __init__(self, directory: RunDirectory, max_in_a_row: int) -> None:
         self._directory, self._max_in_a_row = directory, max_in_a_row
         self._num_in_a_row = 0
         self._furthest = (False, 0)
-        """The newest step ever recorded, and whether it is after the warm start."""
+        """Whether the furthest recorded step is after the warm start, and its number."""
         self._first_failure = ""
-        self.may_help = False
-        """Whether all parts have been up. What does not come up in the first place is likelier configured wrongly."""
+        self.run_has_started = False
+        """Whether all parts of the run have started once; otherwise the failure is likely a wrong configuration."""
 
-    def again(self, failure: str) -> str:
-        """Use and record one; what to say about it. Raises RunError where the run has to end."""
-        if not self.may_help or not self._max_in_a_row:
+    def use(self, failure: str) -> str:
+        """Count and record a restart; return a message about it. Raises RunError if no restart is left."""
+        if not self.run_has_started or not self._max_in_a_row:
             raise RunError(failure)
         furthest = max(self._furthest, self._newest_step())
         if furthest > self._furthest or not self._num_in_a_row:
@@ -32,8 +32,8 @@ class Restarts:
         where = f"{'step' if furthest[0] else 'warm-start step'} {furthest[1]}"
         if self._num_in_a_row == self._max_in_a_row:
             raise RunError(
-                f"{failure}\nThe run has started again {self._num_in_a_row} times since {where} "
-                f"(trainer.max_restarts); the first time because: {self._first_failure}"
+                f"{failure}\nThe run was restarted {self._num_in_a_row} times without progress after {where} "
+                f"(trainer.max_restarts); the first failure was: {self._first_failure}"
             )
         self._num_in_a_row += 1
         with self._directory.restarts.open("a") as file:

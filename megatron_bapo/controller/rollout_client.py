@@ -1,98 +1,121 @@
-"""The trainer's side of the rollout service: plain calls with time limits, on the main rank only."""
+"""The trainer's client of the rollout service: blocking calls with timeouts, on the main rank only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_bapo.cluster.ray_cluster import get_actor, get_result
+from megatron_bapo.cluster.store_transfer import StoreTransfer
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.cluster import ask, find
-from megatron_bapo.controller.host_store import host_store_name
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import HeldRollouts, Trajectory
+from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.weight_sync.plan import WeightPlan
 
 SERVICE = "rollout service"
 _QUICK_S = 120.0
-"""Of a call that waits for nobody, and beyond the limit of one for which the service itself says who did not answer."""
+"""Timeout of a call that does not wait for engines. Added to the timeout of a call that the service itself bounds, so
+that the service's error, which names the engine, comes first."""
 
 
 class RolloutClient:
-    """Holds the connection to the run's actors."""
+    """Calls the run's actors; the process must be connected to the run's Ray cluster."""
 
-    def __init__(self, config: Config, store_hosts: Sequence[int] = ()) -> None:
-        """Of a process that is connected to the run's cluster.
-
-        `store_hosts` are the engines' hosts whose stores are filled from the trainer's.
-        """
+    def __init__(self, config: Config, sender_hosts: Sequence[int] = (), engine_hosts: Sequence[int] = ()) -> None:
+        """`sender_hosts` are the numbers of the trainer's hosts, and `engine_hosts` those of the engines' hosts."""
         self._config = config
-        self._stores = {host_store_name(host): find(host_store_name(host)) for host in store_hosts}
-        self._service = find(SERVICE)
+        self._transfer = StoreTransfer(
+            tuple(dict.fromkeys(sender_hosts)),
+            tuple(host for host in engine_hosts if host not in sender_hosts),
+            full_every=config.weight_sync.full_every,
+            limit_s=config.rollout.start_timeout_s,
+        )
+        self._service = get_actor(SERVICE)
 
     def wait_for_engines(self) -> None:
-        ask(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
+        """Return when all engines have started."""
+        get_result(self._service.wait_for_engines.remote(), SERVICE, self._config.rollout.start_timeout_s)
 
     @cached_property
     def probe_token_ids(self) -> np.ndarray:
-        # The first call also waits for the service to have loaded its prompts.
-        return ask(self._service.probe_token_ids.remote(), SERVICE, self._config.rollout.start_timeout_s)
+        """Tokens of the weight probe."""
+        # The first call also waits until the service has loaded its prompts.
+        return get_result(self._service.probe_token_ids.remote(), SERVICE, self._config.rollout.start_timeout_s)
 
-    def worked_examples(self, num: int) -> list[Trajectory]:
-        return ask(self._service.worked_examples.remote(num), SERVICE, self._config.rollout.start_timeout_s)
+    def sft_demonstrations(self, num: int) -> list[Trajectory]:
+        """Return demonstrations of the next training prompts."""
+        return get_result(self._service.sft_demonstrations.remote(num), SERVICE, self._config.rollout.start_timeout_s)
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """The next rollout batch, and the seconds of each phase of waiting for it."""
-        return ask(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
+        """Return the next rollout batch, and the seconds of each phase of waiting for it."""
+        return get_result(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
 
     def validate(self, seed: int) -> ScoredGroups:
-        return ask(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
+        """Return scored responses to every held-out prompt."""
+        return get_result(
+            self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S
+        )
 
-    def request_answer(self, prompt: int, sample: int) -> Any:
-        """The reference to what `RolloutService.answer` gives; whoever waits for many bounds the wait."""
-        return self._service.answer.remote(prompt, sample)
+    def request_response(self, prompt: int, sample: int) -> Any:
+        """Return a reference to the result of `RolloutService.sample_response`; the caller must bound its wait."""
+        return self._service.sample_response.remote(prompt, sample)
 
     def failed(self) -> Any:
-        """The reference that fails with what ends generation."""
+        """Return a reference that fails with the error that ends generation."""
         return self._service.failed.remote()
 
-    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
-        """Where rollouts stand, as JSON values, and what was generated for later batches, of the same instant."""
-        return ask(self._service.data_state.remote(), SERVICE, _QUICK_S)
+    def begin_saving(self, folder: Path) -> dict[str, Any]:
+        """Return the state of the rollouts as JSON values; the service begins to write what the engines have generated.
 
-    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
-        """Raises UserError for the state of a run without engines."""
+        `folder` is the folder of a checkpoint that is being written.
+        """
+        return get_result(self._service.begin_saving.remote(folder), SERVICE, _QUICK_S)
+
+    def finish_saving(self) -> None:
+        """Return when the service has written what the engines had generated, and it is on disk."""
+        get_result(self._service.finish_saving.remote(), SERVICE, self._config.rollout.start_timeout_s)
+
+    def restore_data_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Have the service restore a checkpoint's rollouts. Raises UserError for the state of a run without engines."""
         if "rollouts" not in state:
             raise UserError(
-                f"{self._config.run_dir} was trained from files of rollouts, so engines do not know which prompts are "
+                f"{self._config.run_dir} was trained from rollout files, so its state does not tell which prompts are "
                 "left; continue with --rollouts-from, or choose run_dir=<another folder>"
             )
-        ask(self._service.restore_data_state.remote(state, held), SERVICE, self._config.rollout.start_timeout_s)
+        get_result(
+            self._service.restore_data_state.remote(state, checkpoint), SERVICE, self._config.rollout.start_timeout_s
+        )
 
-    def load_weights(self, policy_version: int) -> int:
-        """Every engine loads this version from its host's store; returns when all have.
+    def load_weights(self, policy_version: int, plan: WeightPlan) -> int:
+        """Have every engine load this version from its host's store; return when all have.
 
-        The bytes that came from the trainer's stores to those of the engines' own.
+        Returns the bytes that the trainer's hosts sent to other hosts, or to engines' own stores.
         """
         settings = self._config.rollout
-        pulls = {name: store.pull.remote(policy_version) for name, store in self._stores.items()}
-        num_bytes = sum(ask(pull, name, settings.start_timeout_s).num_bytes for name, pull in pulls.items())
+        num_bytes = self._transfer.deliver(policy_version, plan)
         limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
-        ask(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
+        get_result(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
         return num_bytes
 
     def sleep(self, level: int) -> None:
-        """Every engine frees its memory; returns when all have."""
-        # One may have to start and to load weights first.
-        ask(self._service.sleep.remote(level), SERVICE, 3 * self._config.rollout.start_timeout_s)
+        """Have every engine free its GPU memory; return when all have."""
+        # An engine may have to start and to load weights first.
+        get_result(self._service.sleep.remote(level), SERVICE, 3 * self._config.rollout.start_timeout_s)
 
     def wake(self, tags: tuple[str, ...]) -> None:
-        ask(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
+        """Have every engine allocate the memory of `tags`; return when all have."""
+        get_result(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
 
     def probe(self, probe: WeightProbe) -> list[float]:
-        """By how much each serving engine differs from the trainer; those that come back later have to pass, too."""
+        """Return the largest difference of each serving engine from the trainer's log-probs, in nats.
+
+        Replacements of lost engines must pass the probe, too, before they serve.
+        """
         limit_s = self._config.rollout.health_check_timeout_s + _QUICK_S
-        return ask(self._service.probe.remote(probe), SERVICE, limit_s)
+        return get_result(self._service.probe.remote(probe), SERVICE, limit_s)

@@ -1,211 +1,218 @@
-"""The rollout plane's actor: the scheduler of `rollout/producer.py` with Ray engines and reward processes around it."""
+"""The rollout service: a Ray actor with the rollout scheduler, the engine fleet and the reward worker processes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from megatron_bapo.cluster.engine_actor import EngineActor
+from megatron_bapo.cluster.engine_fleet import EngineFleet
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.engine_fleet import EngineActor, EngineFleet, EngineHome
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
-from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import FunctionFailed, RunError
+from megatron_bapo.event_loop import LoopClock, answered_within
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.cpu_time import family_cpu_s
-from megatron_bapo.metrics.values import Last, Metric, Sum
-from megatron_bapo.records import Group, HeldRollouts, Trajectory
+from megatron_bapo.metrics.row_writer import RowWriter
+from megatron_bapo.metrics.values import Last, Max, Metric, Sum
+from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rewards.scorer import Scorer
+from megatron_bapo.rollout.decoding import Decoder
 from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import (
-    FailureAllowance,
     Sampling,
     ScoredGroups,
-    SetAside,
-    grow,
-    growing_group,
+    create_in_flight_group,
+    generate_group,
 )
-from megatron_bapo.rollout.health import EngineHealth
-from megatron_bapo.rollout.messages import AnsweredRequest
-from megatron_bapo.rollout.producer import Producer, Surroundings
+from megatron_bapo.rollout.messages import CompletedRequest
+from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.scheduler import RolloutScheduler
+from megatron_bapo.rollout.scheduler_deps import SchedulerDeps
 from megatron_bapo.rollout.scoring import score_group
+from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations, sft_demonstration
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize
 from megatron_bapo.rollout.weight_probe import WeightProbe
-from megatron_bapo.rollout.worked_examples import WorkedExamples, worked_example
+from megatron_bapo.run_directory import RunDirectory
 
-_VALIDATION_ORDER = -1
-"""Before all training prompts: the trainer waits for nothing else meanwhile."""
+_VALIDATION_SERIAL = -1
+"""Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
 T = TypeVar("T")
 
 
 class RolloutService:
-    """One per run. Its methods run one at a time, but for what they await."""
+    """Generates and scores a run's rollouts; there is one service per run."""
 
-    def __init__(
-        self, config: Config, engines: dict[str, Any], starts: dict[str, Any], homes: Sequence[EngineHome]
-    ) -> None:
-        """`engines` are handles by name, `starts` the references that tell when each has started."""
+    def __init__(self, config: Config, engines: Sequence[EngineActor]) -> None:
         self._directory = RunDirectory(config.run_dir)
         redirect_output(self._directory.logs / "rollout-service.log")
         self._config = config
-        self._starts = starts
         self._tokenizer = load_tokenizer(config.model_path)
         prompts: TaskPrompts = load_task_prompts(config)
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
         self._prompts = tokenize(prompts.train, self._tokenizer, config.data)
         self._tokenized = {prompt.prompt.prompt_id: prompt for prompt in self._prompts}
         self._cpu_s = family_cpu_s()
-        """When the last batch was handed out."""
+        """CPU seconds used when the last batch was taken."""
+        self._loop_clock: LoopClock | None = None
+        self._rows = RowWriter([*self._directory.service_records, self._directory.engine_events])
+        self._saving: asyncio.Future[None] | None = None
+        """The thread that writes the rollouts of the last checkpoint."""
         self._stream = prompt_stream(config, prompts.train)
-        self._worked_examples = WorkedExamples(config, self._tokenizer)
+        self._sft_demonstrations = SftDemonstrations(config, self._tokenizer)
         self._scorer = Scorer(config.reward)
+        self._decoder = Decoder(self._tokenizer, config.model_path)
         self._environment = None
         if config.environment is not None:
             self._environment = FunctionEnvironment(
                 config.environment, config.data, self._tokenizer, config.reward.secret_variables
             )
-        self._router = Router(lambda name, reason: self._health.on_lost(name, reason), self._record)
-        self._producer = Producer(
+        self._router = Router(lambda name, reason: self._fleet.on_lost(name, reason), self._record_request)
+        self._scheduler = RolloutScheduler(
             config.rollout,
             config.prompts_per_step,
             config.seed,
-            Surroundings(
+            SchedulerDeps(
                 self._stream,
                 self._tokenized,
                 self._router,
                 self._score,
-                self._decode,
-                self._set_aside,
+                self._decoder.decode,
+                self._quarantine,
                 self._environment,
             ),
         )
-        self._fleet = EngineFleet(config, engines, homes)
-        self._health = EngineHealth(
+        self._fleet = EngineFleet(
+            {engine.name: engine for engine in engines},
             self._router,
-            self._fleet,
+            config.rollout,
             self._record_engine,
-            self._producer.fail,
-            interval_s=config.rollout.health_check_interval_s,
-            timeout_s=config.rollout.health_check_timeout_s,
-            max_restarts=config.rollout.max_engine_restarts,
+            self._scheduler.fail,
         )
 
+        # Prompts live as long as this process; the garbage collector would stop the event loop to search among them.
+        gc.collect()
+        gc.freeze()
+
     async def wait_for_engines(self) -> None:
-        """Return when all engines serve the initial model; at once when they have."""
-        starts, self._starts = self._starts, {}
-        if not starts:
-            return
-        ready = await asyncio.gather(*(self._fleet.started(name, start) for name, start in starts.items()))
-        for engine, kv_cache_tokens in ready:
-            self._router.add(engine.name, engine, kv_cache_tokens)
-        self._health.start()
+        """Return when all engines have started to serve the initial model."""
+        if self._loop_clock is None:
+            self._loop_clock = LoopClock.running()
+            self._loop_clock.start()
+        await self._fleet.start()
 
     def probe_token_ids(self) -> np.ndarray:
-        """The first prompts and their ground truths, up to `weight_sync.probe_tokens` tokens, int32."""
+        """Return int32 tokens of the first prompts and their ground truths, at most `weight_sync.probe_tokens`."""
         config = self._config
         size = min(config.weight_sync.probe_tokens, config.max_model_len - 1)
         tokens: list[int] = []
         for prompt in self._tokenized.values():
-            example = worked_example(prompt, self._tokenizer)
-            tokens += [*example.prompt_token_ids.tolist(), *example.response_token_ids.tolist()]
+            demonstration = sft_demonstration(prompt, self._tokenizer)
+            tokens += [*demonstration.prompt_token_ids.tolist(), *demonstration.response_token_ids.tolist()]
             if len(tokens) >= size:
                 break
         return np.asarray(tokens[:size], np.int32)
 
-    async def worked_examples(self, num: int) -> list[Trajectory]:
-        """Of the next training prompts, for the warm start."""
-        return await self._worked_examples.of(self._producer.take_worked_examples(num))
+    async def sft_demonstrations(self, num: int) -> list[Trajectory]:
+        """Return demonstrations of the next training prompts, for the warm start."""
+        return await self._sft_demonstrations.for_prompts(self._scheduler.take_sft_prompts(num))
 
     async def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """The next rollout batch, and the seconds that it was waited for."""
+        """Return the next rollout batch, and the seconds spent waiting for it."""
         loop = asyncio.get_running_loop()
         start = loop.time()
-        scored = await self._producer.take()
+        scored = await self._scheduler.take()
         cpu_s, self._cpu_s = self._cpu_s, family_cpu_s()
         scored.metrics["perf/cpu_s/rollouts"] = Last(self._cpu_s - cpu_s)
         scored.metrics["perf/cpu_cores"] = Last(len(os.sched_getaffinity(0)))
-        scored.metrics["rollout/engine_restarts"] = Last(self._health.num_restarts)
+        if self._loop_clock is not None:
+            scored.metrics["rollout/event_loop_stall_max_s"] = Max(self._loop_clock.take_max_delay_s())
+        scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts)
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
         return scored, {"generate": loop.time() - start}
 
     async def validate(self, seed: int) -> ScoredGroups:
-        """Scored answers to every held-out prompt."""
-        n, limits = self._config.evaluation.n, self._config.rollout
-        allowance = FailureAllowance(limits.max_reward_failures)
+        """Return scored responses to every held-out prompt.
 
-        async def answered(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
+        Raises RunError after `rollout.request_timeout_s`, or if every prompt was quarantined.
+        """
+        n, limits = self._config.evaluation.n, self._config.rollout
+        failure_budget = FailureBudget(limits.max_reward_failures)
+
+        async def sample_or_quarantine(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
             try:
-                return await self._answers(prompt, n, seed, index)
-            except (SetAside, FunctionFailed) as error:
-                self._set_aside(error if isinstance(error, SetAside) else allowance.use(prompt.prompt.prompt_id, error))
+                return await self._sample_group(prompt, n, seed, index)
+            except (QuarantinedPrompt, FunctionFailed) as error:
+                self._quarantine(
+                    error
+                    if isinstance(error, QuarantinedPrompt)
+                    else failure_budget.use(prompt.prompt.prompt_id, error)
+                )
                 return ScoredGroups([], 0)
 
         try:
-            async with asyncio.timeout(limits.request_timeout_s):
-                scored = await asyncio.gather(*(answered(prompt, i) for i, prompt in enumerate(self._validation)))
+            async with answered_within(limits.request_timeout_s):
+                tasks = (sample_or_quarantine(prompt, index) for index, prompt in enumerate(self._validation))
+                results = await asyncio.gather(*tasks)
         except TimeoutError:
             raise RunError(
-                f"held-out prompts have no answer within rollout.request_timeout_s={limits.request_timeout_s:.0f} s "
-                f"from {self._router.unanswered()}"
+                "the evaluation of held-out prompts did not finish within "
+                f"rollout.request_timeout_s={limits.request_timeout_s:.0f} s; still pending: {self._router.pending()}"
             ) from None
-        groups = [group for one in scored for group in one.groups]
+        groups = [group for scored in results for group in scored.groups]
         if not groups:
-            raise RunError(f"every held-out prompt was set aside; {self._directory.set_aside} says why")
-        metrics: dict[str, Metric] = {"validation/set_aside": Sum(len(self._validation) - len(groups))}
-        return ScoredGroups(groups, sum(one.num_reward_timeouts for one in scored), metrics)
+            raise RunError(f"every held-out prompt was quarantined; see {self._directory.quarantined} for the reasons")
+        metrics: dict[str, Metric] = {"validation/quarantined": Sum(len(self._validation) - len(groups))}
+        return ScoredGroups(groups, sum(scored.num_reward_timeouts for scored in results), metrics)
 
-    async def answer(self, prompt: int, sample: int) -> ScoredGroups | None:
-        """One scored answer to a training prompt, drawn as for held-out ones; None where engines failed too often."""
+    async def sample_response(self, prompt: int, sample: int) -> ScoredGroups | None:
+        """Return a scored response to a training prompt, sampled as for evaluation; None if it was quarantined."""
         try:
-            return await self._answers(self._prompts[prompt], 1, self._config.seed, sample)
-        except SetAside as reason:
-            self._set_aside(reason)
+            return await self._sample_group(self._prompts[prompt], 1, self._config.seed, sample)
+        except QuarantinedPrompt as reason:
+            self._quarantine(reason)
             return None
 
     async def failed(self) -> None:
-        """Wait for what ends generation, and raise it."""
-        await self._producer.failed()
+        """Wait until an error ends generation, and raise it."""
+        await self._scheduler.failed()
 
     async def load_weights(self, version: int) -> None:
-        """Bring a published version to every engine; one that is lost over it comes back with that version."""
-
-        async def load() -> None:
-            async with self._health.weights:
-                await self._router.on_every(lambda engine: engine.load_weights(version))
-                self._fleet.policy_version = version
-
-        await self._producer.refresh(version, load)
+        """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
+        await self._scheduler.update_weights(version, lambda: self._fleet.load_weights(version))
 
     async def sleep(self, level: int) -> None:
-        """Every engine frees its memory, one that is just starting when it has; returns when all have."""
-        await self._health.to_trainer()
+        """Have every engine free its GPU memory, after waiting for starting engines; return when all have."""
+        await self._fleet.to_trainer()
         await self._on_every(lambda engine: engine.sleep(level))
 
     async def wake(self, tags: tuple[str, ...]) -> None:
+        """Have every engine allocate the memory of `tags`; with the KV cache the engines' turn begins."""
         await self._on_every(lambda engine: engine.wake(tags))
         if "kv_cache" in tags:
-            await self._health.to_engines()
+            await self._fleet.to_engines()
 
     async def probe(self, probe: WeightProbe) -> list[float]:
-        """By how much each serving engine differs, in nats; those that are being replaced are probed before they serve.
+        """Return the largest difference of each serving engine from the trainer's log-probs, in nats.
 
-        Raises ProbeFailed for an engine that does not pass.
+        Replacements of lost engines are probed before they serve. Raises ProbeFailed if an engine does not pass.
         """
-        self._fleet.probe = probe
-        scores = await self._on_every(lambda engine: engine.score(probe.token_ids))
+        self._fleet.require(probe)
+        scores = await self._on_every(lambda engine: engine.score(probe.token_ids, probe.num_decoded))
         return [probe.difference(name, score) for name, score in scores.items()]
 
-    async def _answers(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
-        """As `evaluation` says."""
+    async def _sample_group(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
+        """Sample and score `n` responses with the settings of `evaluation`."""
         settings = self._config.evaluation
         sampling = Sampling(
             n=n,
@@ -215,45 +222,48 @@ class RolloutService:
             min_p=settings.min_p,
             max_response_length=self._config.rollout.max_response_length,
         )
-        group = growing_group(prompt, sampling, batch_seed=seed, index=index, order=_VALIDATION_ORDER)
+        group = create_in_flight_group(prompt, sampling, batch_seed=seed, index=index, prompt_serial=_VALIDATION_SERIAL)
         limit = self._config.rollout.max_request_failures
-        await grow(group, self._router.generate, self._decode, self._environment, max_failures=limit)
-        return await self._score(group.group(self._decode))
+        await generate_group(group, self._router.generate, self._decoder.decode, self._environment, max_failures=limit)
+        return await self._score(await group.group(self._decoder.decode))
 
     async def _on_every(self, action: Callable[[EngineActor], Awaitable[T]]) -> dict[str, T]:
         return await self._router.on_every(lambda engine: action(cast(EngineActor, engine)))
 
-    def data_state(self) -> tuple[dict[str, Any], HeldRollouts]:
-        state = {
-            "stream": self._stream.state_dict(),
-            "rollouts": self._producer.state_dict(),
-            "records": self._directory.record_sizes(),
-        }
-        return state, self._producer.held()
+    async def begin_saving(self, folder: Path) -> dict[str, Any]:
+        """Return the state of stream, scheduler and record files at this instant.
 
-    def restore_data_state(self, state: dict[str, Any], held: HeldRollouts) -> None:
+        A thread begins to write what was generated for later batches into `folder`; generation goes on meanwhile.
+        """
+        state = {"stream": self._stream.state_dict(), "rollouts": self._scheduler.state_dict()}
+        in_flight, sizes = self._scheduler.in_flight_state(), self._rows.sizes()
+        if self._saving is not None:  # Ray has sent this call twice, or a checkpoint was given up
+            await asyncio.wait({self._saving})
+        self._saving = asyncio.ensure_future(asyncio.to_thread(save_in_flight, folder, in_flight))
+        names = {path.name for path in self._directory.service_records}
+        sizes = await asyncio.wrap_future(sizes)
+        return state | {"records": {name: size for name, size in sizes.items() if name in names}}
+
+    async def finish_saving(self) -> None:
+        """Return when the files of the last `begin_saving` are complete and on disk."""
+        assert self._saving is not None, "begin_saving comes first"
+        await asyncio.shield(self._saving)
+
+    async def restore_data_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Restore the state of a checkpoint, before the first batch is taken."""
+        in_flight = await asyncio.to_thread(load_in_flight, checkpoint)
         self._stream.load_state_dict(state["stream"])
-        self._producer.load_state_dict(state["rollouts"], held)
+        self._scheduler.load_state_dict(state["rollouts"], in_flight)
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)
 
-    def _decode(self, token_ids: np.ndarray) -> str:
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+    def _record_request(self, request: CompletedRequest) -> None:
+        self._rows.write(self._directory.requests, {"step": self._scheduler.num_batches + 1, **vars(request)})
 
-    def _record(self, answered: AnsweredRequest) -> None:
-        _append(self._directory.requests, {"step": self._producer.num_batches + 1} | asdict(answered))
-
-    def _set_aside(self, reason: SetAside) -> None:
-        _append(self._directory.set_aside, {"prompt_id": reason.prompt_id, "failures": reason.failures})
+    def _quarantine(self, reason: QuarantinedPrompt) -> None:
+        self._rows.write(self._directory.quarantined, {"prompt_id": reason.prompt_id, "failures": reason.failures})
 
     def _record_engine(self, name: str, event: str, reason: str) -> None:
         row = {"time_s": time.time(), "engine": name, "event": event, "reason": reason}
-        _append(self._directory.engine_events, row)
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        self._rows.write(self._directory.engine_events, row)

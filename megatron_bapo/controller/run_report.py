@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.config.loading import dump_config, load_config
-from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.report import write_report
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.run_directory import RunDirectory
 
 
 def write_run_report(run_dir: Path) -> Path:
-    """Write the HTML report from what the run directory holds.
+    """Write the HTML report of a run directory and return its path.
 
-    Raises UserError when there are no metrics.
+    Raises UserError if the directory has no metrics.
     """
     directory = RunDirectory(run_dir)
     if not directory.metrics.is_file():
@@ -46,7 +46,7 @@ def write_run_report(run_dir: Path) -> Path:
 
 
 def accuracies(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Held-out accuracy of the first and of the last evaluation."""
+    """Return the held-out accuracies of the first and the last evaluation, None if there is none."""
     values = [
         value
         for row in rows

@@ -1,16 +1,16 @@
-"""The loop that every trainer rank runs, from warm start to export.
+"""The training loop: every trainer rank runs it, from warm start to export.
 
     rank 0                        all ranks                                   Ray
     ------                        ---------                                   ---
     take() ──────────────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
-      └─ share out ─────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
+      └─ scatter ───────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
                                   publish weights ─► store (shared memory)
     load_weights(version) ───────────────────────────────────────► engines read the store
-      └─ probe: engine's log-probs against the trainer's, or the run ends
+      └─ probe: the engines' log-probs must match the trainer's
     metrics, checkpoint
 
-With --rollouts-from FOLDER in place of --ray, groups come from files, and nothing is published.
+With --rollouts-from FOLDER instead of --ray, groups come from files and no weights are published.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ import numpy as np
 from torch.profiler import record_function
 
 from megatron_bapo.config.schema import Config, OptimizerConfig
-from megatron_bapo.controller.device_turns import DeviceTurns
+from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
-from megatron_bapo.controller.run_state import RunDirectory, RunState
-from megatron_bapo.controller.weight_refresh import probe, refresh_weights
-from megatron_bapo.data.rollout_files import write_held
+from megatron_bapo.controller.run_state import RunState
+from megatron_bapo.controller.weight_update import probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
@@ -39,26 +38,33 @@ from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
-from megatron_bapo.records import HeldRollouts, Trajectory
+from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint import save_checkpoint
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
-from megatron_bapo.trainer.rollout_batch import laid_out_together, make_examples, minibatch, minibatches, weighted
-from megatron_bapo.trainer.rollout_shares import share_out
+from megatron_bapo.trainer.rollout_batch import (
+    make_examples,
+    minibatch,
+    minibatches,
+    packed_together,
+    with_token_weights,
+)
+from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, create_reference
 
-WEIGHT_SYNC = "bringing the weights to the engines"
+WEIGHT_UPDATE = "updating the engines' weights"
 
 
 @dataclass
 class Timer:
-    """Seconds by phase of one step; a profiler's trace shows the phases by name."""
+    """Measures the seconds of each phase of a step; profiler traces show the phases by name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -81,25 +87,25 @@ class Run:
     directory: RunDirectory
     worker: Worker
     transport: WeightTransport | None
-    """None where there are no engines."""
-    turns: DeviceTurns
+    """None for a run without engines."""
+    colocation: ColocationManager
     state: RunState
     rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
     telemetry: Telemetry | None
-    """Of this rank's GPU."""
+    """Telemetry of this rank's GPU."""
     reference: PolicyModel | None = None
-    """The frozen policy at the start of RL, where a KL coefficient asks for it."""
+    """Frozen reference model; None unless the KL penalty needs it."""
     saved_s: float = field(default_factory=now_s)
-    """When the state was saved last, or loaded."""
+    """Time of the last checkpoint, or of the start."""
 
     @property
     def engines(self) -> RolloutClient | None:
-        """What can be asked of engines, on the main rank."""
+        """The rollout service's client, on the main rank of a run with engines."""
         return self.rollouts if isinstance(self.rollouts, RolloutClient) else None
 
     def remaining_steps(self) -> Iterator[int]:
-        """The steps left to do, counted from 1; ends early when a stop is requested."""
+        """Yield the remaining steps, counted from 1; ends early when a stop is requested."""
         while self.state.step < self.config.trainer.total_steps and not self.stop_requested():
             yield self.state.step + 1
 
@@ -118,21 +124,21 @@ def train(run: Run) -> None:
         checkpoint(run)
         return
     run.reference = load_reference(run)
-    first_refresh(run)
-    if evaluation_is_due(run):  # a resumed run makes up for one that was cut off
+    prepare_engines(run)
+    if evaluation_is_due(run):  # a resumed run repeats an evaluation that was interrupted
         evaluate(run)
     for step in run.remaining_steps():
         timer = Timer()
         with profiling(run, step), timer.phase("step"):
             scored, trajectories = take_groups(run, timer)
-            run.turns.to_trainer()
+            run.colocation.to_trainer()
             start_cpu_s = family_cpu_s() if run.recorder else 0.0
             with timer.phase("update"), snapshot(run, step):
-                metrics, updates, tokens = update_on(run, scored, trajectories)
+                metrics, updates, tokens = update_on_batch(run, scored, trajectories)
             if run.recorder is not None:
                 metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
             with timer.phase("weight_sync"):
-                metrics |= refresh(run)
+                metrics |= update_engine_weights(run)
             run.state.step = step
         metrics |= gpu_step_metrics(run.telemetry, run.worker.groups)
         record_step(run, scored, metrics, timer)
@@ -148,22 +154,21 @@ def train(run: Run) -> None:
         return
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
-    with run.turns.trainer_between():
+    with run.colocation.trainer_turn():
         save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
-    if run.recorder is not None:
-        run.directory.stop_request.unlink(missing_ok=True)  # it came too late: the run is complete
+    run.announce(FINISHED)
 
 
 def warm_start(run: Run) -> None:
-    """Supervised updates on worked examples."""
+    """Run the supervised updates on demonstrations."""
     settings = run.config.warm_start
     if settings is None or run.state.step > 0:
         return
     run.announce("warm start")
     while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
-        worked = run.rollouts.worked_examples(settings.batch_size) if run.rollouts else None
-        trajectories = share_out(run.worker, worked, [range(settings.batch_size)])
-        examples = weighted(
+        demonstrations = run.rollouts.sft_demonstrations(settings.batch_size) if run.rollouts else None
+        trajectories = scatter_batch(run.worker, demonstrations, [range(settings.batch_size)])
+        examples = with_token_weights(
             [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
             "token-mean",
             run.config.rollout.max_response_length,
@@ -184,13 +189,13 @@ def warm_start(run: Run) -> None:
 
 
 def load_reference(run: Run) -> PolicyModel | None:
-    """The policy at the start of RL, frozen: the initial model, or what the warm start has made of it.
+    """Load the frozen reference model: the initial model, or the model after the warm start.
 
-    The latter is written to the run directory once, for the runs that continue.
+    The latter is written to the run directory once, so that a resumed run can load it.
     """
     if not run.config.algorithm.needs_reference:
         return None
-    run.announce("loading the reference policy")
+    run.announce("loading the reference model")
     path = run.config.model_path
     if run.config.warm_start is not None:
         path = run.directory.reference
@@ -199,48 +204,51 @@ def load_reference(run: Run) -> PolicyModel | None:
     return create_reference(run.config, path, run.worker.groups)
 
 
-def first_refresh(run: Run) -> None:
-    """Before the first rollout: engines serve the initial model as version 0, or get what the trainer holds.
+def prepare_engines(run: Run) -> None:
+    """Wait for the engines, which serve the initial model as version 0, and send them the trainer's current weights.
 
-    A resumed run brings it as the version that it was: tokens that were sampled from it are as old as they were.
+    A resumed run sends its weights under their saved policy version, so that the ages of saved tokens stay the same.
+    Without engines only the version is counted: a warm start makes it 1.
     """
     if run.transport is None:
+        if run.state.update and run.state.step == 0:
+            update_engine_weights(run)
         return
     run.announce("starting the engines")
     if run.engines is not None:
         run.engines.wait_for_engines()
-    run.turns.hold(run.worker, run.reference)
+    run.colocation.manage(run.worker, run.reference)
     if run.state.update == 0:
-        probe(run.worker, run.engines, run.turns, policy_version=0)
+        probe(run.worker, run.engines, run.colocation, policy_version=0)
     elif run.state.step == 0:
-        refresh(run)
+        update_engine_weights(run)
     else:
-        deliver(run)
+        send_weights(run)
 
 
-def refresh(run: Run) -> dict[str, Metric]:
-    """The next policy version, on every engine."""
+def update_engine_weights(run: Run) -> dict[str, Metric]:
+    """Publish the trainer's weights to every engine as the next policy version."""
     run.state.policy_version += 1
-    return deliver(run)
+    return send_weights(run)
 
 
-def deliver(run: Run) -> dict[str, Metric]:
-    """The trainer's weights, on every engine."""
+def send_weights(run: Run) -> dict[str, Metric]:
+    """Send the trainer's weights to every engine under the current policy version."""
     if run.transport is None:
         return {}
-    run.announce(WEIGHT_SYNC)
-    return refresh_weights(run.worker, run.engines, run.transport, run.turns, run.state.policy_version)
+    run.announce(WEIGHT_UPDATE)
+    return update_weights(run.worker, run.engines, run.transport, run.colocation, run.state.policy_version)
 
 
 def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Trajectory]]:
-    """The next rollout batch, None on all ranks but the main one, and its trajectories as each rank needs them."""
-    run.announce("reading rollouts" if run.transport is None else "generating answers")
+    """Return the next rollout batch, None on all ranks but the main one, and this rank's share of its trajectories."""
+    run.announce("reading rollouts" if run.transport is None else "generating responses")
     start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
     if run.rollouts is not None:
         scored, seconds = run.rollouts.take()
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
-        batches = laid_out_together(run.config, own, run.state.step)
-    trajectories = share_out(run.worker, own, batches)
+        batches = packed_together(run.config, own, run.state.step)
+    trajectories = scatter_batch(run.worker, own, batches)
     policy_version = broadcast_object(scored.policy_version if scored else None, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
     if policy_version is not None:
@@ -249,21 +257,20 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
     return scored, trajectories
 
 
-def update_on(
+def update_on_batch(
     run: Run, scored: ScoredGroups | None, trajectories: list[Trajectory]
 ) -> tuple[dict[str, Metric], list[dict[str, Metric]], TokenTable]:
-    """All updates on one rollout batch: the batch's and each update's metrics, reduced, and a sample of the tokens."""
+    """Run all updates on one rollout batch.
+
+    Returns the metrics of the batch and of each update, reduced over ranks, and a sample of the tokens.
+    """
     config = run.config
     examples, batch_metrics = make_examples(run.worker, run.reference, trajectories)
     if run.recorder is not None and scored is not None:
         run.recorder.write_rollouts(run.state, scored, [np.asarray(example.advantage) for example in examples])
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
-    sampled_now = all(
-        span.policy_version == run.state.policy_version
-        for trajectory in trajectories
-        for span in trajectory.version_spans
-    )
+    fresh_rollout = is_fresh(run, scored, trajectories)
     recomputed, num_steps = config.algorithm.behaviour_policy == "recomputed", run.worker.optimizer.num_steps
     for chosen in minibatches(config, trajectories, run.state.step):
         unchanged = run.worker.optimizer.num_steps == num_steps
@@ -273,7 +280,7 @@ def update_on(
                 minibatch(config, [examples[i] for i in chosen]),
                 lr=_policy_lr(run, len(parts)),
                 on_policy=unchanged and recomputed,
-                sampled_now=unchanged and sampled_now,
+                fresh_rollout=unchanged and fresh_rollout,
                 reservoir=reservoir,
             )
         )
@@ -282,15 +289,34 @@ def update_on(
     return merge([*updates, batch_metrics]), updates, reservoir.gather(run.worker.groups)
 
 
+def is_fresh(run: Run, scored: ScoredGroups | None, trajectories: list[Trajectory]) -> bool:
+    """Return whether the engines' log-probs should equal those of the current weights, so that a mismatch is a fault.
+
+    The current version must have sampled all tokens, without truncation, which renormalizes the probabilities, and a
+    recorded batch must have been sampled as the configuration says. Collective.
+    """
+    sampling = run.config.rollout.sampling
+    recorded = broadcast_object(scored.sampling if scored else None, run.worker.groups) or sampling
+    return (
+        recorded == sampling
+        and not run.config.rollout.truncated
+        and all(
+            span.policy_version == run.state.policy_version
+            for trajectory in trajectories
+            for span in trajectory.version_spans
+        )
+    )
+
+
 def snapshot(run: Run, step: int) -> AbstractContextManager[None]:
-    """Of this rank's memory, in the step that asks for it."""
+    """Record this rank's memory in the step `logging.memory_snapshot_step`."""
     if step != run.config.logging.memory_snapshot_step:
         return nullcontext()
     return memory_snapshot(run.directory.memory / f"rank-{run.worker.groups.global_rank}.pickle")
 
 
 def profiling(run: Run, step: int) -> AbstractContextManager[None]:
-    """Of this rank, in the steps that ask for it."""
+    """Profile the ranks and steps that `logging` names."""
     rank, logging = run.worker.groups.global_rank, run.config.logging
     if step not in logging.profile_steps or rank not in logging.profile_ranks:
         return nullcontext()
@@ -298,13 +324,13 @@ def profiling(run: Run, step: int) -> AbstractContextManager[None]:
 
 
 def evaluation_is_due(run: Run) -> bool:
-    """Before the first step, and after those that `evaluation.every_steps` names."""
+    """Return whether to evaluate now: before the first step and after every `evaluation.every_steps` steps."""
     step, every = run.state.step, run.config.evaluation.every_steps
     return step == 0 or (every > 0 and step % every == 0)
 
 
 def evaluate(run: Run) -> None:
-    """Held-out accuracy of the current weights, unless this step's is recorded already."""
+    """Measure and record held-out accuracy, unless the metrics already have this step's."""
     if run.engines is None or run.recorder is None or run.config.data.validation is None:
         return
     step = run.state.step
@@ -317,7 +343,7 @@ def evaluate(run: Run) -> None:
 
 
 def checkpoint_is_due(run: Run) -> bool:
-    """After a step; of clocks the main rank's counts."""
+    """Return whether to save a checkpoint after this step; the main rank's clock decides for all ranks."""
     settings, step = run.config.checkpoint, run.state.step
     if step % settings.every_steps == 0 or step == run.config.trainer.total_steps:
         return True
@@ -326,19 +352,15 @@ def checkpoint_is_due(run: Run) -> bool:
 
 def checkpoint(run: Run) -> None:
     """Save everything that a resumed run needs."""
-    held = HeldRollouts()
-    if run.rollouts is not None:
-        run.state.data, held = run.rollouts.data_state()
     run.announce("saving a checkpoint")
-    folder, keep = run.directory.checkpoints, run.config.checkpoint.keep
-    with run.turns.trainer_between():
-        save_checkpoint(
-            run.worker, folder, run.state.update, run.state.to_json(), keep, lambda partial: write_held(partial, held)
-        )
+    folder, keep, state = run.directory.checkpoints, run.config.checkpoint.keep, run.state
+    with run.colocation.trainer_turn():
+        save_checkpoint(run.worker, folder, state.update, state.to_json(), keep, run.rollouts)
     run.saved_s = now_s()
 
 
 def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric], timer: Timer) -> None:
+    """Write the step's metrics and sampled responses, on the main rank."""
     if run.recorder is None or scored is None:
         return
     step = run.state.step
@@ -354,7 +376,7 @@ def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric
     run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
 
 
-def _policy_lr(run: Run, done_in_step: int) -> float:
+def _policy_lr(run: Run, num_done_in_step: int) -> float:
     trainer = run.config.trainer
-    update = run.state.step * trainer.updates_per_step + done_in_step
+    update = run.state.step * trainer.updates_per_step + num_done_in_step
     return learning_rate(run.config.optimizer, update, trainer.total_steps * trainer.updates_per_step)

@@ -1,4 +1,4 @@
-"""How likely a prompt is drawn, by the pass rate that was measured on its own past groups."""
+"""Curriculum: sample prompts with probabilities that depend on their measured pass rates."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.config.schema import CurriculumConfig
+from megatron_bapo.config.data import CurriculumConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import SOLVED, Group
 
 
 class Curriculum:
-    """Pass rates by prompt id, and what follows from them."""
+    """Pass rates by prompt id and the sampling probabilities that follow from them."""
 
     def __init__(self, config: CurriculumConfig, prompt_ids: Iterable[str]) -> None:
-        """Raises UserError for a file of pass rates that is malformed or names none of the prompts."""
+        """Load recorded pass rates. Raises UserError if their file is malformed or names none of the prompts."""
         self._config = config
         self._measured: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=config.num_groups))
         self._recorded: dict[str, float] = {}
@@ -30,11 +30,11 @@ class Curriculum:
                 )
 
     def measure(self, prompt_id: str, pass_rate: float) -> None:
-        """Take a group's pass rate into account."""
+        """Record the pass rate of a group."""
         self._measured[prompt_id].append(pass_rate)
 
     def probability(self, prompt_id: str) -> float:
-        """Of being drawn when its turn has come."""
+        """Return the probability that the prompt is sampled, and not skipped, when its turn comes."""
         measured, config = self._measured.get(prompt_id), self._config
         rate = sum(measured) / len(measured) if measured else self._recorded.get(prompt_id)
         if rate is None:
@@ -47,7 +47,7 @@ class Curriculum:
         return max(weight, config.min_probability)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values: what was measured."""
+        """Return the measured pass rates as JSON values."""
         return {prompt_id: [*rates] for prompt_id, rates in self._measured.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Curriculum:
 
 
 def pass_rate(group: Group) -> float:
-    """The share of a scored group's answers that are solved."""
+    """Return the share of a scored group's responses that solve the prompt."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     return sum(reward >= SOLVED for reward in rewards) / len(rewards)
 

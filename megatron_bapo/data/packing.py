@@ -1,7 +1,7 @@
-"""Packed micro-batches: token budget kept, ranks balanced, the same number of micro-batches on every rank.
+"""Pack trajectories into micro-batches within a token budget, with balanced work and equal counts on all ranks.
 
-A length counts the tokens of one trajectory that enter the model. A plan is plan[rank][micro_batch], a list of indices
-of trajectories.
+A length is the number of tokens of one trajectory that enter the model. plan[rank][micro_batch] is a list of trajectory
+indices.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from megatron_bapo.config.padding import PaddingRule, round_up
 from megatron_bapo.errors import UserError
 
-# The length at which attention costs as much as the matrix products: 6 x the hidden size, here 4096, in verl's estimate
+# Length at which attention costs as much as the linear layers: 6 x the hidden size, here 4096, in verl's estimate
 # (verl/utils/seqlen_balancing.py, calculate_workload).
 ATTENTION_LENGTH = 24576
-# Busiest rank over mean: below the first the search is content, above the second more micro-batches are tried.
+# Busiest rank over mean: below BALANCED the search stops, above UNBALANCED it tries more micro-batches.
 BALANCED, UNBALANCED = 1.01, 1.05
 
 NO_PADDING = PaddingRule()
@@ -26,7 +26,7 @@ Plan = list[list[list[int]]]
 
 
 def cost(length: int, attention_length: float = ATTENTION_LENGTH) -> float:
-    """Work of one sequence, in tokens of negligible context: matrix products are linear, attention is quadratic."""
+    """Return the work of one sequence, in tokens without context: linear layers are linear, attention is quadratic."""
     return length + length**2 / attention_length
 
 
@@ -41,11 +41,11 @@ def pack(
 ) -> Plan:
     """Distribute trajectories of `lengths` tokens: result[rank][micro_batch] is a sorted list of their indices.
 
-    Every trajectory stands once, and no micro-batch, padded by `rule`, has more than `max_tokens` (on all its context
-    ranks together). All ranks have equally many micro-batches, a multiple of `num_multiple_of`, as pipeline schedules
-    and gradient reductions need: as few as the search finds, more only where that balances the ranks; heavy ones first.
-    Only where trajectories are fewer than the places they must fill are micro-batches empty. Raises UserError when a
-    trajectory exceeds the budget.
+    Each trajectory is in exactly one micro-batch. No micro-batch, padded by `rule`, has more than `max_tokens` tokens
+    over all its context-parallel ranks. All ranks have the same number of micro-batches, a multiple of
+    `num_multiple_of`, as pipeline schedules and gradient reductions require. This number is the smallest that the
+    search finds, or larger if that balances the ranks. The most expensive micro-batches come first. Micro-batches are
+    empty only if there are fewer trajectories than micro-batches. Raises UserError if a trajectory exceeds the budget.
     """
     assert all(length > 0 for length in lengths), "a trajectory has at least one token"
     longest = max(lengths, default=1)
@@ -61,7 +61,7 @@ def pack(
     def search(num_micro_batches: int) -> _Found | None:
         return _search(sizes, budget, (num_ranks, num_micro_batches), rule.equal_lengths, attention_length)
 
-    # No two that each take more than half of the budget share a micro-batch.
+    # Two trajectories that each need more than half of the budget cannot share a micro-batch.
     num_needed = max(1, -(-int(sizes.sum()) // budget), int(np.count_nonzero(2 * sizes > budget)))
     num_micro_batches = round_up(-(-num_needed // num_ranks), num_multiple_of)
     while (found := search(num_micro_batches)) is None:
@@ -80,7 +80,7 @@ def pack(
 class _Found:
     plan: Plan
     costs: np.ndarray
-    """Of each rank's micro-batches."""
+    """Cost of each rank's micro-batches, [ranks, micro-batches]."""
 
     @property
     def busiest(self) -> float:
@@ -94,11 +94,11 @@ class _Found:
 def _search(
     sizes: np.ndarray, budget: int, shape: tuple[int, int], equal_lengths: bool, attention_length: float
 ) -> _Found | None:
-    """The best balanced of some greedy fills of `shape` = (ranks, micro-batches of each); None when all fail.
+    """Return the best balanced of several greedy fills of `shape` = (ranks, micro-batches per rank); None if all fail.
 
-    Micro-batches of even cost are tried before full ones, which waste the least room (and, of equal lengths, the least
-    padding). Where the budget binds, ranks with long sequences cannot be kept short of tokens to the end; counting
-    attention for more than it costs keeps the long sequences of the others in balance.
+    The search tries micro-batches of equal cost before full ones, which waste the least space (and, with equal lengths,
+    the least padding). If the budget is tight, ranks with long sequences have to take further tokens in the end;
+    overweighting attention then balances the long sequences of the other ranks.
     """
     best = None
     for fullest in [True] if equal_lengths else [False, True]:
@@ -120,9 +120,9 @@ def _fill(
     attention_length: float,
     attention_weight: float,
 ) -> _Found | None:
-    """Longest first, each to the rank with the least work so far that has room; None when one finds no room.
+    """Assign trajectories, longest first, to the rank with room that has the least work; None if one fits nowhere.
 
-    Of that rank's micro-batches with room it takes the one with the least work or, if `fullest`, the fullest.
+    Among the rank's micro-batches with room, choose the one with the least work or, if `fullest`, the fullest.
     """
     tokens, longest, squares = (np.zeros(shape, np.int64) for _ in range(3))
     plan: Plan = [[[] for _ in range(shape[1])] for _ in range(shape[0])]

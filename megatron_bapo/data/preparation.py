@@ -1,4 +1,4 @@
-"""Prompt files made ready for training: rows checked, repeated, too long and contaminated ones left out, rewritten.
+"""Prepare prompt files for training: drop malformed, duplicate, too long and contaminated rows, and write the rest.
 
 The output has verl's columns (data_source, prompt, ability, reward_model, extra_info).
 """
@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.data.contamination import EvaluationPrompts, find_overlap
 from megatron_bapo.data.prompts import load_prompts, read_prompts
 from megatron_bapo.errors import RunError, UserError
@@ -26,21 +26,21 @@ from megatron_bapo.records import Prompt
 Reason = Literal["malformed", "duplicate", "conflicting", "too_long", "contaminated_exact", "contaminated_ngram"]
 REASONS: dict[Reason, str] = {
     "malformed": "malformed",
-    "duplicate": "duplicate: same prompt, same answer",
-    "conflicting": "duplicate: same prompt, another answer",
+    "duplicate": "duplicate: same prompt, same ground truth",
+    "conflicting": "duplicate: same prompt, other ground truth",
     "too_long": "longer than the limit",
-    "contaminated_exact": "contaminated: an evaluation prompt",
-    "contaminated_ngram": "contaminated: shares a run of words with one",
+    "contaminated_exact": "contaminated: equals an evaluation prompt",
+    "contaminated_ngram": "contaminated: shares an n-gram with one",
 }
 QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that is left out."""
+    """A dropped row."""
 
     where: str
-    """File and line, or row."""
+    """File and line or row number."""
     reason: Reason
     detail: str
 
@@ -53,13 +53,13 @@ class Prepared:
     """Tokens of each kept prompt; empty without a tokenizer."""
 
     def counts(self) -> dict[str, int]:
-        """Rows read, rows kept and rows left out for each reason; the latter two add up to the first."""
+        """Return the number of rows read, kept, and dropped for each reason; the latter add up to the first."""
         by_reason = Counter(dropped.reason for dropped in self.dropped)
         num_rows = len(self.kept) + len(self.dropped)
         return {"rows": num_rows, "kept": len(self.kept), **{reason: by_reason[reason] for reason in REASONS}}
 
     def token_counts(self) -> dict[str, int]:
-        """Shortest, quantiles (nearest above), longest, and all kept prompts together; empty without a tokenizer."""
+        """Return minimum, quantiles (nearest above), maximum and total of the lengths; empty without a tokenizer."""
         if not self.lengths:
             return {}
         quantiles = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
@@ -75,10 +75,10 @@ def prepare(
     max_prompt_length: int | None = None,
     empty_answers: bool = False,
 ) -> Prepared:
-    """Read the files in order and sort their rows into what is kept and what is left out, and why.
+    """Read the files in order and divide their rows into kept ones and dropped ones with a reason.
 
     An empty ground truth is malformed unless `empty_answers` allows it, for a reward that needs none. Of rows with the
-    same messages, apart from white space, the first one counts. Raises UserError for a file that cannot be read.
+    same messages, apart from white space, the first one is kept. Raises UserError if a file cannot be read.
     """
     kept: list[Prompt] = []
     dropped: list[Dropped] = []
@@ -89,16 +89,16 @@ def prepare(
             dropped.append(Dropped(where, "malformed", str(row)))
             continue
         if not _is_unicode(row):
-            dropped.append(Dropped(where, "malformed", "holds half a surrogate pair, which is not Unicode text"))
+            dropped.append(Dropped(where, "malformed", "contains an unpaired surrogate, which is not Unicode text"))
             continue
         if not (empty_answers or row.ground_truth.strip()):
-            dropped.append(Dropped(where, "malformed", "the ground truth is empty; no answer could be right"))
+            dropped.append(Dropped(where, "malformed", "the ground truth is empty; no response could be right"))
             continue
         key = _key(row)
         if key in first:
-            place, answer = first[key]
-            reason = "duplicate" if answer == row.ground_truth else "conflicting"
-            dropped.append(Dropped(where, reason, f"of {place}"))
+            location, ground_truth = first[key]
+            reason = "duplicate" if ground_truth == row.ground_truth else "conflicting"
+            dropped.append(Dropped(where, reason, f"of {location}"))
             continue
         first[key] = (where, row.ground_truth)
         length = num_tokens(row) if num_tokens else 0
@@ -114,14 +114,17 @@ def prepare(
 
 
 def read_evaluation_prompts(sources: Iterable[PromptSourceConfig]) -> list[tuple[str, Prompt]]:
-    """(place, prompt) of every row of evaluation files. Raises UserError for a malformed row: it could hide one."""
+    """Return (location, prompt) of every row of evaluation files.
+
+    Raises UserError for a malformed row, because it could hide a contaminated prompt.
+    """
     rows = []
     for where, row in _rows(sources):
         if not isinstance(row, Prompt):
-            raise UserError(f"{where}: {row}. An evaluation file must be whole; correct it")
+            raise UserError(f"{where}: {row}. Every row of an evaluation file must be valid; correct it")
         rows.append((where, row))
     if not rows:
-        raise UserError("the evaluation files hold no prompts; give others, or leave the check out")
+        raise UserError("the evaluation files contain no prompts; give other files or omit --eval")
     return rows
 
 
@@ -144,7 +147,7 @@ def _key(prompt: Prompt) -> tuple[str, ...]:
 
 
 def verl_row(prompt: Prompt, index: int, ability: str) -> dict[str, Any]:
-    """One row in verl's columns; `extra_info.index` is the row's number unless it is given."""
+    """Return one row in verl's columns; `extra_info.index` is `index` unless the prompt has one."""
     return {
         "data_source": prompt.data_source,
         "prompt": list(prompt.messages),
@@ -155,7 +158,7 @@ def verl_row(prompt: Prompt, index: int, ability: str) -> dict[str, Any]:
 
 
 def check_output(path: Path) -> None:
-    """Make the folder of a file that `write_prompts` can write. Raises UserError for another one."""
+    """Create the folder of the output file. Raises UserError if `write_prompts` cannot write the file."""
     if path.suffix not in _WRITERS:
         raise UserError(f"cannot write prompts to {path}: the name must end in {' or '.join(_WRITERS)}")
     if path.is_dir():
@@ -164,14 +167,14 @@ def check_output(path: Path) -> None:
 
 
 def write_prompts(prompts: Sequence[Prompt], path: Path, *, ability: str) -> None:
-    """Write a .parquet or .jsonl file that `data.train` reads; it appears whole, and after it has been read again.
+    """Write a .parquet or .jsonl file that `data.train` reads, atomically and after reading it back.
 
-    Raises UserError as `check_output` does and for what Parquet cannot hold, RunError when the file does not give the
-    prompts back.
+    Raises UserError as `check_output` does and for values that Parquet cannot store, RunError if the file does not
+    contain the prompts when it is read back.
     """
     check_output(path)
     if not prompts:
-        raise UserError(f"no row is left to write to {path}; see the reasons")
+        raise UserError(f"no row is left to write to {path}; see the reasons above")
     partial = path.with_name(f"{path.stem}.partial{path.suffix}")
     try:
         _WRITERS[path.suffix]([verl_row(prompt, index, ability) for index, prompt in enumerate(prompts)], partial)
@@ -189,8 +192,8 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
         pq.write_table(pa.Table.from_pylist(rows), path)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise UserError(
-            f"Parquet cannot hold these rows ({error}); extra_info must have one type for each field over all rows: "
-            "write a .jsonl file"
+            f"Parquet cannot store these rows ({error}); each field of extra_info must have the same type in all rows: "
+            "write a .jsonl file instead"
         ) from error
 
 
@@ -211,4 +214,4 @@ def _compare(prompts: Sequence[Prompt], path: Path) -> None:
         for field in fields
     )
     if not same:
-        raise RunError(f"{path} does not give back the prompts that were written to it; check the disk, then try again")
+        raise RunError(f"{path} does not contain the prompts that were written to it; check the disk, then try again")

@@ -1,4 +1,4 @@
-"""Rows of prompt files, streamed, each with the place it stands at for error messages."""
+"""Stream the rows of prompt files, each with its location for error messages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ROWS_PER_BATCH = 1024
 
 
 class Malformed(ValueError):
-    """One row breaks a rule; whether that ends the run is the reader's choice."""
+    """A row that breaks a rule; the caller decides whether this ends the run."""
 
 
 Row = bytes | dict[str, Any] | Malformed
-"""A line that is still to be decoded; a row by its columns; a row that cannot be read."""
+"""An undecoded line, a row as a dict of columns, or a row that cannot be read."""
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) of a .jsonl file (blank lines left out) or a .parquet file.
+    """Yield (location, row) of a .jsonl file (blank lines skipped) or a .parquet file.
 
-    Raises UserError when the file is missing, unreadable, damaged or of another kind.
+    Raises UserError if the file is missing, unreadable, damaged or of another kind.
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise UserError(f"cannot read prompts from {path}: the name must end in {' or '.join(readers)}")
     if not path.is_file():
-        raise UserError(f"there is no file {path}; the path is taken from the folder where the run is started")
+        raise UserError(f"there is no file {path}; relative paths start at the folder where the run is started")
     try:
         yield from readers[path.suffix](path)
     except OSError as error:
@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def decode(row: Row) -> dict[str, Any]:
-    """One row of `read_rows` as a dict; raises Malformed."""
+    """Return one row of `read_rows` as a dict. Raises Malformed."""
     if isinstance(row, Malformed):
         raise row
     if isinstance(row, dict):
@@ -52,10 +52,10 @@ def decode(row: Row) -> dict[str, Any]:
         raise Malformed(f"not UTF-8 (byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise Malformed(f"not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, lists in lists without end
-        raise Malformed(f"JSON that Python does not read ({error})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, too deeply nested lists
+        raise Malformed(f"JSON that Python cannot read ({error})") from error
     if not isinstance(value, dict):
-        raise Malformed(f"a JSON {type(value).__name__}, where an object with a prompt and its answer is needed")
+        raise Malformed(f"a JSON {type(value).__name__} instead of an object with a prompt and its answer")
     return value
 
 
@@ -76,22 +76,22 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
                     number += 1
                     yield f"{path}, row {number}", row
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a whole Parquet file: {error}") from error
+        raise UserError(f"{path} is not a complete Parquet file: {error}") from error
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]] | list[dict[str, Any] | Malformed]:
     try:
         return batch.to_pylist()
-    except ValueError:  # of one value or more
+    except ValueError:  # at least one value cannot be converted
         return [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 
 def _row(batch: pa.RecordBatch) -> dict[str, Any] | Malformed:
-    """The only one of a batch."""
+    """Return the only row of a batch."""
     row = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             (row[name],) = column.to_pylist()
         except ValueError as error:  # text that is not UTF-8; a time finer than Python's
-            return Malformed(f"column {name!r} cannot be read ({error}); correct it, or leave the column out")
+            return Malformed(f"column {name!r} cannot be read ({error}); correct it, or remove the column")
     return row

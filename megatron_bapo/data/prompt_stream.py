@@ -1,6 +1,6 @@
-"""The order in which training meets its prompts: shuffled anew in every epoch, resumable at any prompt.
+"""Order of the training prompts: reshuffled in every epoch and resumable at any prompt.
 
-With a curriculum an epoch passes each prompt exactly once, too, and gives it away or skips it.
+With a curriculum an epoch also visits each prompt exactly once, and either returns or skips it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ from megatron_bapo.records import Prompt
 
 
 class PromptStream:
-    """An endless sequence of prompts in which every epoch holds each prompt exactly once, or has skipped it.
+    """Endless sequence of prompts; every epoch returns or skips each prompt exactly once.
 
-    The position is counted in prompts and not in batches, so that nothing is lost or repeated at an epoch's border.
+    The position is counted in prompts, not batches, so that no prompt is lost or repeated between epochs.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, curriculum: Curriculum | None = None
     ) -> None:
         if not prompts:
-            raise UserError(
-                "there are no prompts to train on; give data.train some that do not stand in data.validation"
-            )
+            raise UserError("there are no prompts to train on; give data.train prompts that are not in data.validation")
         self._prompts = list(prompts)
         self._seed = seed
         self._shuffle = shuffle
         self.curriculum = curriculum
         self.num_skipped = 0
-        """Prompts that the curriculum has passed over since the first epoch's start."""
+        """Prompts that the curriculum has skipped since the start of the first epoch."""
         self._fingerprint = _fingerprint(self._prompts)
         self._start_epoch(epoch=0, position=0)
 
     @property
     def num_drawn(self) -> int:
-        """Prompts given away or skipped since the first epoch's start."""
+        """Prompts returned or skipped since the start of the first epoch."""
         return self._epoch * len(self._prompts) + self._position
 
     def take(self, num: int) -> list[Prompt]:
-        """The next `num` prompts, over as many epoch borders as needed."""
+        """Return the next `num` prompts, across as many epochs as needed."""
         taken: list[Prompt] = []
         while len(taken) < num:
             if self._position == len(self._order):
@@ -60,18 +58,18 @@ class PromptStream:
         if self.curriculum is None:
             return True
         prompt_id = self._prompts[index].prompt_id
-        draw = random.Random(f"{self._seed}/{self._epoch}/{prompt_id}").random()
-        return draw < self.curriculum.probability(prompt_id)
+        number = random.Random(f"{self._seed}/{self._epoch}/{prompt_id}").random()
+        return number < self.curriculum.probability(prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values from which a stream over the same prompts continues."""
+        """Return JSON values from which a stream over the same prompts can continue."""
         state = {"epoch": self._epoch, "position": self._position} | self._identity()
         if self.curriculum is not None:
             state |= {"num_skipped": self.num_skipped, "curriculum": self.curriculum.state_dict()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; raises UserError when prompts, seed or shuffling are other ones."""
+        """Continue from `state`. Raises UserError if prompts, seed or shuffling have changed."""
         for key, value in self._identity().items():
             if state[key] != value:
                 raise UserError(

@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
+from megatron_bapo.data.contamination import normalized_text
 from megatron_bapo.data.prompt_files import Malformed, Row, decode, read_rows
 from megatron_bapo.data.reasoning_gym_tasks import generate_entries
 from megatron_bapo.errors import UserError
@@ -23,21 +24,21 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one source."""
+    """Prompts of one source."""
 
     prompts: list[Prompt]
     num_skipped: int = 0
-    """Malformed rows left out under `on_bad_line: skip`."""
+    """Number of malformed rows skipped under `on_bad_line: skip`."""
     skipped_reasons: tuple[str, ...] = ()
-    """What was wrong with the first few of them."""
+    """Problems of the first few skipped rows."""
 
 
 def load_prompts(source: PromptSourceConfig, *, name: str, system_prompt: str | None) -> PromptSet:
     """Read or generate the prompts of one source.
 
-    `name` (train, validation) starts every prompt_id. `system_prompt` opens each conversation that has no system
-    message of its own. Raises UserError for a file that cannot be read, a malformed row, or parameters that a generator
-    refuses.
+    `name` (train, validation) is the prefix of every prompt_id. `system_prompt` is prepended to each conversation
+    without a system message. Raises UserError for a file that cannot be read, a malformed row, or parameters that a
+    generator rejects.
     """
     if source.reasoning_gym is not None:
         assert source.size is not None, "the schema requires size with reasoning_gym"
@@ -59,21 +60,20 @@ def load_prompts(source: PromptSourceConfig, *, name: str, system_prompt: str | 
 
 
 def without(prompts: Iterable[Prompt], held_out: Iterable[Prompt]) -> tuple[list[Prompt], int]:
-    """The prompts whose messages do not also stand in `held_out`, and the number of those left out."""
+    """Return the prompts whose task is not in `held_out`, and the number of those left out.
+
+    Tasks are compared as in the search for contamination: without white space, case, width and system messages.
+    """
     prompts = list(prompts)
-    held_out_keys = {_messages_key(prompt) for prompt in held_out}
-    kept = [prompt for prompt in prompts if _messages_key(prompt) not in held_out_keys]
+    held_out_texts = {normalized_text(prompt) for prompt in held_out}
+    kept = [prompt for prompt in prompts if normalized_text(prompt) not in held_out_texts]
     return kept, len(prompts) - len(kept)
-
-
-def _messages_key(prompt: Prompt) -> tuple[tuple[str, str], ...]:
-    return tuple((message["role"], message["content"]) for message in prompt.messages)
 
 
 def read_prompts(
     source: PromptSourceConfig, path: Path, *, name: str, system_prompt: str | None = None
 ) -> Iterator[tuple[str, Prompt | Malformed]]:
-    """Yield every row of a file with its place: as a prompt, or what is wrong with it."""
+    """Yield (location, prompt) for every row of a file; a malformed row yields its Malformed error."""
     for index, (where, raw) in enumerate(read_rows(path)):
         try:
             yield where, _to_prompt(decode(raw), source, path, f"{name}:{index}", system_prompt)
@@ -93,7 +93,7 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
                 continue
             problem = f"{where}: {row}"
             if source.on_bad_line == "stop":
-                raise UserError(f"{problem}. Correct it, or set on_bad_line: skip to leave such rows out.")
+                raise UserError(f"{problem}. Correct it, or set on_bad_line: skip to skip such rows.")
             num_skipped += 1
             if len(reasons) < NUM_SKIPPED_REASONS:
                 reasons.append(problem)
@@ -102,7 +102,7 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
     if not prompts and num_skipped:
         raise UserError(f"every one of the {num_skipped} rows of {path} is malformed; the first: {reasons[0]}")
     if not prompts:
-        raise UserError(f"{path} holds no prompts; write one JSON object a line, with a prompt and its answer")
+        raise UserError(f"{path} contains no prompts; write one JSON object per line, with a prompt and its answer")
     return PromptSet(prompts, num_skipped, tuple(reasons))
 
 
@@ -112,14 +112,14 @@ def _to_prompt(
     prompt = _lookup(row, source.prompt_key)
     if prompt is None:
         raise Malformed(
-            f"no {source.prompt_key!r} among the keys {sorted(row)}; prompt_key names the column that holds the prompt"
+            f"no {source.prompt_key!r} among the keys {sorted(row)}; prompt_key names the column of the prompt"
         )
     label_keys = LABEL_KEYS if source.label_key is None else (source.label_key,)
     ground_truth = next((value for key in label_keys if (value := _lookup(row, key)) is not None), None)
     if ground_truth is None:
         raise Malformed(
             f"no ground truth under {' or '.join(map(repr, label_keys))} among the keys {sorted(row)}; "
-            "label_key names the column that holds it"
+            "label_key names the column of the ground truth"
         )
     return Prompt(
         prompt_id=prompt_id,
@@ -131,7 +131,7 @@ def _to_prompt(
 
 
 def _lookup(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a column, or of a field inside one when `key` has dots; None where there is none."""
+    """Return the value of a column, or of a nested field if `key` has dots; None if it is missing."""
     if key in row:
         return row[key]
     value: Any = row
@@ -153,13 +153,13 @@ def _messages(prompt: Any, system_prompt: str | None) -> tuple[dict[str, str], .
 
 
 def _message(message: Any) -> dict[str, str]:
-    # Parquet gives every message the union of all messages' fields, absent ones as None.
+    # In Parquet every message has the union of all messages' fields, with None for absent ones.
     fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
     if fields.keys() != {"role", "content"} or fields["role"] not in ROLES:
         raise Malformed(f"the message {message!r:.80} needs exactly a role ({', '.join(ROLES)}) and a content")
     if not isinstance(fields["content"], str) or not fields["content"].strip():
         raise Malformed(
-            f"the {fields['role']} message's content is {fields['content']!r:.80}; it must be text, not empty"
+            f"the {fields['role']} message's content is {fields['content']!r:.80}; it must be non-empty text"
         )
     return {"role": fields["role"], "content": fields["content"]}
 
@@ -183,7 +183,7 @@ def _extra_info(row: Mapping[str, Any]) -> dict[str, Any]:
     value = next((row[key] for key in EXTRA_INFO_KEYS if row.get(key) is not None), {})
     if not isinstance(value, dict):
         raise Malformed(f"extra_info (or metadata) is {value!r:.80}; it must be an object")
-    # Parquet also holds dates, decimals and bytes: those become text.
+    # Parquet can also contain dates, decimals and bytes, which become text.
     return json.loads(json.dumps(value, default=str))
 
 

@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym's procedural generators (https://github.com/open-thought/reasoning-gym)."""
+"""Questions from reasoning-gym's procedural generators (https://github.com/open-thought/reasoning-gym)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 from megatron_bapo.errors import UserError
 
 CHUNK_SIZE = 500
-# reasoning-gym 0.1.25: the questions of these follow the iteration order of sets of strings. Remove when they do not.
+# reasoning-gym 0.1.25: the questions of these tasks depend on the iteration order of string sets. Remove when fixed.
 HASH_SEEDED_TASKS = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
 
 def generate_entries(tasks: dict[str, dict[str, Any]], *, size: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """`size` pairs (task, entry) with distinct questions within a task, the tasks taking turns in alphabetical order.
+    """Return `size` pairs (task, entry) that alternate between the tasks in alphabetical order.
 
-    An entry is the generator's {question, answer, metadata} as JSON values: what the task's own scorer needs. The
-    result depends on the arguments only. Raises UserError for an unknown task, refused parameters, or a task with too
-    few distinct questions.
+    The questions of a task are distinct. An entry is the generator's {question, answer, metadata} as JSON values, which
+    the task's own scorer needs. The result depends only on the arguments. Raises UserError for an unknown task,
+    rejected parameters, or a task with too few distinct questions.
     """
     if not tasks or size < len(tasks):
         raise UserError(
@@ -37,16 +37,16 @@ def generate_entries(tasks: dict[str, dict[str, Any]], *, size: int, seed: int) 
         if len(found) < share:
             raise UserError(
                 f"reasoning_gym task {name} has only {len(found)} distinct questions with the parameters "
-                f"{tasks[name]}, and {share} are asked for; lower size or widen its parameters"
+                f"{tasks[name]}, and {share} are needed; lower size or widen its parameters"
             )
         entries.append(found)
     return [(names[index % len(names)], entries[index % len(names)][index // len(names)]) for index in range(size)]
 
 
 def _distinct(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Leave out repeated questions; end when repeats make it plain that there are no more.
+    """Yield entries without repeated questions; stop when repeats indicate that there are no further questions.
 
-    With D equally likely questions, missing the last one in 10 D draws has a chance of e^-10.
+    With D equally likely questions, the probability of missing the last one in 10 D samples is e^-10.
     """
     seen: set[str] = set()
     num_repeats = 0
@@ -62,10 +62,10 @@ def _distinct(entries: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _entries(name: str, params: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
-    """A task's entries without end, from datasets of CHUNK_SIZE: some generators know no index beyond their size."""
+    """Yield a task's entries from datasets of CHUNK_SIZE, because some generators have no index beyond their size."""
     chunk = 0
     while True:
-        # Generators seed question i with seed + i: neighbouring seeds would give nearly the same questions.
+        # Generators seed question i with seed + i, so adjacent seeds would give nearly the same questions.
         dataset = _create_dataset(name, params, seed=random.Random(f"{seed}/{name}/{chunk}").getrandbits(31))
         num_entries = 0
         for index in range(CHUNK_SIZE):
@@ -83,15 +83,15 @@ def _entries(name: str, params: dict[str, Any], seed: int) -> Iterator[dict[str,
 
 
 def _create_dataset(name: str, params: dict[str, Any], seed: int) -> Any:
-    # The import takes a second: only runs that use it pay.
+    # The import takes a second, so it is deferred to runs that need it.
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]
-        raise UserError(f"reasoning_gym has no task {name!r}; the nearest is {near!r} (it knows {len(DATASETS)})")
+        raise UserError(f"reasoning_gym has no task {name!r}; the nearest is {near!r} (there are {len(DATASETS)})")
     if name in HASH_SEEDED_TASKS and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise UserError(
-            f"reasoning_gym task {name} gives other questions in every process, so that a run could not be resumed; "
+            f"reasoning_gym task {name} gives different questions in every process, so a run could not be resumed; "
             "set the environment variable PYTHONHASHSEED=0"
         )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
@@ -106,7 +106,7 @@ def _create_dataset(name: str, params: dict[str, Any], seed: int) -> Any:
     try:
         return create_dataset(name, **params, seed=seed, size=CHUNK_SIZE)
     except (TypeError, ValueError, AssertionError) as error:
-        raise UserError(f"reasoning_gym task {name} refuses the parameters {params}: {error}") from error
+        raise UserError(f"reasoning_gym task {name} rejects the parameters {params}: {error}") from error
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:
@@ -114,11 +114,14 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_scorable(name: str, dataset: Any, entry: dict[str, Any]) -> None:
-    """Some scorers compare tuples, which JSON turns into lists: they would score every right answer as wrong."""
+    """Raise UserError if a task's scorer fails after a JSON round trip.
+
+    Some scorers compare tuples, which JSON turns into lists, and would score every right answer as wrong.
+    """
     if isinstance(entry["answer"], str):
         expected, got = (dataset.score_answer(entry["answer"], form) for form in (entry, _plain(entry)))
         if got != expected:
             raise UserError(
                 f"reasoning_gym task {name} cannot be used: its scorer gives its own answer {got} instead of "
-                f"{expected} once the entry has been stored as JSON; leave the task out"
+                f"{expected} once the entry has been stored as JSON; remove the task"
             )

@@ -1,11 +1,11 @@
-"""Rollout batches as Parquet, a file a step: a row for each trajectory, and what all share in the file's metadata.
+"""Rollout batches as Parquet, one file per step with a row for each trajectory and a header in the file's metadata.
 
-Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_info are JSON. `group` counts the batch's
-prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null where no trainer has seen
-the batch; `loss_mask` is null where all response tokens were sampled.
+Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_info are JSON. `group` numbers the batch's
+prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null if no trainer has used the
+batch; `loss_mask` is null if all response tokens were sampled.
 
-What a checkpoint holds of later batches is written alike. `buffered.parquet` has scored groups, with their prompts'
-serial numbers as `group`, and how often each was trained on; `unfinished.parquet` has answers as far as they are known.
+The in-flight state of checkpoints of earlier versions has the same format. `buffered.parquet` has scored groups, with
+their prompts' serial numbers as `group`, and how often each was trained on; `unfinished.parquet` has partial responses.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.records import (
     BufferedGroup,
     Group,
-    HeldRollouts,
+    InFlightState,
     Prompt,
     Trajectory,
-    UnfinishedAnswer,
     UnfinishedGroup,
+    UnfinishedTrajectory,
     VersionSpan,
 )
 
@@ -51,40 +51,47 @@ _GROUP_TYPES = {
 }
 _SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "advantages": pa.list_(pa.float64())})
 _BUFFERED_SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "num_uses": pa.int32()})
-_ANSWER_TYPES = {
+_PARTIAL_TYPES = {
     name: _TRAJECTORY_TYPES[name]
     for name in ("response_token_ids", "behaviour_log_probs", "version_spans", "finish_reason", "loss_mask", "turns")
 }
 _UNFINISHED_SCHEMA = pa.schema(
-    {"group": pa.int32(), "prompt_id": pa.string(), "turn_ended": pa.bool_(), **_ANSWER_TYPES}
+    {"group": pa.int32(), "prompt_id": pa.string(), "turn_ended": pa.bool_(), **_PARTIAL_TYPES}
 )
 BUFFERED, UNFINISHED = "buffered.parquet", "unfinished.parquet"
 
 
 @dataclass(frozen=True)
 class RolloutHeader:
-    """What a file says of its batch as a whole."""
+    """Metadata of a batch file."""
 
     step: int
-    """1 is the run's first."""
+    """Step of the run, starting at 1."""
     policy_version: int
-    """Of the trainer's weights when it took the batch; 0 is the initial model."""
+    """Version of the trainer's weights when it took the batch; 0 is the initial model, also without a trainer."""
     num_groups: int
     n: int
-    """Trajectories of each group."""
+    """Trajectories per group."""
     vocab_size: int
-    """Tokens of the tokenizer."""
+    """Number of tokens in the tokenizer's vocabulary."""
     num_reward_timeouts: int
     data_state: dict[str, Any] = field(default_factory=dict)
-    """Where generation continues after this batch, in a run without a trainer, whose checkpoints hold it otherwise."""
+    """State from which a rollout-only run continues generation; other runs keep it in their checkpoints."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Temperature, top_p, top_k and min_p that the batch was sampled with; empty in files of earlier versions."""
+
+    @property
+    def has_trainer(self) -> bool:
+        """True if a trainer took the batch, False for `train --rollout-only`."""
+        return not self.data_state
 
 
 def write_rollouts(
     folder: Path, header: RolloutHeader, groups: Sequence[Group], advantages: Sequence[np.ndarray] | None
 ) -> None:
-    """Write `folder/step-00000012.parquet` as a whole or not at all.
+    """Write `folder/step-00000012.parquet` atomically.
 
-    `advantages` [S] are of all trajectories, group by group.
+    `advantages` has one array [S] per trajectory, group by group, where S is the number of sampled tokens.
     """
     rows = [row for index, group in enumerate(groups) for row in _rows(index, group)]
     for row, each in zip(rows, advantages or [None] * len(rows), strict=True):
@@ -97,19 +104,19 @@ def write_rollouts(
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """By step, in order; none where the folder is missing."""
+    """Return the files by step, in order; empty if the folder is missing."""
     return {int(path.stem.removeprefix("step-")): path for path in sorted(folder.glob(f"step-{'[0-9]' * 8}.parquet"))}
 
 
 def remove_rollouts_after(folder: Path, step: int) -> None:
-    """Drop those of the steps that a resumed run takes again."""
+    """Delete the files of later steps, which a resumed run repeats."""
     for found, path in rollout_files(folder).items():
         if found > step:
             path.unlink()
 
 
 def read_header(path: Path) -> RolloutHeader:
-    """Raises UserError for a file that is broken or of another kind."""
+    """Read a file's header. Raises UserError if the file is damaged or of another kind."""
     try:
         return _header(pq.read_schema(path))
     except (OSError, pa.ArrowException) as error:
@@ -117,7 +124,7 @@ def read_header(path: Path) -> RolloutHeader:
 
 
 def read_rollouts(path: Path) -> tuple[RolloutHeader, list[Group]]:
-    """A batch as it was written, bit by bit; raises UserError for a file that is broken or of another kind."""
+    """Read a batch, bit-identical to what was written. Raises UserError if the file is damaged or of another kind."""
     try:
         table = _read(path, _SCHEMA)
         header = _header(table.schema)
@@ -126,57 +133,43 @@ def read_rollouts(path: Path) -> tuple[RolloutHeader, list[Group]]:
     return header, [group for _, group in _groups(table)]
 
 
-def write_held(folder: Path, held: HeldRollouts) -> None:
-    """Into a checkpoint that is being written; a file that would be empty is left out, and so is a folder."""
-    if held.buffered:
-        rows = [{**row, "num_uses": e.num_uses} for e in held.buffered for row in _rows(e.serial, e.group)]
-        _write(folder / BUFFERED, rows, _BUFFERED_SCHEMA)
-    if held.unfinished:
-        rows = [
-            {"group": group.serial, "prompt_id": group.prompt_id, "turn_ended": answer.turn_ended}
-            | _columns(answer, _ANSWER_TYPES)
-            for group in held.unfinished
-            for answer in group.answers
-        ]
-        _write(folder / UNFINISHED, rows, _UNFINISHED_SCHEMA)
+def read_in_flight_parquet(checkpoint: Path) -> InFlightState:
+    """Read the in-flight state of a checkpoint of an earlier version; empty without files.
 
-
-def read_held(checkpoint: Path) -> HeldRollouts:
-    """What `write_held` wrote, bit by bit; nothing where there are no files. Raises UserError for a broken one."""
+    Raises UserError if a file is damaged.
+    """
     buffered, unfinished = checkpoint / BUFFERED, checkpoint / UNFINISHED
-    return HeldRollouts(
+    return InFlightState(
         _read_buffered(buffered) if buffered.exists() else (),
         _read_unfinished(unfinished) if unfinished.exists() else (),
     )
 
 
 def _read_buffered(path: Path) -> tuple[BufferedGroup, ...]:
-    table = _read_held(path, _BUFFERED_SCHEMA)
+    table = _read_saved(path, _BUFFERED_SCHEMA)
     num_uses = dict(zip(table.column("group").to_pylist(), table.column("num_uses").to_pylist(), strict=True))
     return tuple(BufferedGroup(serial, group, num_uses[serial]) for serial, group in _groups(table))
 
 
 def _read_unfinished(path: Path) -> tuple[UnfinishedGroup, ...]:
-    table = _read_held(path, _UNFINISHED_SCHEMA)
+    table = _read_saved(path, _UNFINISHED_SCHEMA)
     heads = zip(*(table.column(name).to_pylist() for name in _UNFINISHED_SCHEMA.names[:3]), strict=True)
-    columns = zip(*(table.column(name) for name in _ANSWER_TYPES), strict=True)
+    columns = zip(*(table.column(name) for name in _PARTIAL_TYPES), strict=True)
     rows = [
-        (serial, prompt_id, UnfinishedAnswer(**_answer(*values), turn_ended=turn_ended))
+        (serial, prompt_id, UnfinishedTrajectory(**_trajectory_fields(*values), turn_ended=turn_ended))
         for (serial, prompt_id, turn_ended), values in zip(heads, columns, strict=True)
     ]
     return tuple(
-        UnfinishedGroup(serial, prompt_id, tuple(answer for *_, answer in members))
+        UnfinishedGroup(serial, prompt_id, tuple(trajectory for *_, trajectory in members))
         for (serial, prompt_id), members in groupby(rows, key=lambda row: row[:2])
     )
 
 
-def _read_held(path: Path, schema: pa.Schema) -> pa.Table:
+def _read_saved(path: Path, schema: pa.Schema) -> pa.Table:
     try:
         return _read(path, schema)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"{path} is not as the checkpoint was written: {error}. Delete it, and what it held is generated anew"
-        ) from None
+        raise UserError(f"{path} is damaged: {error}. Delete it; its rollouts are then generated again") from None
 
 
 def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
@@ -192,14 +185,14 @@ def _read(path: Path, schema: pa.Schema) -> pa.Table:
 
 
 def _groups(table: pa.Table) -> list[tuple[int, Group]]:
-    """With what the file calls them."""
+    """Return (value of the `group` column, group) for each group."""
     columns = (table.column(name) for name in _TRAJECTORY_TYPES)
     trajectories = [_trajectory(*values) for values in zip(*columns, strict=True)]
     rows = zip(table.select([*_GROUP_TYPES]).to_pylist(), trajectories, strict=True)
     groups = []
-    for name, members in groupby(rows, key=lambda row: row[0]["group"]):
+    for number, members in groupby(rows, key=lambda row: row[0]["group"]):
         found = [*members]
-        groups.append((name, Group(_prompt(found[0][0]), tuple(trajectory for _, trajectory in found))))
+        groups.append((number, Group(prompt_of(found[0][0]), tuple(trajectory for _, trajectory in found))))
     return groups
 
 
@@ -207,22 +200,23 @@ def _header(schema: pa.Schema) -> RolloutHeader:
     try:
         return RolloutHeader(**json.loads((schema.metadata or {})[_HEADER]))
     except (KeyError, TypeError, ValueError):
-        raise pa.ArrowInvalid("its metadata name no rollout batch") from None
+        raise pa.ArrowInvalid("its metadata has no header of a rollout batch") from None
 
 
 def _unreadable(path: Path, reason: object) -> UserError:
     return UserError(
-        f"{path} is no whole file of rollouts: {reason}. Give a folder that logging.dump_rollouts=true or "
-        "train --rollout-only has written; a broken file must be written anew"
+        f"{path} is not a complete rollout file: {reason}. Give a folder that logging.dump_rollouts=true or "
+        "train --rollout-only has written; a damaged file must be written again"
     )
 
 
-def _rows(name: int, group: Group) -> list[dict[str, Any]]:
-    shared = {"group": name, **_prompt_columns(group.prompt)}
+def _rows(number: int, group: Group) -> list[dict[str, Any]]:
+    shared = {"group": number, **prompt_columns(group.prompt)}
     return [shared | _columns(trajectory, _TRAJECTORY_TYPES) for trajectory in group.trajectories]
 
 
-def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
+def prompt_columns(prompt: Prompt) -> dict[str, Any]:
+    """Return the prompt as strings."""
     return {
         "prompt_id": prompt.prompt_id,
         "messages": json.dumps(prompt.messages),
@@ -232,7 +226,8 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _prompt(row: dict[str, Any]) -> Prompt:
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """Return the prompt of `prompt_columns`."""
     return Prompt(
         prompt_id=row["prompt_id"],
         messages=tuple(json.loads(row["messages"])),
@@ -242,10 +237,10 @@ def _prompt(row: dict[str, Any]) -> Prompt:
     )
 
 
-def _columns(answer: Trajectory | UnfinishedAnswer, names: Iterable[str]) -> dict[str, Any]:
-    columns = {name: getattr(answer, name) for name in names}
-    spans = [asdict(span) for span in answer.version_spans]
-    return columns | {"version_spans": spans, "turns": json.dumps(answer.turns)}
+def _columns(trajectory: Trajectory, names: Iterable[str]) -> dict[str, Any]:
+    columns = {name: getattr(trajectory, name) for name in names}
+    spans = [asdict(span) for span in trajectory.version_spans]
+    return columns | {"version_spans": spans, "turns": json.dumps(trajectory.turns)}
 
 
 def _trajectory(
@@ -263,11 +258,11 @@ def _trajectory(
         prompt_token_ids=prompt.values.to_numpy().copy(),
         text=text.as_py(),
         reward=reward.as_py(),
-        **_answer(response, log_probs, spans, finish_reason, loss_mask, turns),
+        **_trajectory_fields(response, log_probs, spans, finish_reason, loss_mask, turns),
     )
 
 
-def _answer(
+def _trajectory_fields(
     response: pa.ListScalar,
     log_probs: pa.ListScalar,
     spans: pa.ListScalar,
@@ -276,7 +271,7 @@ def _answer(
     turns: pa.StringScalar,
 ) -> dict[str, Any]:
     return {
-        # Copies: what Arrow lends is read-only.
+        # Copied because Arrow's views are read-only.
         "response_token_ids": response.values.to_numpy().copy(),
         "behaviour_log_probs": log_probs.values.to_numpy().copy(),
         "version_spans": tuple(VersionSpan(**span) for span in spans.as_py()),

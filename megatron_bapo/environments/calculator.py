@@ -1,7 +1,8 @@
-"""A calculator as an environment: the worked example of a tool.
+"""Calculator environment, an example of a tool.
 
-A turn that holds <calculator>(3 + 4) * 2</calculator> is answered with 14; of several calls the last one counts. Exact
-arithmetic on numbers with + - * / // % ** and parentheses, read by Python's parser and never run as Python.
+The reply to a turn that contains <calculator>(3 + 4) * 2</calculator> is 14; of several calls only the last one counts.
+The arithmetic is exact, on numbers with + - * / // % ** and parentheses. Expressions are parsed as Python but never
+executed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 MAX_CHARACTERS = 200
 MAX_POWER_BITS = 2048
-"""Of a result, and of each power on the way; 200 characters of other operations make no numbers that take long."""
+"""Maximum bits of a result and of each intermediate power. Other operations cannot get slow within 200 characters."""
 
-_CALL = re.compile(r"<calculator>(.*?)</calculator>", re.DOTALL)
-_PROBLEM = re.compile(r"[\d(][\d\s.+*/%()-]*[\d)]")
+_OPEN, _CLOSE = "<calculator>", "</calculator>"
+_ARITHMETIC = re.compile(r"[\d\s.+*/%()-]+")
+"""Text that may contain an expression."""
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -34,12 +36,12 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 def reply(
     messages: list[dict[str, str]], data_source: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> str | None:
-    """The result, or what is wrong with the expression; None when the last message calls no calculator."""
-    calls = _CALL.findall(messages[-1]["content"])
-    if not calls:
+    """Return the result or an error text; None if the last message has no calculator call."""
+    call = last_call(messages[-1]["content"])
+    if call is None:
         return None
     try:
-        return _shown(calculate(calls[-1]))
+        return _shown(calculate(call))
     except ValueError as error:
         return f"error: {error}"
 
@@ -47,16 +49,43 @@ def reply(
 def demonstration(
     messages: list[dict[str, str]], data_source: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> list[str]:
-    """A call with the longest expression of the last message, its result, and the ground truth as the answer.
+    """Return a demonstration: a call with the last message's longest expression, its result, and the ground truth.
 
-    Raises ValueError for a message without an expression, or with one that cannot be calculated.
+    Raises ValueError if the message has no expression or its value cannot be calculated.
     """
-    problem = max(_PROBLEM.findall(messages[-1]["content"]), key=len, default="")
+    problem = longest_expression(messages[-1]["content"])
     return [f"<calculator>{problem}</calculator>", _shown(calculate(problem)), ground_truth]
 
 
+def last_call(text: str) -> str | None:
+    """Return the expression of the last call, which ends at the first closing tag; None if there is no call.
+
+    The time is linear in the length of the text, which a lazy regular expression would not be.
+    """
+    call, end = None, 0
+    while (start := text.find(_OPEN, end)) >= 0:
+        start += len(_OPEN)
+        stop = text.find(_CLOSE, start)
+        if stop < 0:
+            break
+        call, end = text[start:stop], stop + len(_CLOSE)
+    return call
+
+
+def longest_expression(text: str) -> str:
+    """Return the longest part that may be an expression, from a digit or ( to a digit or ); empty if there is none."""
+    return max((_trimmed(run) for run in _ARITHMETIC.findall(text)), key=len, default="")
+
+
+def _trimmed(run: str) -> str:
+    starts = (index for index, character in enumerate(run) if character.isdecimal() or character == "(")
+    ends = (index for index in reversed(range(len(run))) if run[index].isdecimal() or run[index] == ")")
+    first, last = next(starts, len(run)), next(ends, 0)
+    return run[first : last + 1] if first < last else ""
+
+
 def calculate(expression: str) -> Fraction:
-    """The exact value; raises ValueError that says what cannot be calculated."""
+    """Return the exact value. Raises ValueError with the reason if it cannot be calculated."""
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"more than {MAX_CHARACTERS} characters")
     try:

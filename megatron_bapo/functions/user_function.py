@@ -1,4 +1,4 @@
-"""A function named as `path.to.module:function`, the user's or one of ours, for the worker processes."""
+"""Load a function by its `path.to.module:function` name, the user's or a built-in one, in a worker process."""
 
 from __future__ import annotations
 
@@ -18,27 +18,40 @@ from megatron_bapo.errors import UserError
 
 @dataclass(frozen=True)
 class Target:
-    """Which function is called, and how; JSON values, as it goes to the worker processes."""
+    """A function and how it is called. All values are JSON values, because they are sent to the worker processes."""
 
     name: str
-    """In messages: the key and its value in the configuration."""
+    """Configuration key and value, for messages."""
     spec: str
     """`path.to.module:function`."""
     arguments: tuple[str, ...]
-    """Keywords of every call."""
+    """Keyword arguments of every call."""
     returns: Literal["score", "reply", "turns"]
     optional_arguments: tuple[str, ...] = ()
-    """Keywords that are left out where the function has no such parameter."""
+    """Keyword arguments that are passed only if the function has such parameters."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Further keywords, the same in every call."""
+    """Further keyword arguments with the same value in every call."""
     withheld: tuple[str, ...] = ()
-    """Environment variables that its processes do not get."""
+    """Environment variables that are removed from the worker processes."""
+    memory_key: str = ""
+    """Configuration key of `memory_gib`, for messages."""
+    memory_gib: float | None = None
+    """Limit of the memory of each worker process in GiB, None for no limit."""
+
+    @property
+    def memory_limit(self) -> str:
+        """The memory limit with its value, for messages."""
+        return f"memory limit {self.memory_key}={self.memory_gib:g}"
+
+    @property
+    def memory_advice(self) -> str:
+        return f"raise its {self.memory_limit}, or set it to null for no limit"
 
 
 def load(target: Target) -> tuple[Callable[..., Any], bool]:
-    """Import the function, and say whether it is a coroutine function; what it returns is for `checked`.
+    """Import the function; return it and whether it is a coroutine function. Pass its results to `checked`.
 
-    Raises UserError when it cannot be found, imported or called with the target's keywords.
+    Raises UserError if it cannot be found, imported or called with the target's keyword arguments.
     """
     module_name, function_name = target.spec.split(":")
     module = _import(module_name, target.name)
@@ -66,7 +79,7 @@ def load(target: Target) -> tuple[Callable[..., Any], bool]:
 
 
 def checked(target: Target, result: Any) -> Any:
-    """The result as what the target must return; raises ValueError when it is something else."""
+    """Return the result in the target's return type. Raises ValueError if it has another type."""
     return {"score": _score, "reply": _reply, "turns": _turns}[target.returns](result)
 
 
@@ -75,7 +88,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _score(result: Any) -> dict[str, Any]:
-    """`score`, and as `pred` the answer that was read, if the function says it: of one meaning, one text."""
+    """Return `score`, and as `pred` the extracted answer if the function returns one."""
     score, answer = (result.get("score"), result.get("pred")) if isinstance(result, dict) else (result, None)
     try:
         number = float(score)  # pyright: ignore[reportArgumentType]
@@ -88,7 +101,7 @@ def _score(result: Any) -> dict[str, Any]:
 
 def _reply(result: Any) -> str | None:
     if result is not None and not (isinstance(result, str) and result):
-        raise ValueError(f"it returned {result!r:.120}; a reply is a text that is not empty, or None at the end")
+        raise ValueError(f"it returned {result!r:.120}; a reply is a non-empty text, or None at the end")
     return result
 
 
@@ -99,8 +112,8 @@ def _turns(result: Any) -> list[str]:
         or not all(isinstance(text, str) and text for text in result)
     ):
         raise ValueError(
-            f"it returned {result!r:.120}; a demonstration is a list of texts that are not empty: the policy's turns, "
-            "with a reply between each two"
+            f"it returned {result!r:.120}; a demonstration is a list of non-empty texts: the policy's turns with a "
+            "reply between each two"
         )
     return result
 
@@ -113,15 +126,15 @@ def _import(name: str, target: str) -> ModuleType:
             raise UserError(f"{target}: importing {name} failed, as it needs {error.name!r}") from error
         raise UserError(
             f"{target}: there is no module {error.name!r}{_nearest(error.name, _siblings(error.name))}; "
-            "modules are looked for in the folder where the run is started and in PYTHONPATH"
+            "modules are searched in the folder where the run is started and in PYTHONPATH"
         ) from error
-    except Exception as error:  # The user's own code runs at import.
+    except Exception as error:  # The import executes the user's code.
         trace = "\n".join(traceback.format_exc().splitlines()[-4:])
         raise UserError(f"{target}: importing {name} failed:\n{trace}") from error
 
 
 def _siblings(name: str) -> list[str]:
-    """Importable modules of the package in which `name` was looked for."""
+    """Return the importable modules of the package that should contain `name`."""
     package, _, _ = name.rpartition(".")
     paths = getattr(importlib.import_module(package), "__path__", []) if package else None
     return [module.name for module in pkgutil.iter_modules(paths, prefix=f"{package}." if package else "")]

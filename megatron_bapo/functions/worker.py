@@ -1,8 +1,10 @@
-"""The process that runs a function: `python -m megatron_bapo.functions.worker FILE_DESCRIPTOR`, started by the pool.
+"""Worker process of a function, started by the pool: `python -m megatron_bapo.functions.worker FILE_DESCRIPTOR`.
 
-A program of its own rather than a multiprocessing child, which would import the parent's main module, Torch and Ray
-included. It reads the target, answers `ready`, then reads calls: a line of JSON each. A plain function runs one call at
-a time in the main thread, a coroutine function as many as arrive.
+It is a separate program and not a multiprocessing child, which would import the parent's main module with Torch and
+Ray. The protocol has one line of JSON per message: the worker reads the target, replies `ready`, and then reads calls.
+A plain function runs one call at a time in the main thread, a coroutine function all calls concurrently.
+
+The program forks: the worker is the child process of a supervisor, which ends it with all processes that it starts.
 """
 
 from __future__ import annotations
@@ -12,60 +14,68 @@ import contextlib
 import inspect
 import json
 import os
+import resource
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.event_loop import answered_within
+from megatron_bapo.functions.supervisor import supervise
 from megatron_bapo.functions.user_function import Target, checked, load
 
 START_LIMIT_S = 300.0
 LINE_LIMIT = 1 << 30
-"""Bytes."""
-ORPHAN_GRACE_S = 2.0
+"""Maximum length of a line in bytes."""
 TRACE_LINES = 6
 
 
-@contextlib.contextmanager
-def ended_after(limit_s: float) -> Iterator[None]:
-    """Bound a computation also when the parent, which kills late workers, is gone: the kernel ends this process."""
-    signal.setitimer(signal.ITIMER_REAL, limit_s + ORPHAN_GRACE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
 def serve(connection: socket.socket) -> None:
-    """Run calls until the parent has closed its end."""
+    """Execute calls until the parent closes the connection."""
     with connection.makefile("rb") as lines:
         target = Target(**json.loads(lines.readline()))
+        _limit_memory(target)
         try:
-            with ended_after(START_LIMIT_S):
-                function, is_async = load(target)
+            function, is_async = load(target)
         except UserError as error:
-            _send(connection, {"kind": "failed", "message": str(error)})
+            is_memory = isinstance(error.__cause__, MemoryError) and target.memory_gib is not None
+            message = f"{error}\n{target.memory_advice}" if is_memory else str(error)
+            _send(connection, {"kind": "failed", "message": message})
             return
         _send(connection, {"kind": "ready", "concurrent": is_async})
         if not is_async:
             for line in lines:
-                _send(connection, _answer(target, function, json.loads(line)))
+                _send(connection, _execute(target, function, json.loads(line)))
             return
     asyncio.run(_serve_many(connection, target, function))
 
 
-def _answer(target: Target, function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
+def _limit_memory(target: Target) -> None:
+    """Limit the memory that this process and each process it starts can write, without what they only reserve."""
+    if target.memory_gib is not None:
+        num_bytes = round(target.memory_gib * 2**30)
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard != resource.RLIM_INFINITY:
+            num_bytes = min(num_bytes, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def _execute(target: Target, function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
+    start_s = time.monotonic()
     try:
-        with ended_after(call["limit_s"]):
-            result = function(**call["arguments"])
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
-        return {"number": call["number"], "kind": "result", "value": checked(target, result)}
-    except Exception as error:  # The user's code: everything it raises is reported with its place.
-        return {"number": call["number"], **_failure(error)}
+        result = function(**call["arguments"])
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        reply = {"kind": "result", "value": checked(target, result)}
+    except Exception as error:  # The user's code may raise anything, which is reported with its traceback.
+        reply = _failure(error, target)
+    if time.monotonic() - start_s > call["limit_s"]:
+        reply = {"kind": "late"}  # Whether the pool's own timeout has passed depends on when it reads the reply.
+    return {"number": call["number"], **reply}
 
 
 async def _serve_many(connection: socket.socket, target: Target, function: Callable[..., Any]) -> None:
@@ -73,33 +83,27 @@ async def _serve_many(connection: socket.socket, target: Target, function: Calla
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
     running: set[asyncio.Task[None]] = set()
 
-    async def answer(call: dict[str, Any]) -> None:
+    async def execute(call: dict[str, Any]) -> None:
         reply: dict[str, Any]
-        limit = asyncio.timeout(call["limit_s"])
+        limit: asyncio.Timeout | None = None
         try:
-            async with limit:
+            async with answered_within(call["limit_s"]) as limit:
                 reply = {"kind": "result", "value": checked(target, await function(**call["arguments"]))}
-        except Exception as error:  # The user's code, as above.
-            reply = {"kind": "late"} if limit.expired() else _failure(error)
+        except Exception as error:  # The user's code may raise anything.
+            reply = {"kind": "late"} if limit is not None and limit.expired() else _failure(error, target)
         writer.write(_line({"number": call["number"], **reply}))
 
-    def ended(task: asyncio.Task[None]) -> None:
-        running.discard(task)
-        if not running:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
     while line := await reader.readline():
-        call = json.loads(line)
-        # A coroutine that blocks the loop beyond every limit.
-        signal.setitimer(signal.ITIMER_REAL, call["limit_s"] + ORPHAN_GRACE_S)
-        task = asyncio.create_task(answer(call))
+        task = asyncio.create_task(execute(json.loads(line)))
         running.add(task)
-        task.add_done_callback(ended)
-    os._exit(0)  # nobody waits for what still runs
+        task.add_done_callback(running.discard)
+    os._exit(0)  # nothing waits for the remaining calls
 
 
-def _failure(error: Exception) -> dict[str, Any]:
+def _failure(error: Exception, target: Target) -> dict[str, Any]:
     trace = "\n".join(traceback.format_exc().splitlines()[-TRACE_LINES:])
+    if isinstance(error, MemoryError) and target.memory_gib is not None:
+        return {"kind": "memory", "message": trace}
     return {"kind": "failed", "message": str(error) if isinstance(error, RunError) else trace}
 
 
@@ -114,6 +118,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     file_descriptor = int(sys.argv[1])
+    supervise(file_descriptor)
     os.set_inheritable(file_descriptor, False)
     with contextlib.suppress(ConnectionError), socket.socket(fileno=file_descriptor) as connection:
         serve(connection)

@@ -1,7 +1,8 @@
-"""Runs a function in processes that can be killed, because it may hang, crash or never end.
+"""Run a function in worker processes that can be killed, because it may hang or crash.
 
-A process runs one call of a plain function at a time, of a coroutine function `concurrency`. A call whose process ends
-under it, or that is late where other calls may be to blame, is run once more, alone in a process of its own.
+A process runs one call of a plain function at a time, or `concurrency` calls of a coroutine function. A call is retried
+once, alone in a new process, if its process ended or ran out of memory during the call, or if it timed out and
+concurrent calls may be the cause.
 """
 
 from __future__ import annotations
@@ -14,42 +15,46 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
 
 from megatron_bapo.errors import FunctionFailed, RunError, UserError
+from megatron_bapo.event_loop import answered_within
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker import LINE_LIMIT, START_LIMIT_S
+from megatron_bapo.text import without_lone_surrogates
 
-KILL_LIMIT_S = 10.0
+KILL_LIMIT_S = 30.0
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Whoever has it runs what he likes in the run's Ray cluster."""
-CANCEL_GRACE_S = 1.0
-"""In which a coroutine that is late has to let go."""
+"""Environment variables with Ray's token, which would allow a function to run code in the run's Ray cluster."""
+REPLY_GRACE_S = 1.0
+"""Time that a reply may take beyond the call's time limit, which the worker measures."""
 
 
 @dataclass(frozen=True)
 class Result:
     value: Any
     timed_out: bool = False
-    """The time limit passed; there is no value."""
+    """True if the call timed out; it then has no value."""
 
 
 class FunctionPool:
-    """`num_workers` processes, started at once; calls are dealt to them in their order. Used from one event loop."""
+    """Pool of `num_workers` processes that serve calls in order. It must be used from one event loop."""
 
     def __init__(self, target: Target, *, num_workers: int, concurrency: int, timeout_s: float) -> None:
-        """`timeout_s` is of each call. Raises UserError when the function cannot be loaded."""
+        """Start the processes. `timeout_s` applies to each call. Raises UserError if the function cannot be loaded."""
         self._target = target
         self._concurrency = concurrency
         self._timeout_s = timeout_s
         self._workers: set[_Worker] = set()
         self._slots: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        """A place for one call each; None wakes who waits when a process could not be replaced."""
+        """One entry per free call slot; None wakes waiting callers after a process could not be replaced."""
+        self._ending: set[_Worker] = set()
         self._alone = asyncio.Semaphore(num_workers)
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks that wait for the end of workers and start others in their place."""
         self._failure: Exception | None = None
         try:
             for _ in range(num_workers):
@@ -62,28 +67,33 @@ class FunctionPool:
 
     def close(self) -> None:
         """Kill the processes."""
-        for task in self._replacing:
+        for task in self._tasks:
             task.cancel()
-        while self._workers:
-            self._workers.pop().kill()
+        workers = self._workers | self._ending
+        self._workers.clear()
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.wait_until_ended()
 
     async def call(self, arguments: dict[str, Any], subject: str) -> Result:
-        """The function's result, or that it was late.
+        """Return the function's result or that it timed out.
 
-        Raises FunctionFailed, which names `subject`, when it raises, returns nonsense or ends its process twice.
+        Raises FunctionFailed, which names `subject`, if the function raises, returns a wrong type, or runs out of
+        memory or ends its process twice.
         """
         worker = await self._slot()
         try:
             reply = await worker.call(arguments, self._timeout_s)
         except asyncio.CancelledError:
             if not worker.is_concurrent:
-                self._replace(worker)  # it is busy with what nobody waits for
+                self._replace(worker)  # it is still busy with the cancelled call
             raise
         finally:
             self._slots.put_nowait(worker)
-        if reply["kind"] in ("died", "hangs"):
+        if reply["kind"] in ("died", "memory", "hangs"):
             self._replace(worker)
-        if reply["kind"] == "died" or (reply["kind"] == "hangs" and worker.is_concurrent):
+        if reply["kind"] in ("died", "memory") or (reply["kind"] == "hangs" and worker.is_concurrent):
             reply = await self._call_alone(arguments)
         match reply["kind"]:
             case "result":
@@ -92,7 +102,12 @@ class FunctionPool:
                 return Result(None, timed_out=True)
             case "failed":
                 raise FunctionFailed(
-                    f"{self._target.name} failed on {subject}; mend it and continue with the same command:\n"
+                    f"{self._target.name} failed on {subject}; fix it and continue with the same command:\n"
+                    f"{reply['message']}"
+                )
+            case "memory":
+                raise FunctionFailed(
+                    f"{self._target.name} ran out of memory on {subject}; {self._target.memory_advice}:\n"
                     f"{reply['message']}"
                 )
             case "died":
@@ -119,8 +134,8 @@ class FunctionPool:
                 await asyncio.to_thread(worker.wait_until_ready)
                 return await worker.call(arguments, self._timeout_s)
             finally:
-                self._workers.discard(worker)
-                worker.kill()
+                self._kill(worker)
+                self._spawn(self._wait_until_ended(worker))
 
     def _begin(self, worker: _Worker) -> None:
         worker.wait_until_ready()
@@ -131,29 +146,47 @@ class FunctionPool:
             self._slots.put_nowait(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        """Kill it, if that is not done yet, and have another one take its place."""
+        """Kill the worker and start another one in its place; do nothing if it is replaced already."""
         if worker not in self._workers:
             return
-        self._workers.discard(worker)
-        worker.kill()
-        another = _Worker(self._target)
-        self._workers.add(another)
+        self._kill(worker)
 
         async def begin() -> None:
+            await self._wait_until_ended(worker)
+            another = _Worker(self._target)
+            self._workers.add(another)
             try:
                 await asyncio.to_thread(another.wait_until_ready)
                 self._open(another)
             except (RunError, UserError) as error:
-                self._failure = error
-                self._slots.put_nowait(None)
+                self._fail(error)
 
-        task = asyncio.get_running_loop().create_task(begin())
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._spawn(begin())
+
+    def _kill(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        self._ending.add(worker)
+        worker.kill()
+
+    async def _wait_until_ended(self, worker: _Worker) -> None:
+        try:
+            await asyncio.to_thread(worker.wait_until_ended)
+        except RunError as error:
+            self._fail(error)
+        self._ending.discard(worker)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._slots.put_nowait(None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class _Worker:
-    """One process."""
+    """One worker process and its supervisor."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -162,10 +195,10 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megatron_bapo.functions.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=_environment(target.withheld),
-                # A group of its own: Ctrl-C passes it by, and what the function itself started is killed with it.
-                start_new_session=True,
+                # When this process ends, however it does, the pipe closes and the supervisor kills the worker.
+                stdin=subprocess.PIPE,
+                env=process_environment(target.withheld),
+                start_new_session=True,  # In its own process group it does not receive Ctrl-C.
             )
         self.is_concurrent = False
         self._numbers = count()
@@ -179,7 +212,10 @@ class _Worker:
         return self._process.poll() is None
 
     def wait_until_ready(self) -> None:
-        """Raises UserError when the function cannot be loaded, RunError when that does not end well."""
+        """Wait until the function is loaded.
+
+        Raises UserError if it cannot be loaded, RunError if loading times out or ends the process.
+        """
         name = self._target.name
         self._socket.settimeout(START_LIMIT_S)
         try:
@@ -192,24 +228,24 @@ class _Worker:
         except ConnectionError:
             line = b""
         if not line:
-            raise RunError(f"importing {name} ended its process ({self.kill()})")
-        message = json.loads(line)
+            self.kill()
+            raise RunError(f"importing {name} ended its process ({self.wait_until_ended()})")
+        message = _parse(line)
         if message["kind"] == "failed":
             raise UserError(message["message"])
         self.is_concurrent = message["concurrent"]
 
     async def call(self, arguments: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """What the process says, or that it has `died` or `hangs`."""
+        """Return the worker's reply, or a reply of kind `died` or `hangs`."""
         writer = await self._connected()
-        number, answered = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._pending[number] = answered
-        grace_s = CANCEL_GRACE_S if self.is_concurrent else 0.0
+        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._pending[number] = reply
         try:
-            async with asyncio.timeout(limit_s + grace_s):
+            async with answered_within(limit_s + REPLY_GRACE_S):
                 with contextlib.suppress(ConnectionError):
                     writer.write(_line({"number": number, "limit_s": limit_s, "arguments": arguments}))
                     await writer.drain()
-                return await answered
+                return await reply
         except TimeoutError:
             return {"kind": "hangs"}
         finally:
@@ -227,47 +263,66 @@ class _Worker:
         return self._writer
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand out replies until the process ends, and then tell every caller that is left."""
+        """Pass replies to their callers until the process ends, then report its end to all pending callers."""
         with contextlib.suppress(ConnectionError):
             while (line := await reader.readline()).endswith(b"\n"):
-                reply = json.loads(line)
-                self._answer([reply["number"]], reply)
-        how = self.kill()
-        self._answer([*self._pending], {"kind": "died", "how": how})
+                reply = _parse(line)
+                self._deliver([reply["number"]], reply)
+        self.kill()
+        how = await asyncio.to_thread(self.wait_until_ended)
+        self._deliver([*self._pending], {"kind": "died", "how": how})
 
-    def _answer(self, numbers: Sequence[int], reply: dict[str, Any]) -> None:
+    def _deliver(self, numbers: Sequence[int], reply: dict[str, Any]) -> None:
         for number in numbers:
-            answered = self._pending.get(number)
-            if answered is not None and not answered.done():
-                answered.set_result(reply)
+            pending = self._pending.get(number)
+            if pending is not None and not pending.done():
+                pending.set_result(reply)
 
-    def kill(self) -> str:
-        """End the process with all that it started, and say how it ended; whoever waits for it is told."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+    def kill(self) -> None:
+        """Make the supervisor kill the process and all processes that it has started, without waiting for that."""
+        self._process.terminate()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         if self._writer is None:
             self._socket.close()
         else:
             self._writer.close()
+
+    def wait_until_ended(self) -> str:
+        """Wait until a killed process has ended, and return how it ended; raises RunError if it does not end."""
         try:
             code = self._process.wait(KILL_LIMIT_S)
         except subprocess.TimeoutExpired as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             raise RunError(f"process {self._process.pid} did not end within {KILL_LIMIT_S:.0f} s") from error
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        self._answer([*self._pending], {"kind": "died", "how": how})
-        return how
+        return how if self._target.memory_gib is None else f"{how}; {self._target.memory_limit}"
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """Return the message of a worker; lone surrogates in its strings, which the function may return, are replaced."""
+    message = json.loads(line)
+    return _without_surrogates(message) if b"\\ud" in line else message
+
+
+def _without_surrogates(value: Any) -> Any:
+    match value:
+        case str():
+            return without_lone_surrogates(value)
+        case list():
+            return [_without_surrogates(item) for item in value]
+        case dict():
+            return {key: _without_surrogates(item) for key, item in value.items()}
+    return value
 
 
 def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _environment(withheld: Sequence[str]) -> dict[str, str]:
-    """This process's, with its import path, so that the worker finds the modules that it would find.
-
-    Without secrets that are not for the function.
-    """
+def process_environment(withheld: Sequence[str] = ()) -> dict[str, str]:
+    """Return a worker process's environment: this process's, with its import path and without withheld secrets."""
     folders = [folder or os.getcwd() for folder in sys.path]
     path = os.pathsep.join(dict.fromkeys([*folders, os.getcwd()]))
     kept = {name: value for name, value in os.environ.items() if name not in (*RAY_TOKEN, *withheld)}

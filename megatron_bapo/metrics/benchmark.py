@@ -1,4 +1,4 @@
-"""An evaluation's answers added up: what is written to results.json."""
+"""Aggregate the responses of an evaluation into the contents of results.json."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_bapo.metrics.estimators import (
     Votes,
     error_of_repeating,
     majority_at_k,
-    over_problems,
+    mean_over_problems,
     pass_at_k,
 )
 from megatron_bapo.metrics.sinks import AnswerRow
@@ -23,56 +23,59 @@ INTERVAL = (
     "clustered by problem"
 )
 ALL = "all"
-"""The name of all data sources together."""
+"""Name of all data sources combined."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """All answers to one problem."""
+    """All responses to one problem. A response's answer is the text that the reward function extracted from it."""
 
     prompt: Prompt
-    answers: Sequence[AnswerRow]
+    responses: Sequence[AnswerRow]
 
     @property
     def num(self) -> int:
-        return len(self.answers)
+        return len(self.responses)
 
     @property
     def num_right(self) -> int:
-        return sum(row["reward"] >= SOLVED for row in self.answers)
+        return sum(row["reward"] >= SOLVED for row in self.responses)
 
     @property
     def mean_tokens(self) -> float:
-        return sum(row["num_tokens"] for row in self.answers) / self.num
+        return sum(row["num_tokens"] for row in self.responses) / self.num
 
     @property
     def votes(self) -> Votes:
-        wrong = Counter(row["answer"] for row in self.answers if row["reward"] < SOLVED)
-        silent = wrong.pop(None, 0)
-        return Votes(self.num_right, tuple(sorted(wrong.values(), reverse=True)), silent)
+        wrong = Counter(row["answer"] for row in self.responses if row["reward"] < SOLVED)
+        no_answer = wrong.pop(None, 0)
+        return Votes(self.num_right, tuple(sorted(wrong.values(), reverse=True)), no_answer)
 
     @property
     def majority(self) -> tuple[str | None, int]:
-        """The answer given most often, right ones first, and how often; right answers are one, however written."""
-        said = Counter(row["answer"] for row in self.answers if row["reward"] < SOLVED and row["answer"] is not None)
-        right = [row["answer"] for row in self.answers if row["reward"] >= SOLVED]
-        top, num = max(said.items(), key=lambda item: (item[1], item[0]), default=(None, 0))
+        """Most frequent answer and its count. All right answers count as one; a tie goes to the right answer."""
+        wrong = Counter(row["answer"] for row in self.responses if row["reward"] < SOLVED and row["answer"] is not None)
+        right = [row["answer"] for row in self.responses if row["reward"] >= SOLVED]
+        top, num = max(wrong.items(), key=lambda item: (item[1], item[0]), default=(None, 0))
         return (right[0], len(right)) if right and len(right) >= num else (top, num)
 
 
 def problems_of(prompts: Sequence[Prompt], rows: Sequence[AnswerRow], n: int) -> list[Problem]:
-    """Every problem with its first `n` answers."""
-    answers: Mapping[int, dict[int, AnswerRow]] = defaultdict(dict)
+    """Return each problem with its first `n` responses."""
+    responses: Mapping[int, dict[int, AnswerRow]] = defaultdict(dict)
     for row in rows:
         if row["sample"] < n:
-            answers[row["problem"]][row["sample"]] = row
-    return [Problem(prompt, [answers[i][sample] for sample in range(n)]) for i, prompt in enumerate(prompts)]
+            responses[row["problem"]][row["sample"]] = row
+    return [Problem(prompt, [responses[i][sample] for sample in range(n)]) for i, prompt in enumerate(prompts)]
 
 
 def results(problems: Sequence[Problem], sizes: Sequence[int]) -> dict[str, Any]:
-    """Estimates for each data source and all together, and a row for each problem. `sizes` are the k."""
-    # A reward function of the user's need not say what it read.
-    votes = any(row["answer"] is not None for problem in problems for row in problem.answers)
+    """Return the contents of results.json: estimates for each data source and for all, and a row for each problem.
+
+    `sizes` are the values of k in pass@k and maj@k.
+    """
+    # A user's reward function need not return the extracted answer.
+    votes = any(row["answer"] is not None for problem in problems for row in problem.responses)
     by_source: dict[str, list[Problem]] = {ALL: list(problems)}
     for problem in problems:
         by_source.setdefault(problem.prompt.data_source, []).append(problem)
@@ -87,11 +90,11 @@ def results(problems: Sequence[Problem], sizes: Sequence[int]) -> dict[str, Any]
 
 def _source(problems: Sequence[Problem], sizes: Sequence[int], *, votes: bool) -> dict[str, Any]:
     n = problems[0].num
-    answers = [row for problem in problems for row in problem.answers]
+    responses = [row for problem in problems for row in problem.responses]
 
     def estimate(per_problem: list[float], k: int = 1) -> dict[str, Any]:
-        draws = len(answers) // k
-        return asdict(over_problems(per_problem, num_answers=max(draws, len(problems)), confidence=CONFIDENCE))
+        num_samples = max(len(responses) // k, len(problems))
+        return asdict(mean_over_problems(per_problem, num_samples=num_samples, confidence=CONFIDENCE))
 
     several = [k for k in sizes if k > 1]  # pass@1 and maj@1 are mean@n
     metrics = {f"mean@{n}": estimate([problem.num_right / n for problem in problems])}
@@ -101,13 +104,13 @@ def _source(problems: Sequence[Problem], sizes: Sequence[int], *, votes: bool) -
         metrics[f"maj@{k}"] = estimate([majority_at_k(problem.votes, k) for problem in problems], k)
     return {
         "num_problems": len(problems),
-        "num_answers": len(answers),
+        "num_answers": len(responses),
         "metrics": metrics,
         "error_of_repeating": error_of_repeating([problem.num_right for problem in problems], n),
-        "mean_score": sum(row["reward"] for row in answers) / len(answers),
-        "mean_tokens": sum(row["num_tokens"] for row in answers) / len(answers),
-        "truncated": sum(row["finish_reason"] == "length" for row in answers) / len(answers),
-        "reward_timeouts": sum(row["timed_out"] for row in answers),
+        "mean_score": sum(row["reward"] for row in responses) / len(responses),
+        "mean_tokens": sum(row["num_tokens"] for row in responses) / len(responses),
+        "truncated": sum(row["finish_reason"] == "length" for row in responses) / len(responses),
+        "reward_timeouts": sum(row["timed_out"] for row in responses),
     }
 
 

@@ -1,4 +1,4 @@
-"""An evaluation's results for readers."""
+"""Terminal tables of an evaluation's results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 MAX_PROBLEMS = 64
-"""Rows of problems on a terminal; results.json has all of them."""
+"""Number of problems shown on the terminal; results.json has all of them."""
 _WIDTH = 40
 
 
 def print_results(console: Console, results: Mapping[str, Any]) -> None:
-    """Estimates with their intervals for each data source, then the problems."""
+    """Print the estimates and their intervals for each data source, then the problems."""
     for source, found in results["sources"].items():
         console.print(_estimates(source, found))
         error = found["error_of_repeating"]
         console.print(
             Text(
-                f"  {found['mean_tokens']:,.0f} tokens an answer, {_percent(found['truncated'])} cut at the limit, "
-                f"mean score {found['mean_score']:.3f}, {found['reward_timeouts']} rewards timed out"
-                + ("" if error is None else f"; fresh answers to these problems: +- {_percent(error)}"),
+                f"  {found['mean_tokens']:,.0f} tokens per response, {_percent(found['truncated'])} cut at the length "
+                f"limit, mean score {found['mean_score']:.3f}, {found['reward_timeouts']} reward timeouts"
+                + ("" if error is None else f"; new responses to these problems: +- {_percent(error)}"),
                 "dim",
             ),
             soft_wrap=True,
@@ -37,7 +37,7 @@ def print_results(console: Console, results: Mapping[str, Any]) -> None:
 
 
 def _estimates(source: str, found: Mapping[str, Any]) -> Table:
-    title = f"{source}: {found['num_problems']} problems, {found['num_answers']} answers"
+    title = f"{source}: {found['num_problems']} problems, {found['num_answers']} responses"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("metric")
     for name in ("value", "95% interval", "standard error"):

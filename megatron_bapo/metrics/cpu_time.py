@@ -1,4 +1,4 @@
-"""How much of a machine's cores one side of a run takes."""
+"""CPU time that one part of a run (trainer or rollouts) uses on its machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import psutil
 
 
 def family_cpu_s() -> float:
-    """CPU seconds so far of the process that started this one, and of all below it.
+    """Return the CPU seconds used so far by this process's parent and all of the parent's descendants.
 
-    For a trainer rank these are torchrun and its ranks, for a Ray actor this machine's other actors with what they
-    started. The time of a process that has ended is its parent's.
+    For a trainer rank these are torchrun and its ranks; for a Ray actor, this machine's other actors and their child
+    processes. The time of a process that has ended counts for its parent.
     """
     seconds = 0.0
     with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""One figure style for the whole project: curves as deterministic SVG text."""
+"""The project's figure style, and curves as deterministic SVG text."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Series:
-    """One curve; NaN leaves a gap."""
+    """One curve; NaN values leave gaps."""
 
     name: str
     x: Sequence[float]
@@ -74,19 +74,19 @@ def curve_figure(
     smoothing: float = 0.0,
     target: float | None = None,
 ) -> str:
-    """Draw the curves and return an `<svg>` element: the same input gives the same text.
+    """Plot the curves and return an `<svg>` element; the same input gives the same text.
 
-    `smoothing` in [0, 1) is the decay of an exponential moving average drawn over the raw curve. `stacked` adds the
-    curves up as areas and reads NaN as 0. `target` is a dashed reference line. Several series get a legend.
+    `smoothing` in [0, 1) is the decay of an exponential moving average, which is plotted over the raw curve. `stacked`
+    stacks the curves as areas and reads NaN as 0. `target` is a dashed reference line. Several series get a legend.
     """
-    # The salt separates the ids of figures that share an HTML page.
+    # The salt keeps the ids of figures on the same HTML page distinct.
     with rc_context({**STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
         figure = Figure(figsize=(5.6, 3.0), layout="constrained")
         axes = figure.add_subplot()
         if stacked:
-            _draw_areas(axes, series)
+            _plot_areas(axes, series)
         else:
-            _draw_curves(axes, series, smoothing)
+            _plot_curves(axes, series, smoothing)
         if target is not None:
             axes.axhline(target, color=_QUIET, linewidth=1.1, dashes=(4, 3), label=f"target {target:.3g}")
         if log_y and any(value > 0 for curve in series for value in curve.y):
@@ -94,7 +94,7 @@ def curve_figure(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
         axes.margins(x=0.02)
         axes.set_xlabel(x_label)
-        # A horizontal label above the axis is read without turning one's head.
+        # A horizontal label above the axis is easier to read than a rotated one beside it.
         axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -103,7 +103,7 @@ def curve_figure(
         return _svg(figure)
 
 
-def _draw_curves(axes: Axes, series: Sequence[Series], smoothing: float) -> None:
+def _plot_curves(axes: Axes, series: Sequence[Series], smoothing: float) -> None:
     for index, curve in enumerate(series):
         colour = PALETTE[index % len(PALETTE)]
         marker = "o" if len(curve.x) <= _FEW_POINTS else None
@@ -113,7 +113,7 @@ def _draw_curves(axes: Axes, series: Sequence[Series], smoothing: float) -> None
         axes.plot(curve.x, y, color=colour, marker=marker, markersize=4, label=curve.name)
 
 
-def _draw_areas(axes: Axes, series: Sequence[Series]) -> None:
+def _plot_areas(axes: Axes, series: Sequence[Series]) -> None:
     steps = sorted({x for curve in series for x in curve.x})
     heights = []
     for curve in series:
@@ -148,6 +148,6 @@ def _svg(figure: Figure) -> str:
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(buffer, metadata=no_metadata)
     svg = buffer.getvalue()
-    # Group ids repeat in every figure and nothing refers to them.
+    # Every figure has the same group ids, and nothing refers to them.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     return svg.replace("<svg", '<svg role="img"', 1).strip()

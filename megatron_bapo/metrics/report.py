@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, no script and no network."""
+"""HTML report of a run: one self-contained file without scripts or network access."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _HEADLINE = ("accuracy_before", "accuracy_after")
 
 @dataclass(frozen=True)
 class FigureSpec:
-    """A figure of the report. `metrics` maps a metric name, or a pattern with one `*`, to its label in the legend.
+    """A figure of the report.
 
-    The label of a pattern is what stands for its `*`.
+    `metrics` maps a metric name, or a pattern with one `*`, to its label in the legend. The label of a pattern is the
+    text that matches its `*`.
     """
 
     title: str
@@ -49,22 +50,22 @@ SECTIONS = (
         (
             FigureSpec(
                 "Held-out accuracy",
-                "Healthy: rises with the reward; a reward that rises alone is memorised or gamed.",
+                "Healthy: rises with the reward; if only the reward rises, it is memorized or gamed.",
                 {"val/*": ""},
                 "accuracy",
                 phase="validation",
             ),
             FigureSpec(
-                "Mean reward of the sampled answers",
-                "Healthy: rises, with noise between batches, and flattens near what the task allows.",
+                "Mean reward of the sampled responses",
+                "Healthy: rises, with noise between batches, and levels off near the maximum that the task allows.",
                 {"critic/score/mean": "reward"},
-                "reward per answer",
+                "reward per response",
             ),
             FigureSpec(
-                "Answers of several turns",
-                "Healthy: rises where the environment's replies pay, and the accuracy with it.",
-                {"num_turns/multi_turn_ratio": "replied to"},
-                "fraction of answers",
+                "Multi-turn responses",
+                "Healthy: rises if the environment's replies help, and the accuracy rises with it.",
+                {"num_turns/multi_turn_ratio": "multi-turn"},
+                "fraction of responses",
             ),
             FigureSpec(
                 "Warm-start loss",
@@ -75,7 +76,7 @@ SECTIONS = (
             ),
             FigureSpec(
                 "Response length",
-                "Healthy: settles; growth without reward is rambling, a fall towards zero is giving up.",
+                "Healthy: becomes stable; growth without reward means rambling, a fall towards zero means giving up.",
                 {"response_length/mean": "mean", "response_length/max": "longest"},
                 "tokens",
             ),
@@ -86,9 +87,9 @@ SECTIONS = (
         (
             FigureSpec(
                 "Positive share of the policy loss",
-                "Healthy: the moved bounds lift the share to the target, or as far as their ranges allow.",
+                "Healthy: the adapted bounds raise the share to the target, or as far as their ranges allow.",
                 {
-                    "actor/bapo_initial_positive_share": "at the start bounds",
+                    "actor/bapo_initial_positive_share": "at the initial bounds",
                     "actor/bapo_positive_share": "at the bounds used",
                 },
                 "positive / (positive + negative)",
@@ -96,13 +97,13 @@ SECTIONS = (
             ),
             FigureSpec(
                 "Clip bounds",
-                "Healthy: move with the batches inside their ranges; resting on a limit asks for another range.",
+                "Healthy: vary with the batches within their ranges; a bound that stays at a limit needs a new range.",
                 {"actor/bapo_clip_high": "upper", "actor/bapo_clip_low": "lower"},
                 "probability ratio",
             ),
             FigureSpec(
                 "Clipped tokens",
-                "Healthy: a few per cent; more means that updates are too large or trajectories too old.",
+                "Healthy: a few percent; more means that updates are too large or trajectories too stale.",
                 {
                     "actor/pg_clipfrac": "all",
                     "actor/pg_clipfrac_lower": "at the lower bound",
@@ -123,19 +124,19 @@ SECTIONS = (
             ),
             FigureSpec(
                 "Gradient norm before clipping",
-                "Healthy: stays within one order of magnitude; repeated spikes ask for a lower learning rate.",
+                "Healthy: stays within one order of magnitude; repeated spikes call for a lower learning rate.",
                 {"actor/grad_norm": "norm"},
                 "L2 norm",
             ),
             FigureSpec(
                 "Policy divergence within a step",
-                "Healthy: small and without trend; growth means that late updates train on old data.",
+                "Healthy: small and without a trend; growth means that late updates train on stale data.",
                 {"actor/ppo_kl": "KL"},
                 "nats per token",
             ),
             FigureSpec(
-                "Trainer and rollout engine disagree by",
-                "Healthy: flat, at the size of rounding; growth means that the weights or the arithmetic drift apart.",
+                "Train/rollout probability mismatch",
+                "Healthy: flat, at the level of rounding errors; growth means that weights or arithmetic diverge.",
                 {"training/rollout_probs_diff_mean": "mean", "training/rollout_probs_diff_max": "largest"},
                 "difference per token, log scale",
                 log_y=True,
@@ -147,14 +148,14 @@ SECTIONS = (
         (
             FigureSpec(
                 "Time per step",
-                "Healthy: constant; a phase that grows alone is the one to look at.",
+                "Healthy: constant; if a single phase grows, investigate that phase.",
                 {"timing_s/*": ""},
                 "seconds",
                 stacked=True,
             ),
             FigureSpec(
                 "Throughput",
-                "Healthy: constant; it falls when batches shrink or waiting grows.",
+                "Healthy: constant; it falls when batches shrink or waiting times grow.",
                 {"perf/throughput": "throughput"},
                 "tokens/s",
             ),
@@ -172,11 +173,11 @@ def write_report(
     samples: Sequence[Mapping[str, Any]],
     config_yaml: str,
 ) -> Path:
-    """Write `run_dir/report.html` as a whole or not at all, and return its path.
+    """Write `run_dir/report.html` atomically and return its path.
 
-    `summary` holds the headline `accuracy_before` and `accuracy_after` (fractions, or None where not measured); its
-    other entries are shown as facts in their order, named by their keys. `rows` are MetricsRows and `samples` are
-    SampleRows as `sinks.read_rows` returns them. A figure whose metrics are missing is left out.
+    `summary` contains the headline's `accuracy_before` and `accuracy_after` (fractions, or None if not measured); its
+    other entries are listed in order under their keys. `rows` are MetricsRows and `samples` are SampleRows as
+    `sinks.read_rows` returns them. Figures without metrics are omitted.
     """
     target = _positive_share_target(config_yaml)
     sections = [(section.title, _figures(section, rows, target)) for section in SECTIONS]
@@ -220,7 +221,7 @@ def _figures(section: Section, rows: Sequence[Mapping[str, Any]], target: float 
 
 
 def _series(spec: FigureSpec, rows: Iterable[Mapping[str, Any]]) -> list[Series]:
-    """The figure's curves, null as NaN, in the order of its patterns; curves without any number are left out."""
+    """Return the figure's curves in the order of its patterns, null as NaN; curves without any number are omitted."""
     # A later row of the same step, written after a resume, replaces the earlier one.
     metrics_by_step = {row["step"]: row["metrics"] for row in rows if row["phase"] == spec.phase}
     steps = sorted(metrics_by_step)
@@ -236,7 +237,7 @@ def _series(spec: FigureSpec, rows: Iterable[Mapping[str, Any]]) -> list[Series]
 
 
 def _parts_of_whole(series: list[Series]) -> list[Series]:
-    """Stackable series: without the total, the largest first, the smallest ones added up beyond the palette's size."""
+    """Return the series to stack: no total, the largest first; those beyond the palette's size are summed up."""
     parts = [part for part in series if part.name != "step"]
     parts.sort(key=lambda part: float(-sum(value for value in part.y if not math.isnan(value))))
     kept, rest = parts[: len(PALETTE) - 1], parts[len(PALETTE) - 1 :]
@@ -259,7 +260,7 @@ def _number(value: float) -> str:
 
 
 def _positive_share_target(config_yaml: str) -> float | None:
-    """BAPO's target, a share P/(P+N) whichever measure the run compares; None without BAPO's section."""
+    """Return BAPO's target as a share P/(P+N), whichever measure the run compares; None without a BAPO section."""
     config = yaml.safe_load(config_yaml) or {}
     return config.get("algorithm", {}).get("clip_bounds", {}).get("positive_contribution_target")
 

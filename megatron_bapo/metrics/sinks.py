@@ -1,6 +1,6 @@
-"""Where metrics and sampled answers are written: JSON lines and TensorBoard.
+"""Sinks for metrics and sampled responses: JSON lines and TensorBoard.
 
-A row's `step` counts finished steps of its phase: 1 is the first, validation at 0 comes before training.
+A row's `step` counts the finished steps of its phase, starting at 1; validation at step 0 comes before training.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MetricsRow(TypedDict):
 class UpdateRow(TypedDict):
     step: int
     update: int
-    """Of the whole training phase; 1 is the first."""
+    """Number of the update in the whole training phase, starting at 1."""
     metrics: Mapping[str, float | None]
 
 
@@ -50,30 +50,30 @@ class SampleRow(TypedDict):
 
 
 class AnswerRow(TypedDict):
-    """One sampled answer of an evaluation."""
+    """One sampled response of an evaluation."""
 
     problem: int
-    """Of the evaluated prompts, 0 is the first."""
+    """Index of the evaluated prompt, starting at 0."""
     sample: int
-    """Of the problem's answers, 0 is the first."""
+    """Index of the response to the problem, starting at 0."""
     data_source: str
     reward: float
     answer: str | None
-    """What the reward function read, where it says so."""
+    """Answer that the reward function extracted, if it returns one."""
     finish_reason: FinishReason
     num_tokens: int
     timed_out: bool
-    """Scoring it took too long."""
+    """True if scoring timed out."""
     text: str
 
 
 class JsonlSink:
-    """Appends one JSON object a line, flushed at once; NaN and infinities become null."""
+    """Appends one JSON object per line and flushes it; NaN and infinities become null."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            # A killed run leaves half a line, which the first new row would otherwise complete to garbage.
+            # A killed run can leave an incomplete last line; without truncation the next row would be appended to it.
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
@@ -94,9 +94,9 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes every phase as a TensorBoard run of its own (`folder/train`, ...), because their steps overlap.
+    """Writes each phase as its own TensorBoard run (`folder/train`, ...), because the phases' steps overlap.
 
-    `resume_steps` are the last steps to keep: later events, left by an interrupted run, are hidden.
+    `resume_steps` are the last steps to keep; later events of an interrupted run are hidden.
     """
 
     def __init__(self, folder: Path, *, resume_steps: Mapping[Phase, int] | None = None) -> None:
@@ -128,14 +128,14 @@ class TensorBoardSink:
         writer = EventFileWriter(str(self._folder / phase))
         self._writers[phase] = writer
         if phase in self._resume_steps:
-            # TensorBoard drops what it read of this and later steps when it meets a session start.
+            # At a session start TensorBoard drops the events of this step and later ones that it has read before.
             start = SessionLog(status=SessionLog.START)
             writer.add_event(Event(wall_time=time.time(), step=self._resume_steps[phase] + 1, session_log=start))
         return writer
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of a file that a JsonlSink wrote; a half-written last line is left out.
+    """Return all complete rows of a file that a JsonlSink wrote; an incomplete last line is ignored.
 
     Raises RunError for a line that is not JSON.
     """
@@ -143,7 +143,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The complete rows from byte `offset` on, and the offset after them: for following a file that grows."""
+    """Return the complete rows from byte `offset` on and the offset after them, to follow a growing file."""
     with path.open("rb") as file:
         file.seek(offset)
         complete, newline, _ = file.read().rpartition(b"\n")
@@ -151,9 +151,9 @@ def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
-    """Drop the rows after `step` of `phase`, which the resumed run will write again; a missing file stays missing.
+    """Drop the rows after `step` of `phase`, because the resumed run writes them again; a missing file is not created.
 
-    Training and validation follow the warm start; rows without a phase (updates, sampled answers) belong to training.
+    Training and validation follow the warm start; rows without a phase (updates, samples) belong to training.
     """
     if not path.exists():
         return
@@ -165,9 +165,9 @@ def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write the file as a whole or not at all: a temporary neighbour is synced and renamed."""
+    """Write the file atomically: write, sync and rename a temporary file in the same folder."""
     temporary = path.with_name(path.name + ".tmp")
-    # A sampled answer can hold half a surrogate pair, which UTF-8 has no bytes for.
+    # A response can contain an unpaired surrogate, which UTF-8 cannot encode.
     with temporary.open("w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     flush(temporary)

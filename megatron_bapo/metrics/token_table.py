@@ -1,4 +1,4 @@
-"""Sampled tokens as Parquet, a file a step."""
+"""Statistics of sampled tokens as Parquet, one file per step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 TokenTable = Mapping[str, np.ndarray]
-"""Float32 columns of equal length, by the names in `COLUMNS`."""
+"""float32 columns of equal length, with the names in `COLUMNS`."""
 
 COLUMNS = ("update", "log_ratio", "prob", "entropy", "advantage_sign")
-"""The step's update (1 is the first), log(current / behaviour probability), the token's probability under the current
-policy, the entropy of its distribution in nats, and -1, 0 or 1."""
+"""Number of the update in the step, starting at 1; log(current / behaviour probability); the token's probability under
+the current policy; the entropy of its distribution in nats; the sign of its advantage: -1, 0 or 1."""
 
 
 def write_token_table(folder: Path, step: int, table: TokenTable) -> None:
-    """Write `folder/step-00000012.parquet` as a whole or not at all."""
+    """Write `folder/step-00000012.parquet` atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     path = _path(folder, step)
     partial = path.with_suffix(".partial")
@@ -27,7 +27,7 @@ def write_token_table(folder: Path, step: int, table: TokenTable) -> None:
 
 
 def read_token_tables(folder: Path) -> dict[int, dict[str, np.ndarray]]:
-    """By step; none where the folder is missing."""
+    """Return the tables by step; empty if the folder is missing."""
     return {
         step: {name: column.to_numpy() for name, column in zip(COLUMNS, pq.read_table(path).columns, strict=True)}
         for step, path in _files(folder).items()
@@ -35,7 +35,7 @@ def read_token_tables(folder: Path) -> dict[int, dict[str, np.ndarray]]:
 
 
 def remove_token_tables_after(folder: Path, step: int) -> None:
-    """Drop those of the steps that a resumed run takes again."""
+    """Delete the tables of later steps, which a resumed run repeats."""
     for found, path in _files(folder).items():
         if found > step:
             path.unlink()

@@ -1,7 +1,7 @@
-"""Metrics that state how they are reduced over micro-batches, updates and ranks.
+"""Metrics whose type states how they are reduced over micro-batches, updates and ranks.
 
-`merge` reduces on one process; `to_vectors` and `from_vectors` let the caller reduce a whole dictionary over ranks with
-one SUM and one MAX all-reduce. No collectives here, plain floats only.
+`merge` reduces in one process; `to_vectors` and `from_vectors` let the caller reduce a whole dictionary over ranks with
+one SUM and one MAX all-reduce. This module uses plain floats and has no collectives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mean:
-    """A weighted mean kept as its two sums, e.g. nats over tokens; NaN where nothing was counted."""
+    """Weighted mean, stored as total and weight, e.g. nats and tokens; NaN if the weight is 0."""
 
     total: float
     weight: float
@@ -28,14 +28,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """`-inf` on a rank that saw nothing."""
+    """Maximum; `-inf` on a rank without values."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class Last:
-    """The latest value; the same on every rank (a learning rate, a clip bound)."""
+    """Latest value, equal on every rank, e.g. a learning rate or a clip bound."""
 
     value: float
 
@@ -45,7 +45,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Reduce the metrics of micro-batches or updates, in their order; a name need not be in every part."""
+    """Reduce the metrics of micro-batches or updates in their order; a name need not be in every part."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -56,8 +56,8 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 def to_vectors(metrics: Metrics) -> tuple[np.ndarray, np.ndarray]:
     """Pack the metrics into a float64 vector to all-reduce with SUM and one to all-reduce with MAX.
 
-    Entries follow the sorted names. The MAX vector opens with the fingerprint of names and reductions and its negative,
-    by which `from_vectors` sees whether all ranks packed the same metrics.
+    Entries follow the sorted names. The MAX vector starts with a fingerprint of names and reductions and its negative,
+    so that `from_vectors` can check that all ranks packed the same metrics.
     """
     fingerprint = _fingerprint(metrics)
     sums: list[float] = []
@@ -74,7 +74,7 @@ def to_vectors(metrics: Metrics) -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_vectors(local: Metrics, sums: np.ndarray, maxima: np.ndarray) -> dict[str, Metric]:
-    """Unpack reduced vectors; `local` is what this rank gave to `to_vectors`."""
+    """Unpack reduced vectors; `local` are the metrics that this rank packed with `to_vectors`."""
     fingerprint = _fingerprint(local)
     assert tuple(maxima[:2]) == (fingerprint, -fingerprint), (
         f"the ranks packed different metrics; this one packed {sorted(local)}"
@@ -95,7 +95,7 @@ def from_vectors(local: Metrics, sums: np.ndarray, maxima: np.ndarray) -> dict[s
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """The numbers to log, by sorted name."""
+    """Return the values to log, sorted by name."""
     return {name: _scalar(metric) for name, metric in sorted(metrics.items())}
 
 

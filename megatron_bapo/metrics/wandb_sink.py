@@ -1,8 +1,10 @@
-"""Metrics to Weights & Biases; wandb, an optional package, is imported when a sink is made."""
+"""Sink for Weights & Biases. The optional package wandb is imported when a sink is created."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
+
+from pydantic import ValidationError
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
@@ -13,19 +15,20 @@ STEP_AXES: Final[dict[Phase, str]] = {
     "train": "training/global_step",
     "validation": "training/global_step",
 }
-"""What a phase's metrics are drawn over: finished steps, of the training also where held-out prompts are evaluated."""
+"""x axis of each phase's metrics, in finished steps; validation shares the axis of training."""
 
 FINISH_TIMEOUT_S: Final = 120.0
-"""In which the last rows go out; what does not stays in the run directory, for `wandb sync`."""
+"""Timeout for uploading the last rows; the rest stays in the run directory for `wandb sync`."""
 
 
 class WandbSink:
-    """Writes every phase into one wandb run, created or continued by its id.
+    """Writes all phases to one wandb run, which is created or continued by its id.
 
-    Training's metrics and `val/*` keep their names, the others come under their phase's. A row's place among all rows
-    is wandb's own step, also in a resumed run: what it repeats, wandb has already, and leaves out.
+    Metrics of training and `val/*` keep their names; the others get their phase as prefix. The index of a row among all
+    rows is wandb's step, also in a resumed run, so that wandb ignores rows that it already has.
 
-    Raises UserError without a key that wandb's server takes, RunError where the server does not answer.
+    Raises UserError if wandb's server rejects the API key or wandb rejects an environment variable such as WANDB_MODE,
+    RunError if the server cannot be reached.
     """
 
     def __init__(self, config: Config, run_id: str, *, num_rows: int = 0) -> None:
@@ -33,24 +36,28 @@ class WandbSink:
         from wandb.errors import AuthenticationError, CommError, UsageError
 
         settings = config.logging.wandb
-        assert settings is not None, "a sink is configured"
+        assert settings is not None, "the sink needs logging.wandb"
         try:
+            mode: Any = settings.mode or wandb.setup().settings.mode  # the latter is WANDB_MODE, else online
             self._run = wandb.init(
                 id=run_id,
-                resume="allow" if settings.mode == "online" else None,  # offline there is nobody to ask
+                mode=mode,
+                resume="allow" if mode == "online" else None,  # resuming needs the server
                 dir=config.run_dir,
                 name=settings.name or config.run_dir.name,
                 config=config.model_dump(mode="json"),
                 settings=wandb.Settings(console="off", finish_timeout=FINISH_TIMEOUT_S),
-                **settings.model_dump(exclude={"name"}),
+                **settings.model_dump(exclude={"name", "mode"}),
             )
+        except ValidationError as error:  # of wandb's settings, such as WANDB_MODE=of
+            raise UserError(f"logging.wandb: {error}") from error
         except (UsageError, AuthenticationError) as error:
             raise UserError(
                 f"logging.wandb: {error}; set WANDB_API_KEY or run `wandb login`, or set logging.wandb.mode=offline"
             ) from error
         except CommError as error:
             raise RunError(f"logging.wandb: {error}; logging.wandb.mode=offline trains without its server") from error
-        self._num_rows, self._known = num_rows, set[str]()
+        self._num_rows, self._defined = num_rows, set[str]()
 
     def write(self, row: MetricsRow) -> None:
         phase, axis = row["phase"], STEP_AXES[row["phase"]]
@@ -60,9 +67,9 @@ class WandbSink:
                 continue
             if phase != "train" and not name.startswith("val/"):
                 name = f"{phase}/{name}"
-            if name not in self._known:
+            if name not in self._defined:
                 self._run.define_metric(name, step_metric=axis)
-                self._known.add(name)
+                self._defined.add(name)
             values[name] = value
         self._run.log(values, step=self._num_rows)
         self._num_rows += 1

@@ -1,4 +1,4 @@
-"""From an architecture and a layout to Megatron-Core's TransformerConfig, and to the rotary embedding's frequencies."""
+"""Builds Megatron-Core's TransformerConfig and the rotary frequencies from an architecture and a parallel layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.fp8 import Fp8Config
@@ -27,7 +25,10 @@ def transformer_config(
     *,
     cpu_initialization: bool,
 ) -> TransformerConfig:
-    """Megatron's config of this model under this layout. `cpu_initialization` makes weights in host memory first."""
+    """Return Megatron's config of a model under a parallel layout.
+
+    With `cpu_initialization`, weights are first initialized in host memory.
+    """
     dtype, fused = DTYPES[model.dtype], model.transformer_impl == "transformer_engine"
     return TransformerConfig(
         num_layers=architecture.num_hidden_layers,
@@ -50,9 +51,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=cpu_initialization,
-        # Losses carry their own global denominator, so gradients are plain sums over micro-batches and ranks.
+        # Losses are normalized over the global minibatch, so gradients are summed over micro-batches and ranks.
         calculate_per_token_loss=True,
-        # Packed micro-batches differ in length. Megatron ties this to the all-to-all dispatcher, dense models included.
+        # Packed micro-batches differ in length. Megatron requires the all-to-all dispatcher for this, even for dense
+        # models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         transformer_impl=model.transformer_impl,
@@ -77,7 +79,7 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         "sequence_parallel": parallel.sequence_parallel,
     }
     if parallel.virtual_pipeline_model_parallel_size > 1:
-        # With two stages one batch would hold several sends and receives between the same two ranks.
+        # With two stages, one batch would contain several sends and receives between the same two ranks.
         settings |= {
             "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
             "overlap_p2p_comm": True,
@@ -91,10 +93,11 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
-    """Without auxiliary losses: the policy's objective is the only one.
+    """Return the mixture-of-experts settings, without auxiliary losses.
 
-    Qwen3-MoE takes the softmax over all experts and, with `norm_topk_prob`, divides the chosen weights by their sum,
-    which is the softmax over the chosen experts' logits alone: Megatron's router without `moe_router_pre_softmax`.
+    Qwen3-MoE computes the softmax over all experts and, with `norm_topk_prob`, divides the selected weights by their
+    sum. This equals the softmax over the logits of the selected experts, which is Megatron's router without
+    `moe_router_pre_softmax`.
     """
     if not architecture.moe_layers:
         return {}
@@ -112,14 +115,18 @@ def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
 
 
 def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, float32 [head_dim / 2], and the factor by which cosine and sine are to be multiplied.
+    """Return inverse frequencies, float32 [head_dim / 2], and the factor for cosine and sine.
 
-    Scaled types are transformers' own functions. All of a head's dimensions rotate, so multiplying the softmax scale by
-    the factor's square is the same as multiplying queries and keys by the factor.
+    Scaled rope types use the functions of transformers. All dimensions of a head rotate, so multiplying the softmax
+    scale by the square of the factor is equivalent to multiplying queries and keys by the factor.
     """
     base, head_dim = architecture.rope_theta, architecture.head_dim
     if not architecture.rope_scaling:
         return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+    # Most models have no scaling, and importing transformers takes more than a second in every trainer rank.
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     names = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
     config = PreTrainedConfig(
         **{name: getattr(architecture, name) for name in names},

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the policy."""
+"""Builds this rank's shard of the policy model."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from megatron_bapo.parallel.platform import has_gpu, local_device
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers of the policy, wrapped for data parallelism; an interleaved pipeline's stage has several."""
+    """Consecutive layers of the policy in a DDP wrapper; a stage of an interleaved pipeline has several chunks."""
 
     gpt: GPTModel
     ddp: DistributedDataParallel
     layer_offset: int
-    """Layers before this chunk."""
+    """Number of layers before this chunk."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class PolicyModel:
     config: TransformerConfig
     chunks: tuple[Chunk, ...]
     expert_offset: int
-    """Experts on earlier expert-parallel ranks."""
+    """Number of experts of a layer on earlier expert-parallel ranks."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter of this rank, by Megatron's name with the whole model's layer and expert numbers."""
+        """Iterate over this rank's parameters by Megatron name, with layer and expert numbers of the whole model."""
         for chunk in self.chunks:
             for name, parameter in chunk.gpt.named_parameters():
                 yield global_name(name, chunk.layer_offset, self.expert_offset), parameter
 
     def output_weight(self) -> torch.Tensor:
-        """The output layer's rows on this rank, [padded vocabulary / tensor size, hidden]; last stage only."""
+        """Return this rank's rows of the output layer, [padded vocabulary / tensor size, hidden]; last stage only."""
         gpt = self.chunks[-1].gpt
         tied = gpt.share_embeddings_and_output_weights
         weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
@@ -64,9 +64,9 @@ class PolicyModel:
 
 
 def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Complete the parameters on every rank; comes before anything but a forward pass reads them.
+    """Complete the parameters on every rank. Call this before anything other than a forward pass reads them.
 
-    With overlap_param_gather an optimizer step leaves the gather to the next forward pass. Otherwise there is nothing
+    With overlap_param_gather an optimizer step defers the gather to the next forward pass; otherwise there is nothing
     to do. Collective over data-parallel ranks.
     """
     for chunk in chunks:
@@ -76,7 +76,7 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def ddp_config(parallel: ParallelConfig, *, fp8_param: bool = False) -> DistributedDataParallelConfig:
-    """Gradients are summed in fp32 whatever the model's dtype; `fp8_param` gathers weights in FP8."""
+    """Return the DDP settings: gradients are summed in fp32 for any model dtype; `fp8_param` gathers weights in FP8."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -88,9 +88,9 @@ def ddp_config(parallel: ParallelConfig, *, fp8_param: bool = False) -> Distribu
 
 
 def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, frozen: bool = False) -> PolicyModel:
-    """The model of `model_path` with fresh weights, on this rank's device; load weights next.
+    """Build this rank's shard of the model of `model_path` on its device, with randomly initialized weights.
 
-    A `frozen` one has no gradients and no buffers for them.
+    A `frozen` model has no gradients and no gradient buffers.
     """
     architecture = read_architecture(model_path)
     parallel = config.parallel
@@ -116,7 +116,7 @@ def _build_chunk(
 ) -> Chunk:
     vp_stage = index if groups.num_virtual_stages > 1 else None
     spec: Any = block_spec(config, architecture.moe_layers, vp_stage)
-    # With gradients enabled Megatron would keep a copy of the initial values of weights in FP8, which are loaded next.
+    # With gradients enabled, Megatron would keep a copy of the initial values of FP8 weights, which are loaded next.
     with torch.set_grad_enabled(not config.fp8_param):
         gpt = GPTModel(
             config,
@@ -133,15 +133,16 @@ def _build_chunk(
     rotary_embedding: Any = PackedRotaryEmbedding(frequencies.to(local_device()))
     gpt.rotary_pos_emb = rotary_embedding
     if gpt.post_process:
-        # The model ends with hidden states: log-probs come from them chunk by chunk, so that no logits of a whole
-        # micro-batch exist. The call stays, and with it the hooks that gather the weight under overlap_param_gather.
+        # The model returns hidden states. Log-probs are computed from them in chunks, so the logits of a whole
+        # micro-batch never exist. The output layer is still called, because its hooks gather the weight under
+        # overlap_param_gather.
         gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
     gpt = gpt.to(local_device()).requires_grad_(not frozen)
     ddp = DistributedDataParallel(
         config,
         ddp_config,
         Float16Module(config, gpt) if config.bf16 else gpt,
-        disable_bucketing=index > 0,  # later chunks' communication hides behind the other chunks' work
+        disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
     return Chunk(gpt, ddp, get_transformer_layer_offset(config, vp_stage=vp_stage))
 
@@ -151,8 +152,8 @@ def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
 
 
 def _connect_to_schedule(model: PolicyModel, parallel: ParallelConfig) -> None:
-    """Tell Megatron's pipeline schedule how gradients are summed."""
-    # Losses carry their own global denominators, so there is no token count to divide by.
+    """Configure how Megatron's pipeline schedule sums gradients."""
+    # Losses are already normalized by the global minibatch token count, so the schedule divides by nothing.
     model.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(chunks)
     if parallel.overlap_grad_reduce:
         no_sync: Any = [chunk.ddp.no_sync for chunk in model.chunks]

@@ -1,4 +1,4 @@
-"""Packed sequences through Transformer Engine's fused attention, context parallelism included.
+"""Transformer Engine's fused attention for packed sequences, including context parallelism.
 
 Legend: T tokens of this context-parallel rank, H heads of this rank, G key/value heads of this rank, D head size.
 """
@@ -16,9 +16,9 @@ from megatron_bapo.parallel.megatron import MegatronModule, TEDotProductAttentio
 class FusedAttention(MegatronModule):
     """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
 
-    Megatron hands over one row of T tokens, with their rotary angles applied by position; Transformer Engine is told
-    where its sequences lie. Queries, keys and values of a rank are its zigzag parts, the order that Transformer Engine
-    knows as dual-chunk swap.
+    Megatron passes one row of T tokens with rotary angles already applied by position, and Transformer Engine gets the
+    boundaries of the sequences. Queries, keys and values of a rank are in zigzag order, which Transformer Engine calls
+    dual-chunk swap.
     """
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
@@ -36,7 +36,7 @@ class FusedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: PackedSequences,
     ) -> torch.Tensor:
-        """The attention output, [T, 1, H*D]."""
+        """Return the attention output, [T, 1, H*D]."""
         query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
         out = self.attention(
             query_THD, key_TGD, value_TGD, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params.thd

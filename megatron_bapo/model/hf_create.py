@@ -1,4 +1,4 @@
-"""A small, randomly initialised Hugging Face checkpoint with its own tokenizer: the quickstart's starting point."""
+"""Creates a small, randomly initialized Hugging Face checkpoint with its own tokenizer, as used by the quickstart."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_bapo.config.schema import CreateModelConfig
@@ -17,9 +16,9 @@ END_OF_SEQUENCE = "<|endoftext|>"
 
 
 def byte_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per byte, and one for the words with which all prompts begin.
+    """Return a tokenizer with one token per byte and one token for the common prefix of all prompts.
 
-    Any text can be encoded, and a small model sees every digit and letter by itself.
+    It can encode any text, and a small model sees every digit and letter as a separate token.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
@@ -40,7 +39,10 @@ def byte_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequence[str], seed: int) -> None:
-    """Write a Qwen3-shaped checkpoint to `folder`, whole or not at all; the same arguments give the same bytes."""
+    """Write a Qwen3-shaped checkpoint to `folder` atomically; the same arguments give the same bytes."""
+    import torch  # seconds, which a dry run that needs only the tokenizer does not spend
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     tokenizer = byte_tokenizer(prompts)
     end_of_sequence = int(tokenizer.convert_tokens_to_ids(END_OF_SEQUENCE))  # pyright: ignore[reportArgumentType]
     torch.manual_seed(seed)

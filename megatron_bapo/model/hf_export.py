@@ -1,7 +1,7 @@
-"""Streams a sharded Megatron model as Hugging Face-named tensors.
+"""Exports a sharded Megatron model as a stream of tensors with Hugging Face names.
 
-Every tensor of a pipeline stage is put together on one of the stage's ranks and written by it, so that nothing crosses
-stages and every rank, whatever its host, writes its share.
+Every tensor of a pipeline stage is gathered on one rank of the stage, which writes it. No tensor crosses stages, and
+every rank on every host writes its share.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ COPIED_FILES = (
 
 
 class Read(Protocol):
-    """Gives what to stream for a parameter, of its shape, on rank `to` of the ranks that hold the same part of it.
+    """Returns the tensor to stream for a parameter, in its shape, on rank `to` of the ranks that have the same part.
 
-    It may be a collective of these ranks; what it gives on the others does not count.
+    The call may be a collective of these ranks. The values returned on the other ranks are ignored.
     """
 
     def __call__(self, parameter: torch.nn.Parameter, *, to: int) -> torch.Tensor | None: ...
@@ -47,16 +47,16 @@ def _weights(parameter: torch.nn.Parameter, *, to: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Share:
-    """One of this rank's parameters, and who puts it together."""
+    """One of this rank's parameters, and the rank that gathers it."""
 
     parameter: torch.nn.Parameter
     entry: Entry
     shards: Axis
-    """The ranks among which it is split."""
+    """Ranks over which the parameter is split."""
     replicas: Axis
-    """The ranks that hold the same part of it."""
+    """Ranks that have the same part of it."""
     owner: tuple[int, int]
-    """Its ranks of the two axes."""
+    """Rank of the owner on the two axes."""
 
     @property
     def is_own(self) -> bool:
@@ -64,11 +64,12 @@ class _Share:
 
 
 def _rounds(model: PolicyModel, groups: ParallelGroups) -> list[list[_Share]]:
-    """This rank's part of what its stage streams, in the one order of all its ranks.
+    """Return this rank's shares of what its stage streams, in rounds that are the same on all ranks of the stage.
 
-    A parameter's owner is, of the ranks that have a part of it, the one with least to write so far: those of an expert
-    rank, or all without experts, differ by the stage's largest parameter at most. What a rank owns of a round is no
-    more than that. A tied output layer is left out: the embedding on the first stage is its value.
+    The owner of a parameter is the rank with the fewest elements so far among the ranks that have a part of it. The
+    loads of the ranks of one expert rank, or of all ranks without experts, therefore differ by at most the largest
+    parameter of the stage, and a rank owns at most that much per round. A tied output layer is omitted, because the
+    embedding on the first stage has its value.
     """
     architecture, num_ranks = model.architecture, groups.stage_size
     entries = [
@@ -77,29 +78,29 @@ def _rounds(model: PolicyModel, groups: ParallelGroups) -> list[list[_Share]]:
         if name != "output_layer.weight" or not architecture.tie_word_embeddings
     ]
     sizes = [sum(map(math.prod, entry.shapes(architecture))) for _, entry in entries]
-    due, held, rounds = [0] * num_ranks, [0] * num_ranks, [[]]
+    totals, in_round, rounds = [0] * num_ranks, [0] * num_ranks, [[]]
     for (parameter, entry), size in zip(entries, sizes, strict=True):
         shards, replicas, part, num_parts = groups.tensor, groups.data_context, 0, 1
-        if entry.row.is_expert:  # the ranks of other experts choose an owner of theirs
+        if entry.row.is_expert:  # each expert-parallel rank chooses its own owner
             shards, replicas = groups.expert_tensor, groups.expert_data
             part, num_parts = groups.expert.rank, groups.expert.size
         owners = [
-            min((rank for rank in range(num_ranks) if rank // shards.size % num_parts == each), key=due.__getitem__)
+            min((rank for rank in range(num_ranks) if rank // shards.size % num_parts == each), key=totals.__getitem__)
             for each in range(num_parts)
         ]
-        if size + max(held[owner] for owner in owners) > max(sizes):
-            held = [0] * num_ranks
+        if size + max(in_round[owner] for owner in owners) > max(sizes):
+            in_round = [0] * num_ranks
             rounds.append([])
         for owner in owners:
-            due[owner] += size
-            held[owner] += size
+            totals[owner] += size
+            in_round[owner] += size
         owner = owners[part] % shards.size, owners[part] // (shards.size * num_parts)
         rounds[-1].append(_Share(parameter, entry, shards, replicas, owner))
     return rounds
 
 
 def own_shapes(model: PolicyModel, groups: ParallelGroups) -> dict[str, Shape]:
-    """Name and shape of what `stream_tensors` gives on this rank, in its order."""
+    """Return name and shape of the tensors that `stream_tensors` yields on this rank, in that order."""
     return {
         name: shape
         for shares in _rounds(model, groups)
@@ -110,7 +111,7 @@ def own_shapes(model: PolicyModel, groups: ParallelGroups) -> dict[str, Shape]:
 
 
 def _gather(local: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
-    """Every rank's tensor in turn, on the one rank of the axis to which the others send theirs."""
+    """Yield the tensor of every rank of the axis in turn; the other ranks send theirs to this rank."""
     for rank in range(axis.size):
         if rank == axis.rank:
             yield local
@@ -118,19 +119,19 @@ def _gather(local: torch.Tensor, axis: Axis) -> Iterator[torch.Tensor]:
             received = torch.empty_like(local, memory_format=torch.contiguous_format)
             receive({rank: received}, axis)
             yield received
-            del received  # before the next one is made
+            del received  # free it before the next one is allocated
 
 
 def merge(
     entry: Entry, architecture: Architecture, shards: Iterable[torch.Tensor], num_ranks: int
 ) -> list[torch.Tensor]:
-    """The Hugging Face tensors of one parameter from its shards, in rank order.
+    """Merge the shards of one parameter, given in rank order, into its Hugging Face tensors.
 
-    What one shard holds in one place is not copied: the result is a view.
+    A tensor that is contiguous in a single shard is returned as a view.
     """
-    row, merged, coming = entry.row, [], iter(shards)
+    row, merged, remaining = entry.row, [], iter(shards)
     for rank in range(num_ranks):
-        shard = next(coming)
+        shard = next(remaining)
         if row.layout is None:
             return [shard]
         pieces = row.layout(architecture, rank, num_ranks)
@@ -140,18 +141,18 @@ def merge(
         for piece in pieces:
             target = merged[piece.part].narrow(row.dim, piece.hf_start, piece.size)
             target.copy_(shard.narrow(row.dim, piece.local_start, piece.size))
-        del shard  # before the next one is made
+        del shard  # free it before the next one is allocated
     return merged
 
 
-def _put_together(
+def _gather_parameter(
     share: _Share, local: torch.Tensor | None, architecture: Architecture
 ) -> list[tuple[str, torch.Tensor]]:
-    """(name, full tensor on the CPU) of a parameter on its owner, to which the ranks with other parts send theirs."""
+    """Gather a parameter on its owner as (name, full tensor on the CPU); ranks with other parts send theirs."""
     row, (shard, replica) = share.entry.row, share.owner
     if share.replicas.rank != replica or (row.layout is None and not share.is_own):
         return []
-    assert local is not None, f"no value for {share.entry.names[0]} on the rank that gives it"
+    assert local is not None, f"no value for {share.entry.names[0]} on the rank that provides it"
     if not share.is_own:
         send(local.contiguous(), share.shards, to=shard)
         return []
@@ -164,45 +165,45 @@ def _put_together(
 def stream_tensors(
     model: PolicyModel, groups: ParallelGroups, *, read: Read = _weights
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor on the CPU) of what this rank owns of its pipeline stage, which all ranks of it take part in.
+    """Yield (name, full tensor on the CPU) of the parameters that this rank owns in its pipeline stage.
 
-    The ranks exchange a round of parameters and then give their own of it, all at the same time: each has to go through
-    to the end. A tensor may be a view of what `read` gave: copy what is to outlive the next one. Memory above the shard
-    is full tensors of the bytes of the stage's largest parameter, and one more shard of one.
+    All ranks of the stage take part: they exchange a round of parameters, then yield their own, and each rank must
+    exhaust the iterator. A tensor may be a view of what `read` returned; copy it to keep it past the next one. Extra
+    memory is full tensors of at most the size of the stage's largest parameter, plus one shard of a parameter.
     """
     finish_param_gather([chunk.ddp for chunk in model.chunks])
     for shares in _rounds(model, groups):
         own: list[tuple[str, torch.Tensor]] = []
         for share in shares:
-            own += _put_together(share, read(share.parameter, to=share.owner[1]), model.architecture)
+            own += _gather_parameter(share, read(share.parameter, to=share.owner[1]), model.architecture)
         while own:
             yield own.pop(0)
 
 
 def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a stream of tensors of one dtype to a safetensors file as they come, none of them kept, down to the disk.
+    """Write a stream of tensors of one dtype to a safetensors file, one at a time, and flush it to disk.
 
-    `shapes` says what is to come, in order: the format begins with a table of contents.
+    `shapes` lists the tensors in order, because the format begins with a table of contents.
     """
-    due, dtype = iter(shapes.items()), None
+    remaining, dtype = iter(shapes.items()), None
     with path.open("wb") as file:
         for name, tensor in tensors:
             if dtype is None:
                 dtype = tensor.dtype
                 file.write(table_of_contents(shapes, str(dtype).removeprefix("torch.")))
-            due_name, due_shape = next(due, (None, ()))
-            assert (name, tensor.shape, tensor.dtype) == (due_name, due_shape, dtype), (
-                f"{name} {list(tensor.shape)} {tensor.dtype} came where {due_name} {list(due_shape)} {dtype} was due"
+            next_name, next_shape = next(remaining, (None, ()))
+            assert (name, tensor.shape, tensor.dtype) == (next_name, next_shape, dtype), (
+                f"expected {next_name} {list(next_shape)} {dtype}, got {name} {list(tensor.shape)} {tensor.dtype}"
             )
             file.write(raw_bytes(tensor.contiguous()))
-            del tensor  # before the next one takes its memory
+            del tensor  # free it before the next one is allocated
     flush(path)
-    absent = [name for name, _ in due]
-    assert not absent, f"{len(absent)} of {len(shapes)} tensors did not come, first {absent[0]}"
+    absent = [name for name, _ in remaining]
+    assert not absent, f"{len(absent)} of {len(shapes)} tensors are missing from the stream, first {absent[0]}"
 
 
 def write_stage(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read = _weights) -> None:
-    """Write this stage into safetensors files, named in Hugging Face's style: one of each rank that owns tensors."""
+    """Write this stage to safetensors files with names in Hugging Face's style, one file per rank that owns tensors."""
     shapes, tensors = own_shapes(model, groups), stream_tensors(model, groups, read=read)
     if shapes:
         number = groups.pipeline.rank * groups.stage_size + groups.stage_rank + 1
@@ -216,7 +217,7 @@ def write_stage(folder: Path, model: PolicyModel, groups: ParallelGroups, *, rea
 def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, target: Path) -> None:
     """Write `target` as a Hugging Face checkpoint; config and tokenizer files come from `source`.
 
-    Everything is complete under `target` + `.partial` before it is renamed, so a folder that exists is whole.
+    The folder is written as `target` + `.partial` and renamed when it is complete, so an existing folder is complete.
     """
     partial = target.with_name(target.name + ".partial")
     if groups.is_main:
@@ -234,14 +235,17 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
 
 
 def flush_to_disk(folder: Path) -> None:
-    """A rename must not survive a power cut that its files do not. `write_safetensors` has flushed its own."""
+    """Flush a folder's files before it is renamed, so a power failure cannot keep the name but lose the files.
+
+    `write_safetensors` already flushes its files.
+    """
     for path in (*folder.rglob("*"), folder):
         if path.suffix != ".safetensors":
             flush(path)
 
 
 def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype, source: Path) -> None:
-    """Make a Hugging Face checkpoint of a folder with all weights: the index, and config and tokenizer of `source`."""
+    """Complete a folder of weights to a Hugging Face checkpoint: add an index, and config and tokenizer of `source`."""
     _write_index(folder, architecture, dtype.itemsize)
     _write_config(source, folder, str(dtype).removeprefix("torch."))
     for name in COPIED_FILES:
@@ -250,14 +254,14 @@ def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype
 
 
 def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> None:
-    """The list of tensors and files, after a check that the export is complete and nothing else."""
+    """Write the index of tensors and files after checking that the folder has exactly the expected tensors."""
     expected = expected_shapes(architecture)
     with SafetensorsFolder(folder) as written:
         found, files = written.shapes(), written.file_names()
     wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
     assert not wrong, (
-        f"{len(wrong)} of {len(expected)} exported tensors are wrong, first {wrong[0]}: {expected.get(wrong[0])} was "
-        f"due and {found.get(wrong[0])} was written"
+        f"{len(wrong)} of {len(expected)} exported tensors are wrong, first {wrong[0]}: expected shape "
+        f"{expected.get(wrong[0])}, found {found.get(wrong[0])}"
     )
     total_size = itemsize * sum(math.prod(shape) for shape in found.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
@@ -265,7 +269,7 @@ def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> Non
 
 
 def _write_config(source: Path, target: Path, dtype: str) -> None:
-    """The model's config.json, with the dtype that was written, under the names of transformers 4 and 5."""
+    """Write config.json with the dtype of the weights, under the key names of transformers 4 and 5."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in fields}
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Fills a sharded Megatron model from Hugging Face-named safetensors, reading only what each rank owns."""
+"""Loads safetensors with Hugging Face names into a sharded Megatron model; each rank reads only its own parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
 
 
 class SafetensorsFolder:
-    """The tensors of one folder by name, memory-mapped. A context manager.
+    """Memory-mapped tensors of one folder by name; a context manager.
 
-    Where there is an index, only the files that it lists are read, as in transformers and vLLM.
+    If there is an index, only the files that it lists are read, as in transformers and vLLM.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class SafetensorsFolder:
         else:
             paths = sorted(self._folder.glob("*.safetensors"))
         if not paths:
-            raise UserError(f"{self._folder} holds no *.safetensors files; it is not a complete checkpoint")
+            raise UserError(f"{self._folder} contains no *.safetensors files; it is not a complete checkpoint")
         for path in paths:
             self._open(path)
         return self
@@ -48,12 +48,14 @@ class SafetensorsFolder:
         try:
             file = self._stack.enter_context(safe_open(path, "pt"))
         except (SafetensorError, FileNotFoundError) as error:
-            raise UserError(f"{path} is not a readable safetensors file ({error}); fetch or write it again") from None
+            raise UserError(
+                f"{path} is not a readable safetensors file ({error}); download or write it again"
+            ) from None
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             if name in self._files:
                 raise UserError(
-                    f"{self._folder}: both {self._files[name][0]} and {path.name} hold {name}; keep the files of one "
-                    "checkpoint only"
+                    f"{self._folder}: both {self._files[name][0]} and {path.name} contain {name}; keep the files of "
+                    "only one checkpoint"
                 )
             self._files[name] = (path.name, file)
 
@@ -64,53 +66,53 @@ class SafetensorsFolder:
         return {name: tuple(file.get_slice(name).get_shape()) for name, (_, file) in self._files.items()}
 
     def file_names(self) -> dict[str, str]:
-        """Tensor name -> file name."""
+        """Return tensor name -> file name."""
         return {name: file_name for name, (file_name, _) in self._files.items()}
 
     def slice(self, name: str) -> Any:
-        """A lazy view of one tensor: index it to read just that part."""
+        """Return a lazy view of one tensor; indexing it reads only that part."""
         if name not in self._files:
-            raise UserError(f"{self._folder} lacks the tensor {name}; fetch or write the folder again")
+            raise UserError(f"{self._folder} lacks the tensor {name}; download or write the folder again")
         return self._files[name][1].get_slice(name)
 
 
 def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: Path) -> None:
-    """Every expected tensor is there with its shape, and no other, but for what tied embeddings and old exports repeat.
+    """Check that a folder has every expected tensor in its shape and no other, and raise UserError otherwise.
 
-    Raises UserError.
+    Redundant tensors of tied embeddings and of old exports are allowed.
     """
     expected = expected_shapes(architecture)
     ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
     surplus = {name for name in found.keys() - expected - ignorable if not name.endswith("rotary_emb.inv_freq")}
     if missing := sorted(expected.keys() - found):
         raise UserError(
-            f"{folder} lacks {len(missing)} tensors that config.json calls for, first {missing[0]}; complete the "
-            "download, or take the config.json of these weights"
+            f"{folder} lacks {len(missing)} tensors that config.json requires, first {missing[0]}; complete the "
+            "download, or use the config.json of these weights"
         )
     if surplus:
         raise UserError(
-            f"{folder} holds {len(surplus)} tensors that the architecture has no place for, first "
-            f"{sorted(surplus)[0]}; take the config.json of these weights"
+            f"{folder} contains {len(surplus)} tensors that the architecture does not have, first "
+            f"{sorted(surplus)[0]}; use the config.json of these weights"
         )
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(
-                f"{folder}: {name} has the shape {list(found[name])}; config.json calls for {list(shape)}; take the "
+                f"{folder}: {name} has the shape {list(found[name])}, but config.json requires {list(shape)}; use the "
                 "config.json of these weights"
             )
 
 
 def split_axis(entry: Entry, groups: ParallelGroups) -> Axis:
-    """The mesh axis over whose ranks this parameter is split."""
+    """Return the mesh axis over which a parameter is split."""
     return groups.tensor if entry.row.axis == "tensor" else groups.expert_tensor
 
 
 def local_tensor(
     entry: Entry, architecture: Architecture, sources: list[Any], rank: int, num_ranks: int
 ) -> torch.Tensor:
-    """One rank's part of a parameter; `sources` are its Hugging Face tensors or lazy views of them.
+    """Return one rank's part of a parameter; `sources` are its Hugging Face tensors or lazy views of them.
 
-    A view of the source where the part lies in one place, else new memory of the part's size.
+    The result is a view of the source if the part is contiguous, otherwise a new tensor.
     """
     row = entry.row
     if row.layout is None:
@@ -136,16 +138,16 @@ def load_tensors(
 ) -> None:
     """Call `write(parameter, tensor)` for every parameter of this rank with its part of the folder's tensors.
 
-    The tensor is in the file's dtype and in host memory, perhaps a read-only view of the file: copy it. Rows that pad
-    the vocabulary are zero. Host memory above the model is at most one such tensor. Raises UserError when a tensor is
-    missing.
+    The tensor has the file's dtype and is in host memory, possibly as a read-only view of the file, so `write` must
+    copy it. Rows that pad the vocabulary are zero. Extra host memory is at most one such tensor. Raises UserError if a
+    tensor is missing.
     """
     architecture = model.architecture
     for name, parameter in model.named_parameters():
         entry = lookup(name)
         axis = split_axis(entry, groups)
         shape = entry.local_shape(architecture, axis.size)
-        assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, its row says {list(shape)}"
+        assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, but its row has {list(shape)}"
         tied = name == "output_layer.weight" and architecture.tie_word_embeddings
         sources = [folder.slice(hf_name) for hf_name in (("model.embed_tokens.weight",) if tied else entry.names)]
         write(parameter, local_tensor(entry, architecture, sources, axis.rank, axis.size))
@@ -154,10 +156,9 @@ def load_tensors(
 def load_hugging_face(
     model: PolicyModel, model_path: Path, groups: ParallelGroups, *, write: Write = set_values
 ) -> None:
-    """Load a Hugging Face checkpoint folder; `write` as in `load_tensors`.
+    """Load a Hugging Face checkpoint folder; `write` is called as in `load_tensors`.
 
-    Raises UserError when a tensor is missing or of another shape than config.json says, and when the folder holds one
-    that the model has no place for.
+    Raises UserError if a tensor is missing, differs in shape from config.json, or does not belong to the model.
     """
     with SafetensorsFolder(model_path) as folder:
         check_tensors(folder.shapes(), model.architecture, model_path)

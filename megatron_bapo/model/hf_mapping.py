@@ -1,9 +1,9 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and where they lie under tensor and expert parallelism.
+"""Mapping between Hugging Face tensors and Megatron parameters under tensor and expert parallelism.
 
-One table, read by import and export alike, for the module names of Megatron's local layer specs and of its Transformer
-Engine specs. A layout is a function from (architecture, rank, number of ranks) to pieces; a piece says which rows (or
-columns) of one Hugging Face tensor are which rows of this rank's local tensor. Import reads a piece from left to right,
-export from right to left.
+One table serves both import and export, for the module names of Megatron's local layer specs and of its Transformer
+Engine specs. A layout is a function from (architecture, rank, number of ranks) to pieces. A piece maps rows (or
+columns) of one Hugging Face tensor to rows of this rank's local tensor. Import applies pieces in this direction, export
+in the opposite one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` consecutive indices of the split dim: at `hf_start` in Hugging Face tensor `part`, `local_start` here."""
+    """A range of the split dim: `size` indices from `hf_start` in Hugging Face tensor `part`, locally `local_start`."""
 
     part: int
     hf_start: int
@@ -33,13 +33,13 @@ Layout = Callable[[Architecture, int, int], list[Piece]]
 
 
 def _evenly(field: str, num_parts: int, arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Each rank holds its share of the first tensor, then its share of the next one."""
+    """Split tensors evenly: each rank has its share of the first tensor, then its share of the next one."""
     rows = _lengths(arch)[field] // size
     return [Piece(part, rank * rows, part * rows, rows) for part in range(num_parts)]
 
 
 def _vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """The vocabulary is padded to a multiple of the ranks; what lies behind its end is in no piece."""
+    """Split the vocabulary, padded to a multiple of the ranks; padding rows are in no piece."""
     rows = arch.padded_vocab_size(size) // size
     start = min(rank * rows, arch.vocab_size)
     stop = min(start + rows, arch.vocab_size)
@@ -47,9 +47,9 @@ def _vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
 
 
 def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Megatron interleaves by key/value head, its query heads, then its key, then its value, and cuts that evenly.
+    """Split the fused QKV matrix, in which Megatron stores for each key/value head its query heads, key and value.
 
-    With fewer key/value heads than ranks a cut goes through a head's group.
+    The split is even, so with fewer key/value heads than ranks it divides the group of a head.
     """
     d = arch.head_dim
     query_rows = arch.num_attention_heads // arch.num_key_value_heads * d
@@ -66,20 +66,20 @@ def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table: a Megatron parameter and its Hugging Face tensors."""
 
     megatron: tuple[str, ...]
-    """The local specs' name and, where it differs, Transformer Engine's; without `decoder.layers.N.`."""
+    """Name in the local specs and, if it differs, in the Transformer Engine specs, without `decoder.layers.N.`."""
     hugging_face: tuple[tuple[str, str], ...]
-    """(name, its dims) of each tensor; the dims are named as in `_lengths`."""
+    """(name, dims) of each tensor; dims are named as in `_lengths`."""
     layout: Layout | None = None
-    """None: every rank of the tensor axis holds the whole tensor."""
+    """Split of the parameter; None means that every rank of the tensor axis has the whole tensor."""
     dim: int = 0
-    """The dim that the layout splits."""
+    """Dim that the layout splits."""
     axis: Literal["tensor", "expert_tensor"] = "tensor"
-    """The mesh axis over which the layout splits it."""
+    """Mesh axis over which the layout splits the parameter."""
     is_in: Callable[[Architecture, int], bool] = lambda _arch, _layer: True
-    """Whether this layer of this model has it."""
+    """Whether a layer of a model has the parameter."""
 
     @property
     def is_expert(self) -> bool:
@@ -209,10 +209,10 @@ _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.w
 
 
 def global_name(parameter_name: str, layer_offset: int, expert_offset: int) -> str:
-    """A parameter's name with the model's own layer and expert numbers.
+    """Return a parameter's name with layer and expert numbers of the whole model.
 
-    Megatron counts layers from 0 in every model chunk and experts from 0 on every expert-parallel rank; the offsets are
-    the numbers of layers in earlier chunks and of experts on earlier ranks.
+    Megatron counts layers from 0 in every model chunk and experts from 0 on every expert-parallel rank. The offsets are
+    the number of layers in earlier chunks and the number of experts on earlier ranks.
     """
     layer = _LAYER.fullmatch(parameter_name)
     if layer is None:
@@ -223,21 +223,21 @@ def global_name(parameter_name: str, layer_offset: int, expert_offset: int) -> s
 
 @dataclass(frozen=True)
 class Entry:
-    """The table's row for one parameter, with its layer and expert numbers filled in."""
+    """Table row of one parameter, with layer and expert numbers filled in."""
 
     row: Row
     names: tuple[str, ...]
-    """Hugging Face's names of the row's tensors."""
+    """Hugging Face names of the tensors in the row."""
     layer: int = 0
     expert: int = 0
 
     def shapes(self, arch: Architecture) -> list[Shape]:
-        """Of the Hugging Face tensors."""
+        """Return the shapes of the Hugging Face tensors."""
         lengths = _lengths(arch)
         return [tuple(lengths[dim] for dim in dims.split()) for _, dims in self.row.hugging_face]
 
     def local_shape(self, arch: Architecture, num_ranks: int) -> Shape:
-        """Of the parameter on each of the ranks among which the layout splits it."""
+        """Return the shape of the parameter on each of the ranks over which the layout splits it."""
         shape = list(self.shapes(arch)[0])
         if self.row.layout is _vocabulary:
             shape[0] = arch.padded_vocab_size(num_ranks) // num_ranks
@@ -252,7 +252,7 @@ def _entry(row: Row, layer: int, expert: int) -> Entry:
 
 
 def lookup(name: str) -> Entry:
-    """The table's entry for a parameter with a name as `global_name` gives it."""
+    """Return the table entry of a parameter, given its name from `global_name`."""
     layer = _LAYER.fullmatch(name)
     expert = _EXPERT_NUMBER.fullmatch(layer[3]) if layer else None
     row = _ROWS.get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name)
@@ -261,7 +261,7 @@ def lookup(name: str) -> Entry:
 
 
 def entries(arch: Architecture) -> Iterator[Entry]:
-    """The whole model's, each once."""
+    """Iterate over the entries of the whole model."""
     for row in TABLE:
         for layer in range(arch.num_hidden_layers if row.is_in_layers else 1):
             if row.is_in(arch, layer):
@@ -270,5 +270,5 @@ def entries(arch: Architecture) -> Iterator[Entry]:
 
 
 def expected_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Name and shape of every tensor that a complete Hugging Face checkpoint of this architecture holds."""
+    """Return name and shape of every tensor in a complete Hugging Face checkpoint of this architecture."""
     return {name: shape for entry in entries(arch) for name, shape in zip(entry.names, entry.shapes(arch), strict=True)}

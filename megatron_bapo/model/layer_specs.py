@@ -1,4 +1,4 @@
-"""Layer specs: Megatron's own modules with our norm and packed attention, or Transformer Engine's fused ones."""
+"""Layer specs: Megatron's local modules with our norm and packed attention, or Transformer Engine's fused modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_bapo.parallel.megatron import (
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's own wrapper refuses sequence parallelism and does not tag its weight for the gradient sum."""
+    """RMSNorm with sequence parallelism, which Megatron's wrapper rejects; tags the weight for the gradient sum."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -41,7 +41,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> Any:
 
 
 def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> Any:
-    """Norms fused with the products behind them, and one grouped product for all experts of a rank."""
+    """Return the spec with norms fused into the following linear layers and one grouped GEMM for a rank's experts."""
     spec: Any = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
     )
@@ -52,7 +52,7 @@ def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None
 def block_spec(
     config: TransformerConfig, moe_layers: frozenset[int], vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The spec of one chunk of this pipeline stage; `moe_layers` counts layers over the whole model, from 0."""
+    """Return the spec of one chunk of this pipeline stage; `moe_layers` are numbers of the whole model, from 0."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     fused = config.transformer_impl == "transformer_engine"

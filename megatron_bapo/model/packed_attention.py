@@ -1,8 +1,9 @@
-"""Packed sequences in plain torch: where each token stands, its rotary angles, and causal attention.
+"""Packed sequences in plain torch: token positions, rotary angles and causal attention.
 
-Under context parallelism a rank holds the zigzag part of every sequence as its queries and gathers the keys and values
-of all parts. Legend: T tokens of this rank, S tokens of all context-parallel ranks, B sequences of a batch, Q longest
-part of a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D head size.
+Under context parallelism, the queries of a rank are its zigzag part of every sequence, and it gathers the keys and
+values of all parts. Legend: T tokens of this rank, S tokens of all context-parallel ranks, B sequences of a batch, Q
+longest part of a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D
+head size.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from megatron_bapo.parallel.megatron import (
     thd_sequences,
 )
 
-ALIKE = 0.75
-"""A sequence at least this long, relative to the first of its attention batch, is padded rather than run by itself."""
+MIN_LENGTH_RATIO = 0.75
+"""Minimum length of a sequence relative to the first one of its attention batch; shorter ones start a new batch."""
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Consecutive sequences of like length, which attention runs on as one padded batch.
+    """Consecutive sequences of similar length, which attention processes as one padded batch.
 
-    A slot is a token's index in the batch, counted over its sequences.
+    A slot is the index of a token in the flattened padded batch.
     """
 
     tokens: slice
-    """Its part of T."""
+    """Tokens of the batch in T."""
     num_sequences: int
     longest_part: int
     longest: int
     query_slots: torch.Tensor | None
-    """In [B, Q], of each of its tokens; None where they fill it in order."""
+    """Slots in [B, Q] of the tokens on this rank; None if they fill the batch in order."""
     key_slots: torch.Tensor | None
-    """In [B, L], of each of its tokens on all ranks, rank after rank; None where they fill it in order."""
+    """Slots in [B, L] of the tokens on all ranks, rank by rank; None if they fill the batch in order."""
     last_visible_BQ: torch.Tensor | None
-    """The last position that a query may see, its own; None where the batch is plainly causal."""
+    """Last position that a query may attend to, which is its own; None if an ordinary causal mask applies."""
 
     def visible_B1QL(self) -> torch.Tensor | None:
-        """Keys that a query may see, made for each layer anew: for long sequences it is the largest tensor of all."""
+        """Return the attention mask; recomputed per layer, because it is the largest tensor for long sequences."""
         if self.last_visible_BQ is None:
             return None
         return torch.arange(self.longest, device=self.last_visible_BQ.device) <= self.last_visible_BQ[:, None, :, None]
@@ -58,44 +59,45 @@ class AttentionBatch:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What attention needs to know of a micro-batch's sequences, worked out once for all layers."""
+    """Sequence layout of a micro-batch for attention, computed once for all layers."""
 
     lengths: tuple[int, ...]
-    """On all context-parallel ranks together, padding included."""
+    """Lengths over all context-parallel ranks, including padding."""
     rank: int
-    """Of `size` context-parallel ones."""
+    """Context-parallel rank."""
     size: int
+    """Context-parallel size."""
     device: torch.device
 
     @cached_property
     def positions_T(self) -> torch.Tensor:
-        """Of each token in its sequence."""
+        """Position of each token in its sequence."""
         return _tensor([zigzag(length, self.rank, self.size) for length in self.lengths], self.device)
 
     @cached_property
     def batches(self) -> tuple[AttentionBatch, ...]:
-        """As attention in plain torch takes them."""
+        """Attention batches for `PackedAttention`."""
         start, batches = 0, []
-        for alike in _runs(self.lengths):
-            stop = start + sum(alike) // self.size
-            batches.append(_attention_batch(alike, slice(start, stop), self.rank, self.size, self.device))
+        for lengths in _runs(self.lengths):
+            stop = start + sum(lengths) // self.size
+            batches.append(_attention_batch(lengths, slice(start, stop), self.rank, self.size, self.device))
             start = stop
         return tuple(batches)
 
     @cached_property
     def thd(self) -> PackedSeqParams:
-        """As Transformer Engine's attention takes them."""
+        """Sequence boundaries for Transformer Engine's attention."""
         starts = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32, device=self.device)
         return thd_sequences(starts, max(self.lengths))
 
 
 def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch.device) -> PackedSequences:
-    """The layout of sequences of `lengths` tokens, side by side, on one of `size` context-parallel ranks.
+    """Return the layout of packed sequences of `lengths` tokens on one of `size` context-parallel ranks.
 
-    In falling order of length they make the fewest attention batches.
+    Sequences in descending order of length give the fewest attention batches.
     """
     return PackedSequences(
-        # Megatron would walk over the sequences for their angles if it were told that they are packed.
+        # With a packed format Megatron would loop over the sequences to compute their rotary angles.
         qkv_format="sbhd",  # pyright: ignore[reportArgumentType]
         lengths=tuple(lengths),
         rank=rank,
@@ -105,10 +107,10 @@ def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Consecutive lengths that are alike."""
+    """Split lengths into runs of consecutive similar lengths."""
     run = [lengths[0]]
     for length in lengths[1:]:
-        if not ALIKE * run[0] <= length <= run[0]:
+        if not MIN_LENGTH_RATIO * run[0] <= length <= run[0]:
             yield run
             run = []
         run.append(length)
@@ -145,25 +147,25 @@ def _tensor(arrays: list[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles by position, in the place of Megatron's `RotaryEmbedding`.
+    """Rotary angles by position; replaces Megatron's `RotaryEmbedding`.
 
-    Megatron's own walks over the sequences again in every layer; one row of angles per token needs no walk. The
-    frequencies stay in float32 on the device that they are given on.
+    Megatron's embedding loops over the sequences in every layer, which one row of angles per token avoids. The
+    frequencies stay in float32 on the device on which they are passed.
     """
 
     def __init__(self, inverse_frequencies: torch.Tensor) -> None:
         super().__init__()
-        # No buffer: a model in bfloat16 converts its buffers, and angles of long sequences need all of float32.
+        # Not a buffer: a bfloat16 model converts its buffers, but the angles of long sequences need float32.
         self.inverse_frequencies = inverse_frequencies
 
     def get_rotary_seq_len(
         self, inference_context: None, decoder: Any, decoder_input: Any, config: Any, packed: PackedSequences
     ) -> torch.Tensor:
-        """What Megatron hands to `forward`: the positions instead of a length."""
+        """Return what Megatron passes to `forward`: the positions instead of a length."""
         return packed.positions_T
 
     def forward(self, positions_T: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Angles in radians, float32 [T, 1, 1, D]."""
+        """Return the angles in radians, float32 [T, 1, 1, D]."""
         angles = positions_T[:, None].float() * self.inverse_frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
@@ -171,8 +173,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
 
-    Sequences of like length form a padded batch, so that one kernel serves them all: with the padding behind the
-    tokens, no real token attends to it.
+    Sequences of similar length form a padded batch, so one kernel processes them all. The padding follows the tokens,
+    so no real token attends to it.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: PackedSequences,
     ) -> torch.Tensor:
-        """The attention output, [T, 1, H*D]."""
+        """Return the attention output, [T, 1, H*D]."""
         query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
         size = self.config.context_parallel_size
         if size > 1:
@@ -207,7 +209,7 @@ class PackedAttention(MegatronModule):
                 torch.cat([key_TGD, value_TGD], dim=-1), group=self.context_group
             )
             key_TGD, value_TGD = key_value_S.chunk(2, dim=-1)
-        # [rank, token, head, ...]: a batch's tokens are the same slice of every rank's part.
+        # [rank, token, head, ...]: the tokens of a batch are the same slice of every rank's part.
         key_RTGD, value_RTGD = (x.unflatten(0, (size, -1)) for x in (key_TGD, value_TGD))
         outputs = [
             self._attend(

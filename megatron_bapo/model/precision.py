@@ -1,7 +1,7 @@
-"""FP8 through Transformer Engine: what Megatron is told of a recipe, and parameters that are kept in it.
+"""FP8 through Transformer Engine: Megatron's settings for a recipe, and access to parameters that are stored in FP8.
 
-Scoring and training take the same path through the same layers, so both round alike and ratios are not biased: Megatron
-opens the FP8 context inside its transformer block, whether gradients are wanted or not.
+Scoring and training run the same layers with the same rounding, so FP8 does not bias the ratios: Megatron enters the
+FP8 context inside its transformer block, with or without gradients.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.parallel.megatron import dequantize_fp8_tensor, is_float8tensor
 
 AMAX_HISTORY = 1024
-"""Micro-batches from whose largest values `delayed` takes its scales, as in NVIDIA's own recipes."""
+"""Number of micro-batches whose maxima determine the scales of `delayed`, as in NVIDIA's recipes."""
 
 
 def fp8_settings(fp8: Fp8Config | None) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig."""
+    """Return the fields of Megatron's TransformerConfig for an FP8 recipe."""
     if fp8 is None:
         return {}
     at_start, at_end = fp8.num_bf16_layers
@@ -35,16 +35,18 @@ def fp8_settings(fp8: Fp8Config | None) -> dict[str, Any]:
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What the model multiplies by: the parameter itself or, kept in FP8, its values in the model's dtype."""
+    """Return the values that the model computes with: the parameter, or its values in the model's dtype if in FP8."""
     parameter = parameter.detach()
     if not is_float8tensor(parameter):
         return parameter
-    with torch.cuda.device_of(parameter):  # Transformer Engine takes the thread's current device, here a pool's thread
+    with torch.cuda.device_of(
+        parameter
+    ):  # Transformer Engine uses the current device of the thread, here a pool thread
         return dequantize_fp8_tensor(parameter)
 
 
 def set_values(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor of the parameter's shape into it, rounded as it is kept."""
+    """Copy a tensor of the same shape into a parameter, rounded to the parameter's format."""
     if is_float8tensor(parameter):
-        tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)  # quantisers read device memory
+        tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)  # quantizers read device memory
     parameter.copy_(tensor)

@@ -1,6 +1,6 @@
-"""One rank's part of the softmax over the vocabulary as Triton kernels: each reads a chunk's logits once.
+"""Triton kernels for one rank's part of the softmax over the vocabulary; each reads the logits of a chunk once.
 
-The logits stay in the output layer's dtype, and their gradient takes their place: a chunk costs one tensor [C, V].
+The logits have the dtype of the output layer, and their gradient overwrites them, so a chunk needs one tensor [C, V].
 Everything is computed in float32. Legend: C tokens of a chunk, H hidden size, V this rank's rows of the output layer.
 """
 
@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_bapo.model.vocab_parallel import PADDING_LOGIT, Softmax
+from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax
 
 BLOCK = 4096
-"""Logits that a program holds at a time; 8 warps have 16 a thread."""
+"""Number of logits that a program processes at a time: 16 per thread with 8 warps."""
 NUM_WARPS = 8
 
 
 class FusedShard:
-    """A `VocabShard`."""
+    """`VocabShard` of Triton kernels."""
 
     def __init__(self, weight_VH: Tensor, num_valid_rows: int, num_tokens: int) -> None:
         self._weight_VH, self._num_valid_rows = weight_VH, num_valid_rows
@@ -33,7 +33,7 @@ class FusedShard:
         return self.sums_of_logits(label_C, temperature)
 
     def sums_of_logits(self, label_C: Tensor, temperature: float) -> Tensor:
-        """Of those that are in memory."""
+        """Return the statistics of `sums` for the logits in memory."""
         num_tokens, num_rows = len(label_C), len(self._weight_VH)
         own_4C = torch.empty(4, num_tokens, device=label_C.device)
         launch: Any = _sums[(num_tokens,)]
@@ -73,10 +73,10 @@ def _sums(
     padding_logit,
     BLOCK: tl.constexpr,
 ):
-    """A program a token: running maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m)."""
+    """One program per token: running maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m)."""
     token = tl.program_id(0).to(tl.int64)
     logits_V = logits_CV + token * num_rows
-    # Finite from the start, so that the first change of maximum multiplies zeros by a finite number.
+    # A finite initial value, so the first change of the maximum multiplies zeros by a finite number.
     largest = padding_logit
     total = 0.0
     weighted = 0.0
@@ -116,7 +116,7 @@ def _grad_logits(
     OF_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program a block of a token's logits, which it overwrites."""
+    """One program per block of logits of a token; it overwrites the logits with their gradient."""
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits_CV + token * num_rows + row

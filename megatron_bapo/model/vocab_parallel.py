@@ -1,10 +1,10 @@
-"""Log-probs, entropy and losses of them from hidden states, over a vocabulary split across tensor-parallel ranks.
+"""Log-probs, entropy and losses from hidden states, over a vocabulary that is split across tensor-parallel ranks.
 
-The output layer is applied to one chunk of tokens at a time, so that no tensor of all tokens times the vocabulary ever
-exists. `token_loss` takes a chunk's gradient in the forward pass, while its softmax is there, as Liger's fused linear
-losses do (arXiv 2410.10989); `log_probs_and_entropy` computes the chunk again in the backward pass and so serves any
-loss. Either way a chunk costs one collective, of four numbers a token. What is done with a chunk's logits on one rank
-is a `VocabShard`: torch's operators here, Triton's kernels in `vocab_kernels.py`.
+The output layer is applied to one chunk of tokens at a time, so a tensor of all tokens times the vocabulary never
+exists. `token_loss` computes the gradient of a chunk in the forward pass, while its softmax is in memory, as Liger's
+fused linear losses do (arXiv 2410.10989). `log_probs_and_entropy` recomputes the chunk in the backward pass and works
+with any loss. Both cost one collective per chunk, of four numbers per token. The computation on the logits of one rank
+is a `VocabShard`: torch operators here, Triton kernels in `vocab_kernels.py`.
 
 Legend: T tokens, C tokens of a chunk, H hidden size, V this rank's rows of the output layer, R ranks.
 """
@@ -13,30 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax, VocabShard
 from megatron_bapo.parallel.groups import Axis
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""(log-probs [C], entropy [C], which of the T tokens) -> their share of a loss that is a sum over tokens, 0-d.
+"""(log-probs [C], entropy [C], slice of the T tokens) -> their term of a loss that is a sum over tokens, 0-d.
 
-Gradients flow to the two arguments and to nothing else that the function uses.
+Gradients flow only to the first two arguments.
 """
-
-PADDING_LOGIT = -1e30
-"""Finite, so that its product with a probability of 0 is 0."""
 
 
 @dataclass(frozen=True)
 class OutputLayer:
     """This rank's rows of the output layer and how to apply them.
 
-    All ranks hold equally many rows. Those whose global index reaches `vocab_size` are padding, of probability and
-    gradient 0. A larger `chunk_size` (tokens) takes more memory and fewer kernels.
+    All ranks have equally many rows. Rows with a global index of at least `vocab_size` are padding, with probability
+    and gradient 0. A larger `chunk_size` (tokens) uses more memory and fewer kernels.
     """
 
     weight_VH: Tensor
@@ -44,11 +42,11 @@ class OutputLayer:
     tensor_axis: Axis
     chunk_size: int
     fused: bool = False
-    """Let Triton's kernels take the softmax and its gradient."""
+    """Whether Triton kernels compute the softmax and its gradient."""
 
     @property
     def num_valid_rows(self) -> int:
-        """Rows of this rank that are no padding."""
+        """Number of rows on this rank that are not padding."""
         num_rows = len(self.weight_VH)
         return min(max(self.vocab_size - self.tensor_axis.rank * num_rows, 0), num_rows)
 
@@ -56,10 +54,11 @@ class OutputLayer:
 def log_probs_and_entropy(
     hidden_TH: Tensor, layer: OutputLayer, labels_T: Tensor, *, temperature: float, entropy_requires_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution, in nats, float32 [T] each, equal on all ranks.
+    """Return the log-prob of each label and the entropy of each distribution, in nats, float32 [T], equal on all ranks.
 
-    Differentiable by the hidden states and the weight; the backward pass applies the output layer once more. The hidden
-    states' gradient is this rank's term of a sum over the tensor axis. Labels must lie below `layer.vocab_size`.
+    Both are differentiable with respect to the hidden states and the weight; the backward pass applies the output layer
+    again. The gradient of the hidden states is this rank's term of a sum over the tensor axis. Labels must be less than
+    `layer.vocab_size`.
     """
     results: Any = _LogProbsAndEntropy.apply(
         hidden_TH, layer.weight_VH, layer, labels_T, temperature, entropy_requires_grad
@@ -76,10 +75,11 @@ def token_loss(
     temperature: float,
     entropy_requires_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, 0-d, and the log-probs and entropy [T] of `log_probs_and_entropy`, here without gradient.
+    """Return the loss, 0-d, and the log-probs and entropy [T] as in `log_probs_and_entropy`, but without gradients.
 
-    The loss is differentiable by the same tensors, once: its gradients are ready when this returns, and the backward
-    pass scales them in place. Without gradients to compute, `loss_of` is called for all tokens at once.
+    The loss is differentiable once, with respect to the hidden states and the weight. Its gradients are computed before
+    this function returns, and the backward pass scales them in place. If no gradients are needed, `loss_of` is called
+    once for all tokens.
     """
     needs_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden_TH, layer.weight_VH))
     loss = torch.zeros((), device=hidden_TH.device)
@@ -103,7 +103,7 @@ def token_loss(
 
 
 class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients are known."""
+    """A loss with precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, loss: Tensor, *gradients: Tensor | None) -> Tensor:
@@ -158,10 +158,10 @@ def _run(
     gradients_of: Callable[[Tensor, Tensor, slice], tuple[Tensor, ...]] | None = None,
     needs_grad: tuple[bool, ...] = (False, False),
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Log-probs, entropy and the gradients of hidden states and weight, where needed, chunk by chunk.
+    """Compute log-probs, entropy and the needed gradients of hidden states and weight, chunk by chunk.
 
-    `gradients_of` takes what a `TokenLoss` does and returns the loss's gradients [C] by the log-probs and, unless it
-    leaves it out, by the entropy.
+    `gradients_of` takes the arguments of a `TokenLoss` and returns the gradients [C] of the loss by the log-probs and,
+    optionally, by the entropy.
     """
     weight_VH, num_tokens = layer.weight_VH, len(hidden_TH)
     log_probs_T, entropy_T = torch.empty(2, num_tokens, device=hidden_TH.device)
@@ -185,45 +185,13 @@ def _run(
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Into a float32 result; the product of factors of lower precision is rounded to theirs before it is added."""
+    """Multiply into a float32 result; a product of lower-precision factors is rounded to their dtype first."""
     if left.dtype == out.dtype:
         out.addmm_(left, right, beta=float(add))
     elif add:
         out.add_(left @ right)
     else:
         out.copy_(left @ right)
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """A chunk's distributions over the whole vocabulary, as this rank sees them; [C] each."""
-
-    log_scale_C: Tensor
-    """What is to be added to a logit over the temperature, less this rank's largest, for the log of the probability."""
-    label_C: Tensor
-    """The label's row here."""
-    has_label_C: Tensor
-    """Whether the label's row is this rank's."""
-    log_prob_C: Tensor
-    entropy_C: Tensor
-
-
-class VocabShard(Protocol):
-    """One rank's rows at work on one chunk after another, in memory that is made once."""
-
-    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
-        """This rank's maximum of the logits over the temperature, log-sum-exp less it, entropy, and the label's logit.
-
-        Float32 [4, C]. The label is a row here, 0 where it is another rank's: its logit then means nothing.
-        """
-        ...
-
-    def grad_logits(self, softmax: Softmax, grad_log_prob_C: Tensor, grad_entropy_C: Tensor | None = None) -> Tensor:
-        """The gradient [C, V] by the logits, g (1[label] - p) - h p (log p + entropy), in the weight's dtype.
-
-        Of the chunk that `sums` has just seen, once: it takes the place of what is known of the chunk.
-        """
-        ...
 
 
 def _shard_of(layer: OutputLayer, num_tokens: int) -> VocabShard:
@@ -235,9 +203,10 @@ def _shard_of(layer: OutputLayer, num_tokens: int) -> VocabShard:
 
 
 def _softmax(shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float) -> Softmax:
-    """One collective gathers each shard's maximum, log-sum, entropy and label logit.
+    """Compute the softmax of a chunk; one collective gathers each shard's maximum, log-sum, entropy and label logit.
 
-    The whole entropy is that of the shards' probabilities plus, weighted with these, the entropies within the shards.
+    The total entropy is the entropy of the probabilities of the shards plus the entropies within the shards, weighted
+    by these probabilities.
     """
     num_rows, axis = len(layer.weight_VH), layer.tensor_axis
     label_C = labels_C - axis.rank * num_rows
@@ -261,7 +230,7 @@ def _softmax(shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C:
 
 
 def _gather(own: Tensor, axis: Axis) -> Tensor:
-    """Every rank's tensor, [R, ...]."""
+    """Gather every rank's tensor, [R, ...]."""
     if axis.size == 1:
         return own[None]
     gathered = own.new_empty(axis.size, *own.shape)
@@ -270,11 +239,11 @@ def _gather(own: Tensor, axis: Axis) -> Tensor:
 
 
 class _PlainShard:
-    """By torch's operators, in float32: exp(x) and x exp(x) of the logits x less the largest are kept."""
+    """`VocabShard` of torch operators in float32; stores exp(x) and x exp(x) of the logits x minus their maximum."""
 
     def __init__(self, layer: OutputLayer, num_tokens: int) -> None:
         self._weight_VH, self._num_valid_rows = layer.weight_VH, layer.num_valid_rows
-        # Made once: on a CPU, fresh memory costs as much as what is computed in it.
+        # Allocated once: on a CPU, fresh memory costs as much as the computation.
         self._memory_2CV = torch.empty(2, num_tokens, len(layer.weight_VH), device=layer.weight_VH.device)
 
     def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
@@ -287,7 +256,7 @@ class _PlainShard:
         max_C = logits_CV.amax(-1)
         x_CV = logits_CV.sub_(max_C[:, None])
         torch.exp(x_CV, out=exp_CV)
-        x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses digits
+        x_exp_CV = x_CV.mul_(exp_CV)  # not a dot product, whose running sum loses precision
         sum_C = exp_CV.sum(-1)
         return torch.stack([max_C, sum_C.log(), sum_C.log() - x_exp_CV.sum(-1) / sum_C, label_logit_C])
 

@@ -1,4 +1,4 @@
-"""Copies Hugging Face-named tensors into files of another folder: one at a time, compared bit by bit, continued."""
+"""Copies tensors with Hugging Face names into files of another folder, one at a time, verified and resumable."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Shape
 
 Advance = Callable[[int], object]
-"""Told the bytes of a tensor once it is written and once it is compared."""
+"""Progress callback; called with the bytes of a tensor when it is written and again when it is compared."""
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What a copy consists of; all of it has been compared with its source."""
+class CopyResult:
+    """Contents of a copy, all of which have been compared with the source."""
 
     num_tensors: int
     num_bytes: int
     num_files: int
     num_kept_files: int
-    """Those that an earlier call had written."""
+    """Number of files that an earlier call had already written."""
 
 
 def plan_files(shapes: dict[str, Shape], itemsize: int, max_file_bytes: int) -> list[dict[str, Shape]]:
-    """Tensors file by file, in order; only one that is too large by itself makes a file larger than the limit."""
+    """Assign tensors to files in order; a file exceeds the limit only if a single tensor does."""
     files: list[dict[str, Shape]] = [{}]
     size = 0
     for name, shape in shapes.items():
@@ -52,28 +52,28 @@ def copy_tensors(
     *,
     max_file_bytes: int,
     advance: Advance,
-) -> Copied:
-    """Write the tensors named in `shapes` to `folder` as `dtype`, where a file is not there already, bit for bit.
+) -> CopyResult:
+    """Write the tensors named in `shapes` to `folder` as `dtype`, skipping files that already have the right bits.
 
-    Every file is read again and compared with its source, those of an interrupted call as well. Memory is two tensors,
-    the mapped files not counted. Raises RunError when a written file does not hold what was written.
+    Every file is read back and compared with its source, including files of an interrupted call. Memory usage is two
+    tensors, excluding the mapped files. Raises RunError if a written file differs from its source.
     """
     files, num_kept = plan_files(shapes, dtype.itemsize, max_file_bytes), 0
     paths = [folder / f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for leftover in set(folder.glob("*.safetensors*")) - set(paths):
-        leftover.unlink()  # of a call with another file size, or one that was half written
+        leftover.unlink()  # from a call with another file size, or partially written
     for path, part in zip(paths, files, strict=True):
-        if _holds(path, source, part, dtype, lambda _: None):
+        if _has_tensors(path, source, part, dtype, lambda _: None):
             advance(2 * dtype.itemsize * sum(map(math.prod, part.values())))
             num_kept += 1
             continue
         unfinished = path.with_name(path.name + ".partial")
         write_safetensors(unfinished, part, ((name, _read(source, name, dtype, advance)) for name in part))
-        if not _holds(unfinished, source, part, dtype, advance):
-            raise RunError(f"{unfinished} does not hold what was written to it; check the disk, then run this again")
+        if not _has_tensors(unfinished, source, part, dtype, advance):
+            raise RunError(f"{unfinished} differs from what was written to it; check the disk, then run this again")
         unfinished.rename(path)
     num_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    return Copied(len(shapes), num_bytes, len(files), num_kept)
+    return CopyResult(len(shapes), num_bytes, len(files), num_kept)
 
 
 def first_difference(
@@ -83,7 +83,10 @@ def first_difference(
     dtype: torch.dtype,
     advance: Advance,
 ) -> str | None:
-    """The first of the tensors that `written` lacks or holds other bits of than `source` as `dtype`; None if none."""
+    """Return the first tensor that `written` lacks, or has with other bits than `source` as `dtype`, or has in excess.
+
+    Returns None if there is no difference.
+    """
     found = written.shapes()
     for name in shapes:
         if name not in found or not _same_bits(written.slice(name)[:], _read(source, name, dtype, advance)):
@@ -97,8 +100,10 @@ def _read(source: SafetensorsFolder, name: str, dtype: torch.dtype, advance: Adv
     return tensor
 
 
-def _holds(path: Path, source: SafetensorsFolder, part: dict[str, Shape], dtype: torch.dtype, advance: Advance) -> bool:
-    """Whether the file holds these tensors and no others, with the source's bits."""
+def _has_tensors(
+    path: Path, source: SafetensorsFolder, part: dict[str, Shape], dtype: torch.dtype, advance: Advance
+) -> bool:
+    """Whether the file contains exactly these tensors, with the bits of the source."""
     if not path.is_file():
         return False
     try:
@@ -111,7 +116,7 @@ def _holds(path: Path, source: SafetensorsFolder, part: dict[str, Shape], dtype:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Unlike `torch.equal`, NaN is like itself and zero unlike minus zero."""
+    """Whether two tensors have the same bits; unlike `torch.equal`, NaN equals itself and 0.0 differs from -0.0."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

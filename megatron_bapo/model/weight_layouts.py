@@ -1,4 +1,4 @@
-"""Which rank holds which part of every Hugging Face tensor: of the trainer's mesh, and of a vLLM engine."""
+"""Layouts of every Hugging Face tensor: the parts on the ranks of the trainer's mesh and of a vLLM engine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_p
 from megatron_bapo.weight_sync.route import WeightRoute
 
 VLLM_VOCABULARY_MULTIPLE = 64
-"""vLLM 0.32 pads the vocabulary to it before it splits (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
+"""vLLM 0.32 pads the vocabulary to this multiple (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)."""
 
 
 def _part(shape: Shape, dim: int, start: int, size: int) -> Box:
-    """All of a tensor but in one dim."""
+    """Return the box that is restricted in one dim and covers all others."""
     starts, sizes = [0] * len(shape), list(shape)
     starts[dim], sizes[dim] = start, size
     return Box(tuple(starts), tuple(sizes))
 
 
 def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, list[Shard]]:
-    """The parts of every tensor and the trainer ranks that hold them, by Megatron's order of ranks, tp-cp-ep-dp-pp.
+    """Return the parts of every tensor and the trainer ranks that have them, in Megatron's rank order tp-cp-ep-dp-pp.
 
-    A tied output layer's copy of the embedding on the last pipeline stage is left out.
+    The copy of the embedding in a tied output layer on the last pipeline stage is omitted.
     """
     return {name: shards for entry in entries(arch) for name, shards in _entry_shards(entry, arch, parallel)}
 
@@ -67,12 +67,12 @@ def _stage(entry: Entry, arch: Architecture, parallel: ParallelConfig) -> int:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How one vLLM engine splits the model. Its ranks count tensor parallelism first, then pipeline stages."""
+    """Parallel layout of one vLLM engine. The tensor-parallel rank varies fastest, then the pipeline stage."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     expert_parallel: bool = False
-    """Each tensor-parallel rank holds whole experts in the place of a part of every expert."""
+    """Whether each tensor-parallel rank has whole experts instead of a part of every expert."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> EngineLayout:
@@ -88,7 +88,7 @@ class EngineLayout:
 
 
 Span = tuple[int, int]
-"""First index, and one behind the last."""
+"""Index range (start, stop), where stop is exclusive."""
 
 
 def _evenly(length: int, rank: int, size: int) -> Span:
@@ -101,7 +101,7 @@ def _vocabulary(arch: Architecture, rank: int, size: int) -> Span:
 
 
 def _keys(arch: Architecture, rank: int, size: int) -> Span:
-    """With more ranks than key/value heads, neighbours hold the same head."""
+    """Return the rows of the key/value heads of a rank; with more ranks than heads, neighbours share a head."""
     heads = arch.num_key_value_heads
     start, stop = _evenly(heads, rank, size) if heads >= size else (rank * heads // size, rank * heads // size + 1)
     return start * arch.head_dim, stop * arch.head_dim
@@ -114,12 +114,12 @@ _SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
     "mlp": lambda arch, rank, size: _evenly(arch.intermediate_size, rank, size),
     "expert_mlp": lambda arch, rank, size: _evenly(arch.moe_intermediate_size, rank, size),
 }
-"""What vLLM's layers split, by the dims' names in the table of `hf_mapping.py`; every other dim is whole on every rank
+"""Dims that vLLM's layers split, by their names in the table of `hf_mapping.py`; other dims are whole on every rank
 (vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""
 
 
 def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Shard]]:
-    """The parts of every tensor that the ranks of an engine need."""
+    """Return the parts of every tensor that the ranks of an engine need."""
     tp = engine.tensor_parallel_size
     return {
         name: [
@@ -145,14 +145,17 @@ def _engine_box(entry: Entry, part: int, arch: Architecture, engine: EngineLayou
 
 
 def _local_experts(num_experts: int, rank: int, size: int) -> range:
-    """Consecutive experts, one more on the first ranks (fused_moe/expert_map_manager.py, determine_expert_map)."""
+    """Return a rank's consecutive experts; the first ranks may have one more than others.
+
+    Source: vLLM, fused_moe/expert_map_manager.py, determine_expert_map.
+    """
     each, more = divmod(num_experts, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
 
 
 def _engine_stages(entry: Entry, arch: Architecture, engine: EngineLayout) -> list[int]:
-    """The stages that hold a tensor; a tied embedding is the last one's output layer, too."""
+    """Return the stages that have a tensor; a tied embedding is also the output layer of the last stage."""
     last = engine.pipeline_parallel_size - 1
     if entry.row.is_in_layers:
         return [_engine_stage(entry.layer, arch.num_hidden_layers, engine.pipeline_parallel_size)]
@@ -162,7 +165,10 @@ def _engine_stages(entry: Entry, arch: Architecture, engine: EngineLayout) -> li
 
 
 def _engine_stage(layer: int, num_layers: int, num_stages: int) -> int:
-    """Layers that do not divide go to the stages before the last one (vllm/distributed/utils.py, get_pp_indices)."""
+    """Return the stage of a layer; remainder layers go to the stages before the last one.
+
+    Source: vLLM, vllm/distributed/utils.py, get_pp_indices.
+    """
     sizes = [num_layers // num_stages] * num_stages
     for stage in range(2, num_layers % num_stages + 2):
         sizes[-stage] += 1
@@ -176,7 +182,7 @@ def _engine_stage(layer: int, num_layers: int, num_stages: int) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """The host of every trainer rank and, for every rank of an engine, the hosts on which some engine has it."""
+    """The host of every trainer rank and, for each rank of an engine, its hosts over all engines."""
 
     sender_hosts: tuple[int, ...]
     reader_hosts: tuple[tuple[int, ...], ...]
@@ -186,18 +192,19 @@ TRAINER_HOST, ENGINE_HOST = 0, 1
 
 
 def one_host(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
+    """Place the trainer and all engines on the same host."""
     return Placement((TRAINER_HOST,) * parallel.world_size, ((TRAINER_HOST,),) * engine.num_ranks)
 
 
 def two_hosts(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
-    """The trainer on one, all engines on the other."""
+    """Place the trainer on one host and all engines on another."""
     return Placement((TRAINER_HOST,) * parallel.world_size, ((ENGINE_HOST,),) * engine.num_ranks)
 
 
 def many_hosts(
     parallel: ParallelConfig, engine: EngineLayout, num_engines: int, ranks_per_host: int, *, colocated: bool
 ) -> Placement:
-    """Hosts filled in order by the trainer's ranks, and by the engines' on the same hosts, or on the next ones."""
+    """Fill hosts in order with trainer ranks, and with engine ranks on the same hosts (colocated) or the next ones."""
     first = 0 if colocated else -(-parallel.world_size // ranks_per_host)
     return Placement(
         tuple(rank // ranks_per_host for rank in range(parallel.world_size)),
@@ -208,15 +215,15 @@ def many_hosts(
     )
 
 
-def every_gpu_a_host(config: Config) -> Placement:
-    """For transports that do not go through host memory: the trainer's ranks count first."""
+def one_host_per_gpu(config: Config) -> Placement:
+    """Place every GPU on a separate host, trainer ranks first, for transports that do not use host memory."""
     rollout = config.rollout
     engine = EngineLayout.of(rollout)
     return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
 
 
 def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute:
-    """How an engine gets its weights; `folder` is that of its weight store."""
+    """Return the route by which an engine receives its weights; `folder` is the folder of its weight store."""
     first = 0 if config.rollout.colocate else config.parallel.world_size
     return WeightRoute(
         folder,
@@ -236,6 +243,7 @@ def weight_plan(
     dtype: str,
     bucket_bytes: int,
 ) -> WeightPlan:
+    """Return the weight transfer plan for the layouts of the trainer and the engines."""
     return make_plan(
         expected_shapes(arch),
         dtype,

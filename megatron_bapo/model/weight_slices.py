@@ -1,4 +1,4 @@
-"""Reads the slices of a plan from this rank's live parameters."""
+"""Reads the slices of a weight transfer plan from this rank's parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_bapo.weight_sync.plan import Box, Slice
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A box of a Hugging Face tensor, and where it lies in a local parameter."""
+class _LocalBox:
+    """A box of a Hugging Face tensor and its position in a local parameter."""
 
     box: Box
     parameter: torch.nn.Parameter
@@ -32,13 +32,13 @@ class _Held:
 
 
 class LocalSlices:
-    """What this rank holds, by Hugging Face's names. Call it with a slice to get a view of the parameter.
+    """This rank's parameters by Hugging Face name. Calling the object with a slice returns a view of the parameter.
 
-    A parameter in FP8 gives a new tensor of its values.
+    For a parameter in FP8 the call returns a new tensor with its values.
     """
 
     def __init__(self, model: PolicyModel, groups: ParallelGroups) -> None:
-        self._held: dict[str, list[_Held]] = {}
+        self._boxes: dict[str, list[_LocalBox]] = {}
         architecture = model.architecture
         for name, parameter in model.named_parameters():
             if name == "output_layer.weight" and architecture.tie_word_embeddings:
@@ -46,16 +46,16 @@ class LocalSlices:
             entry = lookup(name)
             row, axis, shapes = entry.row, split_axis(entry, groups), entry.shapes(architecture)
             if row.layout is None:
-                self._held[entry.names[0]] = [_Held(Box.whole(shapes[0]), parameter, 0, 0)]
+                self._boxes[entry.names[0]] = [_LocalBox(Box.whole(shapes[0]), parameter, 0, 0)]
                 continue
             for piece in row.layout(architecture, axis.rank, axis.size):
                 shape, start = list(shapes[piece.part]), [0] * len(shapes[piece.part])
                 start[row.dim], shape[row.dim] = piece.hf_start, piece.size
-                held = _Held(Box(tuple(start), tuple(shape)), parameter, row.dim, piece.local_start)
-                self._held.setdefault(entry.names[piece.part], []).append(held)
+                local = _LocalBox(Box(tuple(start), tuple(shape)), parameter, row.dim, piece.local_start)
+                self._boxes.setdefault(entry.names[piece.part], []).append(local)
 
     def __call__(self, part: Slice) -> torch.Tensor:
-        for held in self._held.get(part.name, ()):
-            if held.box.covers(part.box):
-                return held.view(part.box)
-        raise AssertionError(f"this rank does not hold {part}")
+        for local in self._boxes.get(part.name, ()):
+            if local.box.covers(part.box):
+                return local.view(part.box)
+        raise AssertionError(f"this rank does not have {part}")

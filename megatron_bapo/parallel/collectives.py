@@ -1,4 +1,4 @@
-"""Small collectives over one axis at a time."""
+"""Small collectives over the axes of the trainer's mesh, one axis at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_bapo.parallel.platform import local_device
 
 
 def sum_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
-    """A callable that sums one tensor in place over the given axes."""
+    """Return a callable that sums one tensor in place over the given axes."""
 
     def reduce(tensor: torch.Tensor) -> None:
         for axis in axes:
@@ -24,7 +24,7 @@ def sum_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
 
 
 def max_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
-    """A callable that takes the element-wise maximum of one tensor in place over the given axes."""
+    """Return a callable that takes the element-wise maximum of one tensor in place over the given axes."""
 
     def reduce(tensor: torch.Tensor) -> None:
         for axis in axes:
@@ -35,17 +35,17 @@ def max_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
 
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
-    """To another rank of the axis, which calls `receive`."""
+    """Send a tensor to another rank of the axis, which calls `receive`."""
     _exchange([dist.P2POp(dist.isend, tensor, axis.global_ranks[to], axis.group)])
 
 
 def receive(tensors: dict[int, torch.Tensor], axis: Axis) -> None:
-    """Fill each tensor, contiguous, with what that rank of the axis sends."""
+    """Receive a tensor from each given rank of the axis into the contiguous tensor for that rank."""
     _exchange([dist.P2POp(dist.irecv, tensor, axis.global_ranks[rank], axis.group) for rank, tensor in tensors.items()])
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    """In one batch: NCCL makes a communicator of its own for every pair of ranks that exchange singly."""
+    """Run operations in one batch; NCCL creates a communicator for every pair of ranks with unbatched operations."""
     for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
 
@@ -69,7 +69,7 @@ def broadcast_in_replica(tensor: torch.Tensor, groups: ParallelGroups) -> None:
 
 
 def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
-    """Global rank 0's value on every rank. The ranks are one program, so pickling between them is safe.
+    """Return global rank 0's value on every rank. All ranks run the same program, so pickling is safe.
 
     Walks the mesh axis by axis: rank 0 is the first of its pipeline, data-context and tensor groups.
     """
@@ -81,7 +81,7 @@ def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
 
 
 def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
-    """The last pipeline stage's value on every stage."""
+    """Return the last pipeline stage's value on every stage."""
     pipeline, box = groups.pipeline, [value]
     if pipeline.size > 1:
         dist.broadcast_object_list(box, src=pipeline.global_ranks[-1], group=pipeline.group)
@@ -89,7 +89,7 @@ def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's value, by rank."""
+    """Return every rank's value on all ranks of the axis, in rank order."""
     values = [value] * axis.size
     if axis.size > 1:
         dist.all_gather_object(values, value, group=axis.group)
@@ -97,7 +97,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def gather_by_rank(value: Any, groups: ParallelGroups) -> list[Any]:
-    """Every global rank's value, in the order of the ranks, on all of them."""
+    """Return every global rank's value on all ranks, in rank order."""
     found = [(groups.global_rank, value)]
     for axis in (groups.tensor, groups.data_context, groups.pipeline):
         found = [pair for part in gather_objects(found, axis) for pair in part]
@@ -105,7 +105,7 @@ def gather_by_rank(value: Any, groups: ParallelGroups) -> list[Any]:
 
 
 def barrier(groups: ParallelGroups) -> None:
-    """Return when every rank has called it: each axis in turn waits for what the axes before have gathered."""
+    """Return when every rank has called this function; each axis waits for the ranks that the axes before it joined."""
     arrived = torch.zeros(1, device=local_device())
     sum_over(groups.tensor, groups.data_context, groups.pipeline)(arrived)
     arrived.item()

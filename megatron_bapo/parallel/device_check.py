@@ -1,6 +1,6 @@
-"""A look at every rank's GPU before training starts, so that a bad one is named and not searched for.
+"""Checks every rank's GPU before training starts, so that a faulty GPU is named in the error.
 
-Readings come from NVML and from a small program on the GPU; what they mean is decided by pure functions.
+The inputs are NVML readings and a small self-test on the GPU; pure functions evaluate them.
 """
 
 from __future__ import annotations
@@ -27,68 +27,71 @@ from megatron_bapo.parallel.telemetry import GpuReading, open_nvml, read_gpu
 MATRIX_SIZE = 1024
 NUM_PRODUCTS = 20
 TOUCHED_BYTES = 2 << 30
-"""At most, and half of what is free: engines may start on the same GPU."""
+"""Upper limit of the memory that the self-test uses; it takes at most half of the free memory."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a GPU made of work with a known result."""
+    """Results of a GPU self-test with known answers."""
 
     num_wrong_products: int
-    """Elements of exact matrix products that came out wrong."""
+    """Number of wrong elements in exact matrix products."""
     num_products: int
+    """Number of elements computed."""
     num_wrong_bytes: int
-    """Bytes that did not hold what was written."""
+    """Number of bytes that differ from what was written."""
     num_bytes: int
+    """Number of bytes written."""
 
 
 def count_problem(local_rank: int, ranks_per_host: int, num_visible: int) -> str | None:
-    """Whether every rank of a host has a GPU of its own."""
+    """Return the problem if the ranks of a host do not each have their own GPU."""
     if num_visible >= ranks_per_host > local_rank:
         return None
     return (
-        f"{ranks_per_host} trainer ranks on this host and {num_visible} GPUs visible to rank {local_rank} of them: "
-        "each needs its own; compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES and the job's GPUs per node"
+        f"there are {ranks_per_host} trainer ranks on this host, but local rank {local_rank} sees {num_visible} GPUs; "
+        "each rank needs its own GPU; compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES and the job's GPUs per node"
     )
 
 
 def reading_problems(reading: GpuReading) -> Iterator[str]:
-    """What disqualifies a GPU."""
+    """Iterate over the problems in a reading that disqualify a GPU."""
     if reading.uncorrected_ecc:
         yield f"{reading.uncorrected_ecc} uncorrected ECC errors since the driver was loaded"
     if reading.repair_failed:
-        yield "a broken row of its memory could not be replaced"
+        yield "remapping a faulty memory row failed"
     if reading.repair_pending:
-        yield "a broken row of its memory waits for a reset of the GPU to be replaced"
+        yield "a faulty memory row needs a GPU reset to be remapped"
 
 
 def reading_warnings(reading: GpuReading) -> Iterator[str]:
-    """What makes a GPU slow, and with it every rank that waits for it."""
+    """Iterate over the conditions in a reading that slow a GPU down, and with it every rank that waits for it."""
     for slowdown in reading.slowdowns:
-        yield f"its clocks are held down: {slowdown}"
+        yield f"its clocks are reduced: {slowdown}"
 
 
 def trial_problems(trial: Trial) -> Iterator[str]:
+    """Iterate over the failures of a self-test."""
     if trial.num_wrong_products:
         yield f"{trial.num_wrong_products} of {trial.num_products} elements of matrix products are wrong"
     if trial.num_wrong_bytes:
-        yield f"{trial.num_wrong_bytes} of {trial.num_bytes} bytes of its memory do not hold what was written"
+        yield f"{trial.num_wrong_bytes} of {trial.num_bytes} bytes of its memory differ from what was written"
 
 
-def way_out(host: str, uuid: str) -> str:
-    """What to do about a bad GPU."""
+def suggested_action(host: str, uuid: str) -> str:
+    """Return the suggested action for a faulty GPU."""
     return (
-        f"leave the host out (Slurm: --exclude={host}), or reset the GPU (nvidia-smi --gpu-reset -i {uuid}) and test "
+        f"exclude the host (Slurm: --exclude={host}), or reset the GPU (nvidia-smi --gpu-reset -i {uuid}) and test "
         "it (dcgmi diag -r 3)"
     )
 
 
 def run_trial(device: torch.device, num_bytes: int) -> Trial:
-    """Exact matrix products in bfloat16, and memory written and read back.
+    """Compute exact matrix products in bfloat16, and write memory and read it back.
 
-    Factors are -1, 0 and 1, so that every sum is a small integer, which bfloat16 has.
+    The factors are -1, 0 and 1, so every sum is a small integer that bfloat16 represents exactly.
     """
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randint(-1, 2, (2, MATRIX_SIZE, MATRIX_SIZE), generator=generator).float()
@@ -104,7 +107,10 @@ def run_trial(device: torch.device, num_bytes: int) -> Trial:
 
 
 def check_device() -> None:
-    """Raises RunError when this rank's GPU is missing, reports errors, or computes wrongly; nothing without a GPU."""
+    """Check this rank's GPU; do nothing without a GPU.
+
+    Raises RunError if the GPU is missing, reports errors, or computes wrong results.
+    """
     num_visible = num_visible_gpus()
     if num_visible == 0:
         return
@@ -119,12 +125,12 @@ def check_device() -> None:
         try:
             reading = read_gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
         except nvml.NVMLError as error:
-            log.warning("NVML does not know %s: %s", uuid, error)
+            log.warning("NVML does not find %s: %s", uuid, error)
     trial = run_trial(local_device(), min(TOUCHED_BYTES, free_memory_bytes() // 2))
     release_cached_memory()
     problems = [*(reading_problems(reading) if reading else ()), *trial_problems(trial)]
     if problems:
         name = reading.name if reading else "GPU"
-        raise RunError(f"{name} {uuid} on {host}: {'; '.join(problems)}; {way_out(host, uuid)}")
+        raise RunError(f"{name} {uuid} on {host}: {'; '.join(problems)}; {suggested_action(host, uuid)}")
     for warning in reading_warnings(reading) if reading else ():
         log.warning("%s on %s: %s", uuid, host, warning)

@@ -15,7 +15,7 @@ from megatron_bapo.parallel.megatron import model_parallel_cuda_manual_seed, par
 
 @dataclass(frozen=True)
 class Axis:
-    """One mesh axis as this rank sees it."""
+    """One mesh axis: its process group, and this rank's position in it."""
 
     group: dist.ProcessGroup
     rank: int
@@ -28,20 +28,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """Every axis of the trainer's mesh."""
+    """All axes of the trainer's mesh."""
 
     tensor: Axis
     pipeline: Axis
     context: Axis
     data: Axis
-    """Ranks with the same part of the model and other sequences."""
+    """Ranks with the same part of the model and different sequences."""
     data_context: Axis
-    """Data and context together: ranks with the same part of the model and other tokens."""
+    """Data and context combined: ranks with the same part of the model and different tokens."""
     expert: Axis
-    """Ranks that share a layer's experts."""
+    """Ranks over which the experts of a layer are distributed."""
     expert_tensor: Axis
+    """Ranks over which each expert is split."""
     expert_shards: Axis
-    """Expert tensor and expert together: ranks that hold one whole copy of a stage's experts."""
+    """Expert tensor and expert combined: ranks that together hold one copy of the experts of a stage."""
     expert_data: Axis
     """Ranks with the same part of the experts."""
     num_virtual_stages: int
@@ -56,17 +57,20 @@ class ParallelGroups:
 
     @property
     def stage_size(self) -> int:
-        """The number of ranks of a pipeline stage."""
+        """Number of ranks in a pipeline stage."""
         return self.tensor.size * self.data_context.size
 
     @property
     def stage_rank(self) -> int:
-        """This rank's number in its pipeline stage: by tensor rank first, or else expert tensor, then expert rank."""
+        """Index of this rank in its pipeline stage.
+
+        The tensor rank varies fastest; equivalently, for experts, the expert tensor rank and then the expert rank.
+        """
         return self.data_context.rank * self.tensor.size + self.tensor.rank
 
     @property
     def is_replica_leader(self) -> bool:
-        """One rank of each data-parallel replica: it receives what all of them need."""
+        """Whether this rank is the leader of its data-parallel replica, which receives data for all its ranks."""
         return self.tensor.rank == 0 and self.context.rank == 0 and self.is_first_stage
 
     @property
@@ -75,7 +79,7 @@ class ParallelGroups:
 
     @property
     def is_main(self) -> bool:
-        """Global rank 0: it talks to the rollout service and records metrics."""
+        """Whether this is global rank 0, which communicates with the rollout service and records metrics."""
         return self.global_rank == 0
 
 
@@ -84,14 +88,14 @@ def _axis(group: Any) -> Axis:
 
 
 def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> ParallelGroups:
-    """Lay the mesh over the started process group and seed Megatron's RNG tracker.
+    """Create the mesh on the initialized process group and seed Megatron's RNG tracker.
 
-    Raises UserError when the number of processes is not the configured one.
+    Raises UserError if the number of processes differs from the configured one.
     """
     if dist.get_world_size() != parallel.world_size:
         raise UserError(
             f"parallel.world_size is {parallel.world_size}, but {dist.get_world_size()} trainer processes were "
-            "started; make torchrun's --nnodes times --nproc-per-node equal to it"
+            "started; set torchrun's --nnodes and --nproc-per-node so that their product equals it"
         )
     num_virtual_stages = parallel.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
@@ -101,7 +105,7 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        create_gloo_process_groups=False,  # for Megatron's own checkpoints
+        create_gloo_process_groups=False,  # used only by Megatron's own checkpoints
         order="tp-cp-ep-dp-pp",
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )

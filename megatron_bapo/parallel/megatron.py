@@ -1,25 +1,45 @@
-"""The one door to Megatron-Core: nothing else in the project imports `megatron`.
+"""The only module of the project that imports Megatron-Core (`megatron`).
 
-Installs the CPU stand-ins where there is no GPU, then names what the project uses. What differs between Megatron-Core
-0.16.1 (the CPU lock) and 0.19 (the GPU lock) is settled here.
+It installs the CPU replacements if there is no GPU and then re-exports what the project uses. Differences between
+Megatron-Core 0.16.1 (the CPU lock) and 0.19 (the GPU lock) are handled here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron_bapo.parallel import megatron_on_cpu, platform
 
+
+@contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Let imports of wandb fail, which Megatron-Core handles: they take two seconds in every trainer rank.
+
+    Megatron-Core 0.16 and 0.19 import it for their inference engines, which this project does not use.
+    """
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
+
+
 if not platform.has_gpu():
     megatron_on_cpu.install()
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # absent apex and Transformer Engine; the preflight reports them
+with warnings.catch_warnings(), _without_wandb():
+    warnings.simplefilter("ignore")  # apex and Transformer Engine may be missing; the preflight reports them
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -50,10 +70,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-# Megatron-Core 0.16.1 calls collectives by names that torch 2.13 has replaced.
+# Megatron-Core 0.16.1 calls collectives by names that are deprecated in torch 2.13.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
 logging.getLogger("megatron").setLevel(logging.WARNING)
-# Megatron-Core 0.19 announces with every model chunk that GPTModel gets no new features.
+# Megatron-Core 0.19 logs for every model chunk that GPTModel gets no new features.
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 __all__ = [
@@ -93,11 +113,11 @@ _PACKED_FIELDS = {field.name for field in dataclasses.fields(PackedSeqParams)}
 
 
 def thd_sequences(starts: torch.Tensor, longest: int) -> PackedSeqParams:
-    """Sequences side by side, as Transformer Engine's attention takes them.
+    """Return the parameters of packed sequences for Transformer Engine's attention (layout thd).
 
-    `starts` has the first token of each and, last, the number of all, int32, those of all context-parallel ranks
-    counted; padding behind a sequence's tokens is part of it. Megatron-Core 0.19 lets us say that there is nothing
-    between them; Transformer Engine would look at the device to find out.
+    `starts` (int32) has the index of the first token of each sequence followed by the total number of tokens, counted
+    over all context-parallel ranks. Padding after the tokens of a sequence belongs to the sequence. Megatron-Core 0.19
+    can state that there is no padding between sequences; otherwise Transformer Engine reads the device to find out.
     """
     more: dict[str, Any] = {"pad_between_seqs": False} if "pad_between_seqs" in _PACKED_FIELDS else {}
     return PackedSeqParams(

@@ -1,10 +1,10 @@
-"""Lets Megatron-Core 0.16 run without CUDA.
+"""Import hook that lets Megatron-Core 0.16 run without CUDA.
 
-Megatron-Core names CUDA devices, streams and RNG states in its code. On a machine without a GPU an import hook gives
-every `megatron.*` module a copy of torch's namespace in which those few names have CPU stand-ins. Torch itself stays as
-it is, but for two methods that act only when a Megatron module calls them: patching `torch.empty` for everyone corrupts
-the rotary buffers of `transformers`. Verified with megatron-core 0.16.1; goes away when Megatron-Core takes the device
-from its config.
+Megatron-Core uses CUDA devices, streams and RNG states directly. On a machine without a GPU, the hook gives every
+`megatron.*` module a copy of torch's namespace in which these names have CPU replacements. Torch itself is not patched,
+except for methods that change behaviour only when a Megatron module calls them: patching `torch.empty` globally
+corrupts the rotary buffers of `transformers`. Verified with megatron-core 0.16.1. Remove this module when Megatron-Core
+takes the device from its config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like"
 
 
 class _NullStream:
-    """Stands in for streams and events: every method does nothing."""
+    """Replacement for streams and events; every method does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -36,7 +36,7 @@ class _NullStream:
 
 
 def _namespace(source: types.ModuleType, **replaced: Any) -> types.ModuleType:
-    """A copy of a module's namespace with some names replaced."""
+    """Return a copy of a module's namespace with some names replaced."""
     copy = types.ModuleType(source.__name__)
     copy.__dict__.update(source.__dict__, **replaced)
     copy.__dict__["__getattr__"] = lambda name: getattr(source, name)
@@ -44,7 +44,7 @@ def _namespace(source: types.ModuleType, **replaced: Any) -> types.ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The same tensor factory, which reads a CUDA device as the CPU."""
+    """Wrap a tensor factory so that a CUDA device means the CPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -76,18 +76,18 @@ def _torch_for_megatron() -> types.ModuleType:
 
 
 def _fix_rng(module: types.ModuleType) -> None:
-    """The RNG tracker and activation recompute save and restore the CPU's state."""
+    """Make the RNG tracker and activation recomputation save and restore the CPU's RNG state."""
     module.__dict__["_get_cuda_rng_state"] = lambda *_, **__: torch.get_rng_state()
     module.__dict__["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _fix_jit(module: types.ModuleType) -> None:
-    """`jit_fuser` is torch.compile, whose C++ builds cost more than they save here."""
+    """Disable `jit_fuser`: it is torch.compile, whose C++ builds cost more time than they save here."""
     module.disable_jit_fuser()
 
 
 def _fix_moe(module: types.ModuleType) -> None:
-    """Names Transformer Engine's GEMM without having it; leaves split sizes that are on the CPU as tensors."""
+    """Define the missing name of Transformer Engine's GEMM, and convert split sizes that are already on the CPU."""
     module.__dict__.setdefault("te_general_gemm", None)
     move = module.maybe_move_tensor_to_cpu
 
@@ -98,7 +98,7 @@ def _fix_moe(module: types.ModuleType) -> None:
 
 
 def _fix_uneven_splits(module: types.ModuleType) -> None:
-    """Tensor-parallel experts gather unequal numbers of tokens, which gloo refuses; one by one it takes them."""
+    """Gather and scatter rank by rank: tensor-parallel experts have unequal token counts, which gloo rejects."""
 
     def all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
         outputs[group.rank()].copy_(own)
@@ -117,10 +117,10 @@ def _fix_uneven_splits(module: types.ModuleType) -> None:
 
 
 def _fix_offload(module: types.ModuleType) -> None:
-    """The offloading optimizer copies what is on a GPU to the host, here every parameter to a second fp32 tensor."""
+    """Make the offloading optimizer copy every CPU parameter to a second fp32 tensor, in place of a copy from a GPU."""
 
     def split(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-        assert offload_fraction == 1.0, "the stand-in offloads everything"
+        assert offload_fraction == 1.0, f"offload_fraction is {offload_fraction}; the CPU replacement supports only 1.0"
         copies = {p: p.detach().clone().float() for group in self.param_groups for p in group["params"]}
         host_groups = [{**g, "params": [copies[p] for p in g["params"]]} for g in self.param_groups if g["params"]]
         to_fp32 = {p: copy for p, copy in copies.items() if p.dtype != torch.float32}
@@ -130,7 +130,7 @@ def _fix_offload(module: types.ModuleType) -> None:
 
 
 def _fix_optimizer_config(module: types.ModuleType) -> None:
-    """Offload asks for Transformer Engine's version, which is None where it is absent."""
+    """Skip the version check of Transformer Engine for offload, which fails if Transformer Engine is not installed."""
     module.__dict__["is_te_min_version"] = lambda *_, **__: False
 
 
@@ -149,7 +149,7 @@ def _called_by_megatron() -> bool:
 
 
 def _patch_methods() -> None:
-    """Optimizers compare `param.type()` with 'torch.cuda.FloatTensor'; a few places call `.cuda()`."""
+    """Patch `.type()`, which optimizers compare with 'torch.cuda.FloatTensor', and `.cuda()` for Megatron callers."""
     tensor_type, tensor_cuda, module_cuda = torch.Tensor.type, torch.Tensor.cuda, torch.nn.Module.cuda
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ def _patch_methods() -> None:
 
 
 class _Finder:
-    """A meta-path finder that swaps `torch` in each Megatron module right after it ran."""
+    """Meta-path finder that replaces `torch` in each Megatron module right after its execution."""
 
     namespace = _torch_for_megatron()
 
@@ -196,9 +196,9 @@ class _Finder:
 
 @functools.cache
 def install() -> None:
-    """Install the hook; must run before the first import of `megatron.core`."""
+    """Install the hook. This must run before the first import of `megatron.core`."""
     assert not any(name.startswith("megatron.core") for name in sys.modules), (
-        "megatron.core was imported before its CPU stand-ins; import it through megatron_bapo.parallel.megatron"
+        "megatron.core was imported before its CPU replacements; import it through megatron_bapo.parallel.megatron"
     )
     sys.meta_path.insert(0, _Finder)  # pyright: ignore[reportArgumentType]
     _patch_methods()

@@ -1,4 +1,4 @@
-"""The only file that knows whether there is a GPU."""
+"""Platform layer: the only module that checks whether there is a GPU."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_bapo.errors import RunError
 
 SNAPSHOT_ENTRIES = 1_000_000
-"""Allocations and frees that a memory snapshot keeps, the latest; some 100 bytes of stack each."""
+"""Number of the latest allocations and frees in a memory snapshot; each takes about 100 bytes of stack trace."""
 
 SMALLEST_PIECE = 1 << 20
-"""Bytes of host memory that are not worth cutting up."""
+"""Host buffers of at most this many bytes are not split further."""
 
 
 def has_gpu() -> bool:
@@ -31,39 +32,39 @@ def has_gpu() -> bool:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the first GPU; None without one."""
+    """Return the compute capability of the first GPU, or None without one."""
     return torch.cuda.get_device_capability(0) if has_gpu() else None
 
 
 def has_transformer_engine() -> bool:
-    """Whether it is installed; not whether it can be imported."""
+    """Whether Transformer Engine is installed; the import may still fail."""
     return find_spec("transformer_engine") is not None
 
 
 def local_device() -> torch.device:
-    """This rank's device; torchrun's LOCAL_RANK names the GPU."""
+    """Return this rank's device; torchrun's LOCAL_RANK selects the GPU."""
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu() else torch.device("cpu")
 
 
 def claim_device() -> None:
-    """Make this rank's GPU the current one; comes before anything else uses a GPU. Nothing without one.
+    """Make this rank's GPU the current device; do nothing without a GPU.
 
-    Otherwise every rank of a host leaves a context on its first GPU.
+    Call this before any other use of a GPU. Otherwise every rank creates a CUDA context on the first GPU of the host.
     """
     if has_gpu():
         torch.cuda.set_device(local_device())
 
 
 def runs_triton() -> bool:
-    """Whether Triton can compile kernels for this process's device; its interpreter does not count."""
+    """Whether Triton can compile kernels for this process's device; its interpreter is not considered."""
     return has_gpu() and find_spec("triton") is not None
 
 
 def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     """Join the process group that torchrun describes in the environment: NCCL on GPUs, gloo on CPUs.
 
-    With `store_file` the ranks, all on this machine, meet in a file instead of torchrun's TCP store, which would listen
-    on every interface.
+    With `store_file`, the rendezvous uses a file instead of torchrun's TCP store, which listens on every interface; all
+    ranks must then be on this machine.
     """
     claim_device()
     if not has_gpu():
@@ -79,25 +80,25 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
 
 
 def now_s() -> float:
-    """A clock for phase times, in seconds; waits for the device's queued work first."""
+    """Return a timestamp in seconds for phase times, after waiting for the device's queued work."""
     if has_gpu():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def visible_devices() -> list[str]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (names.split(",") if names else [str(index) for index in range(1024)])[: torch.cuda.device_count()]
 
 
 def device_name() -> str | None:
-    """Of this rank's GPU as its driver gives it, e.g. NVIDIA H100 80GB HBM3."""
+    """Return the driver's name of this rank's GPU, for example NVIDIA H100 80GB HBM3."""
     return torch.cuda.get_device_name(local_device()) if has_gpu() else None
 
 
 def device_uuid() -> str | None:
-    """Of this rank's GPU as NVML spells it."""
+    """Return the UUID of this rank's GPU in NVML's format."""
     return f"GPU-{torch.cuda.get_device_properties(local_device()).uuid}" if has_gpu() else None
 
 
@@ -106,12 +107,12 @@ def num_visible_gpus() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Of this rank's GPU, all processes considered; 0 without one."""
+    """Return the free memory of this rank's GPU, considering all processes; 0 without a GPU."""
     return torch.cuda.mem_get_info(local_device())[0] if has_gpu() else 0
 
 
 def take_peak_memory() -> tuple[int, int] | None:
-    """Most bytes (allocated, reserved) by torch on this rank's GPU since the last call."""
+    """Return torch's peak bytes (allocated, reserved) on this rank's GPU since the last call; None without a GPU."""
     if not has_gpu():
         return None
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -121,9 +122,9 @@ def take_peak_memory() -> tuple[int, int] | None:
 
 @contextmanager
 def memory_snapshot(file: Path) -> Iterator[None]:
-    """Write every allocation of the block, with its stack, for pytorch.org/memory_viz; nothing without a GPU.
+    """Record all allocations in the block, with stack traces, for pytorch.org/memory_viz; do nothing without a GPU.
 
-    The file is torch's own pickle. Nothing here ever reads one.
+    The file is a pickle that torch writes. This project never reads such files.
     """
     if not has_gpu():
         yield
@@ -139,8 +140,9 @@ def memory_snapshot(file: Path) -> Iterator[None]:
 
 @contextmanager
 def profiled(file: Path) -> Iterator[None]:
-    """Write what torch does on the CPU, and on the GPU where there is one, in the block: a Chrome trace, gzipped where
-    the file's name ends in .gz. A block that fails leaves none.
+    """Profile torch operations of the block on the CPU and the GPU, if there is one, and write a Chrome trace.
+
+    The trace is gzipped if the file name ends in .gz. No trace is written if the block fails.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu() else [])]
     with profile(activities=activities) as profiler:
@@ -150,9 +152,9 @@ def profiled(file: Path) -> Iterator[None]:
 
 
 def host_buffers(num_bytes: int) -> list[torch.Tensor]:
-    """So many uninitialised bytes of host memory, in pieces, page-locked where a GPU copies from and to them.
+    """Allocate uninitialized host memory in pieces, page-locked if there is a GPU.
 
-    Torch takes page-locked memory in powers of two: one piece would cost up to twice its size.
+    Torch allocates page-locked memory in powers of two, so a single piece could use up to twice its size.
     """
     sizes = []
     while (left := num_bytes - sum(sizes)) > 0:
@@ -161,7 +163,7 @@ def host_buffers(num_bytes: int) -> list[torch.Tensor]:
 
 
 def release_cached_memory() -> None:
-    """Give freed device memory back to the device, where other processes can have it; waits for queued work."""
+    """Release freed device memory from torch's cache for other processes, after waiting for queued work."""
     if has_gpu():
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()
@@ -169,9 +171,10 @@ def release_cached_memory() -> None:
 
 
 def share_storage(storage: torch.UntypedStorage) -> list[Any]:
-    """What another process on this machine opens the storage by, in JSON's types; on a CPU it moves to shared memory.
+    """Return a JSON-compatible handle with which another process on this machine can open the storage.
 
-    After torch/multiprocessing/reductions.py. The memory is freed when both sides have given it up.
+    A CPU storage is moved to shared memory. Follows torch/multiprocessing/reductions.py. The memory is freed when both
+    sides have released it.
     """
     if storage.device.type == "cpu":
         manager, handle, size = storage._share_filename_cpu_()
@@ -182,7 +185,7 @@ def share_storage(storage: torch.UntypedStorage) -> list[Any]:
 
 
 def open_storage(shared: list[Any]) -> torch.UntypedStorage:
-    """A storage that another process has shared. Raises RunError when its GPU is not visible here."""
+    """Open a storage that another process has shared. Raises RunError if its GPU is not visible to this process."""
     if len(shared) == 3:
         manager, handle, size = shared
         return torch.UntypedStorage._new_shared_filename_cpu(_raw(manager), _raw(handle), size)
@@ -190,8 +193,8 @@ def open_storage(shared: list[Any]) -> torch.UntypedStorage:
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise RunError(
-            f"the trainer's parameters are on GPU {uuid}, and this engine sees {', '.join(visible)}; it must see all "
-            "GPUs of its host, or use weight_sync.transport=store"
+            f"the trainer's parameters are on GPU {uuid}, but this engine sees only {', '.join(visible)}; make all "
+            "GPUs of the host visible to the engine, or use weight_sync.transport=store"
         )
     return torch.UntypedStorage._new_shared_cuda(
         visible.index(uuid), _raw(handle), size, offset, _raw(counter), counter_offset, _raw(event), must_wait
@@ -207,9 +210,9 @@ def _raw(text: str) -> bytes:
 
 
 def transfer_group(url: str, rank: int, size: int, timeout_s: float) -> Any:
-    """A process group beside the default one: NCCL on GPUs, gloo on CPUs. Has `send` and `recv` as torch's backends do.
+    """Create a process group in addition to the default one: a torch backend object, NCCL on GPUs and gloo on CPUs.
 
-    The ranks meet at `url`, file:///path or tcp://host:port. All of them must call this within the time limit.
+    The rendezvous is at `url`, file:///path or tcp://host:port. All ranks must call this function within the timeout.
     """
     limit = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous(url, rank, size, timeout=limit))
@@ -220,3 +223,15 @@ def transfer_group(url: str, rank: int, size: int, timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def host_group(store: Store, rank: int, size: int, address: str, timeout_s: float) -> Any:
+    """Create a gloo process group of hosts that meet through `store`; this host listens on its IP address `address`.
+
+    All hosts must call this function within the timeout, which also limits every later wait for another host.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return gloo(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""What the driver says of a rank's GPU while it works, by NVML (nvidia-ml-py)."""
+"""GPU telemetry of a rank from the driver, through NVML (nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from megatron_bapo.parallel.platform import device_uuid
 
 GIB = 2**30
 SAMPLE_EVERY_S = 1.0
-"""NVML's utilisation is that of the last sixth of a second to second, depending on the GPU."""
+"""Sampling interval; NVML averages utilization over the last 1/6 s to 1 s, depending on the GPU."""
 
 SLOWDOWNS = {
     "nvmlClocksEventReasonSwThermalSlowdown": "too hot (software slowdown)",
     "nvmlClocksEventReasonHwThermalSlowdown": "too hot (hardware slowdown)",
     "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
 }
-"""Reasons for low clocks that healthy, cooled hardware does not have; its power limit is none of them."""
+"""Reasons for reduced clocks that indicate a hardware or cooling problem; the regular power limit is not one."""
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One look at one GPU; None is what the GPU does not tell."""
+    """One reading of one GPU; values that the GPU does not report are None."""
 
     uuid: str
     name: str
     utilization: float | None
-    """Part of the last moment in which some kernel ran, 0 to 1."""
+    """Fraction of NVML's last sampling period in which some kernel ran, 0 to 1."""
     memory_used_gib: float | None
-    """By all processes."""
+    """Memory used by all processes."""
     memory_total_gib: float | None
     power_w: float | None
     power_limit_w: float | None
@@ -39,22 +39,24 @@ class GpuReading:
     sm_clock_mhz: float | None
     max_sm_clock_mhz: float | None
     corrected_ecc: int | None
-    """Errors since the driver was loaded; so is the next."""
+    """Corrected ECC errors since the driver was loaded."""
     uncorrected_ecc: int | None
+    """Uncorrected ECC errors since the driver was loaded."""
     repair_pending: bool | None
-    """Rows of memory wait for a reset of the GPU to be replaced."""
+    """Whether memory rows will be remapped at the next GPU reset."""
     repair_failed: bool | None
+    """Whether remapping a memory row failed."""
     slowdowns: tuple[str, ...]
 
 
 def open_nvml() -> Any | None:
-    """NVML, initialised; None without nvidia-ml-py or a driver."""
+    """Return the initialized NVML module, or None without nvidia-ml-py or a driver."""
     try:
         nvml: Any = import_module("pynvml")
         nvml.nvmlInit()
     except ImportError:
         return None
-    except Exception as error:  # the module's own NVMLError is known only once it is there
+    except Exception as error:  # NVMLError cannot be named before the module is imported
         if type(error).__module__ != "pynvml":
             raise
         return None
@@ -62,9 +64,9 @@ def open_nvml() -> Any | None:
 
 
 def read_gpu(nvml: Any, handle: Any) -> GpuReading:
-    """One reading; what this GPU or driver does not support is None."""
+    """Read one GPU; values that this GPU or driver does not support are None."""
 
-    def ask(function: str, *arguments: Any) -> Any | None:
+    def query(function: str, *arguments: Any) -> Any | None:
         try:
             return getattr(nvml, function)(handle, *arguments)
         except nvml.NVMLError:
@@ -73,38 +75,38 @@ def read_gpu(nvml: Any, handle: Any) -> GpuReading:
     def scaled(value: Any | None, factor: float = 1.0) -> float | None:
         return None if value is None else float(value) * factor
 
-    memory, utilization = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
-    rows, reasons = ask("nvmlDeviceGetRemappedRows"), ask("nvmlDeviceGetCurrentClocksEventReasons")
+    memory, utilization = query("nvmlDeviceGetMemoryInfo"), query("nvmlDeviceGetUtilizationRates")
+    rows, reasons = query("nvmlDeviceGetRemappedRows"), query("nvmlDeviceGetCurrentClocksEventReasons")
     return GpuReading(
-        uuid=str(ask("nvmlDeviceGetUUID")),
-        name=str(ask("nvmlDeviceGetName")),
+        uuid=str(query("nvmlDeviceGetUUID")),
+        name=str(query("nvmlDeviceGetName")),
         utilization=None if utilization is None else utilization.gpu / 100,
         memory_used_gib=None if memory is None else memory.used / GIB,
         memory_total_gib=None if memory is None else memory.total / GIB,
-        power_w=scaled(ask("nvmlDeviceGetPowerUsage"), 1e-3),
-        power_limit_w=scaled(ask("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-        temperature_c=scaled(ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
-        sm_clock_mhz=scaled(ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
-        max_sm_clock_mhz=scaled(ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)),
-        corrected_ecc=_ecc_errors(nvml, ask, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
-        uncorrected_ecc=_ecc_errors(nvml, ask, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        power_w=scaled(query("nvmlDeviceGetPowerUsage"), 1e-3),
+        power_limit_w=scaled(query("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+        temperature_c=scaled(query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
+        sm_clock_mhz=scaled(query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
+        max_sm_clock_mhz=scaled(query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)),
+        corrected_ecc=_ecc_errors(nvml, query, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        uncorrected_ecc=_ecc_errors(nvml, query, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         repair_pending=None if rows is None else bool(rows[2]),
         repair_failed=None if rows is None else bool(rows[3]),
         slowdowns=tuple(text for bit, text in SLOWDOWNS.items() if (reasons or 0) & getattr(nvml, bit)),
     )
 
 
-def _ecc_errors(nvml: Any, ask: Callable[..., Any], kind: int) -> int | None:
-    return ask("nvmlDeviceGetTotalEccErrors", kind, nvml.NVML_VOLATILE_ECC)
+def _ecc_errors(nvml: Any, query: Callable[..., Any], kind: int) -> int | None:
+    return query("nvmlDeviceGetTotalEccErrors", kind, nvml.NVML_VOLATILE_ECC)
 
 
 def read_all_gpus(nvml: Any) -> list[GpuReading]:
-    """Of this machine, whichever this process may use."""
+    """Read all GPUs of this machine, including those that are not visible to this process."""
     return [read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())]
 
 
 class Telemetry:
-    """Reads this rank's GPU every second in a thread of its own, between `take` and `take`."""
+    """Reads this rank's GPU every second in a background thread and collects the readings until `take` is called."""
 
     def __init__(self, read: Callable[[], GpuReading], every_s: float = SAMPLE_EVERY_S) -> None:
         self._read, self._every_s = read, every_s
@@ -114,7 +116,7 @@ class Telemetry:
         self._thread.start()
 
     def take(self) -> list[GpuReading]:
-        """The readings since the last call."""
+        """Return the readings since the last call."""
         with self._lock:
             readings, self._readings = self._readings, []
         return readings
@@ -131,7 +133,7 @@ class Telemetry:
 
 
 def start_telemetry() -> Telemetry | None:
-    """Of this rank's GPU; None where there is none, or nothing to read it by."""
+    """Start telemetry of this rank's GPU; return None without a GPU or without NVML."""
     uuid, nvml = device_uuid(), open_nvml()
     if uuid is None or nvml is None:
         return None

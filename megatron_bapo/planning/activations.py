@@ -1,6 +1,6 @@
-"""Bytes of the tensors that a micro-batch's forward pass keeps for its backward pass, on one rank.
+"""Activation memory: bytes of the tensors that a forward pass saves for its backward pass, per micro-batch and rank.
 
-Follows the modules of `model/layer_specs.py` term by term; the tests compare each with the tensors that autograd saves.
+The terms follow the modules of `model/layer_specs.py`; the tests compare each with the tensors that autograd saves.
 Legend: T tokens of this context-parallel rank, S tokens of this rank where sequence parallelism splits them (else T),
 b bytes of the model's dtype.
 """
@@ -17,9 +17,9 @@ from megatron_bapo.planning.model_state import FP32
 from megatron_bapo.planning.parameters import ChunkShape
 
 INDEX = 8
-"""Bytes of an index: int64."""
+"""Bytes of an int64 index."""
 Terms = Counter[str]
-"""Bytes by part of the model."""
+"""Bytes for each part of the model."""
 
 
 @dataclass(frozen=True)
@@ -27,27 +27,28 @@ class MicroBatch:
     """One packed micro-batch as a rank sees it."""
 
     lengths: tuple[int, ...]
-    """Tokens of its sequences on all context-parallel ranks together, padding included."""
+    """Tokens of each sequence over all context-parallel ranks, padding included."""
     dtype_bytes: int
     fused_norms: bool
-    """Norms keep their input alone, as torch's kernel for GPUs does; else an fp32 copy of it and of the result."""
+    """True where norms save only their input, as torch's GPU kernel does; the others save fp32 copies of input and
+    result."""
     expert_imbalance: float = 1.0
-    """Tokens of the busiest rank's experts over the mean."""
+    """Ratio of the tokens of the busiest expert-parallel rank to the mean."""
     fused_attention: bool = False
-    """Transformer Engine's, which reads keys and values where they are, and rotary angles from one table."""
+    """True for Transformer Engine's attention, which reads keys and values in place and rotary angles from a table."""
     product_input_bytes: int | None = None
-    """Of what products with weights keep of their input; by default `dtype_bytes`, in FP8 1."""
+    """Bytes per element of the input that linear layers save: 1 in FP8, `dtype_bytes` by default."""
 
     @property
     def input_bytes(self) -> int:
         return self.dtype_bytes if self.product_input_bytes is None else self.product_input_bytes
 
     def tokens(self, parallel: ParallelConfig) -> int:
-        """T"""
+        """Return T, the tokens of one context-parallel rank."""
         return sum(self.lengths) // parallel.context_parallel_size
 
     def split_tokens(self, parallel: ParallelConfig) -> int:
-        """S"""
+        """Return S, the tokens of one rank where sequence parallelism splits them."""
         tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         return self.tokens(parallel) // tp
 
@@ -55,7 +56,7 @@ class MicroBatch:
 def chunk_activations(
     architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape, batch: MicroBatch
 ) -> Terms:
-    """Of one model chunk and one micro-batch, under the layout's recompute settings."""
+    """Return the activation bytes of one model chunk and one micro-batch under the layout's recompute settings."""
     terms: Terms = Counter()
     tokens, split = batch.tokens(parallel), batch.split_tokens(parallel)
     if chunk.has_embedding:
@@ -75,7 +76,7 @@ def chunk_activations(
 def layer_activations(
     architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
 ) -> Terms:
-    """Of one layer, under the layout's recompute settings."""
+    """Return the activation bytes of one layer under the layout's recompute settings."""
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     if parallel.recompute_granularity == "full":
         return Counter({"layer inputs": hidden})
@@ -93,17 +94,17 @@ def layer_activations(
 
 
 def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
-    """What a layer holds while its backward pass runs."""
+    """Return the layout with recomputation off: a layer holds all its activations while its backward pass runs."""
     return parallel.model_copy(update={"recompute_granularity": None})
 
 
 def output_layer_bytes(
     architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, chunk_size: int
 ) -> tuple[int, int]:
-    """(kept until the backward pass, most that is needed besides) by the log-probs and their gradients.
+    """Return the bytes of the log-probs and their gradients: (saved until the backward pass, peak workspace).
 
-    `model/vocab_parallel.py` computes a chunk of tokens at a time: its logits and exponentials in fp32 and their
-    gradient, and the weight's gradient in fp32 before it is rounded.
+    `model/vocab_parallel.py` computes one chunk of tokens at a time. Its workspace is the chunk's logits and
+    exponentials in fp32, their gradient, and the weight's gradient in fp32 before it is rounded.
     """
     tokens, b = batch.tokens(parallel), batch.dtype_bytes
     tp = parallel.tensor_model_parallel_size
@@ -112,12 +113,13 @@ def output_layer_bytes(
     logits = min(chunk_size, tokens) * rows
     rounded = b != FP32
     workspace = 2 * logits * FP32 + weight * FP32 + rounded * (logits + weight) * b
-    gathered = hidden * (1 + parallel.sequence_parallel)  # of the tensor-parallel ranks' tokens; of those with a label
+    # All tensor-parallel ranks' tokens under sequence parallelism, and the tokens that have a label.
+    gathered = hidden * (1 + parallel.sequence_parallel)
     return hidden + weight * b, workspace + gathered
 
 
 def _norm(rows: int, width: int, batch: MicroBatch) -> int:
-    """Input, what is kept of the result, and a factor for each row."""
+    """Return the bytes of a norm's saved input and result and of one fp32 factor per row."""
     kept = batch.dtype_bytes if batch.fused_norms else 2 * FP32
     return rows * width * kept + rows * FP32
 
@@ -126,7 +128,7 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     tp, b = parallel.tensor_model_parallel_size, batch.dtype_bytes
     tokens, split, d = batch.tokens(parallel), batch.split_tokens(parallel), arch.head_dim
     heads, groups = arch.num_attention_heads // tp, max(1, arch.num_key_value_heads // tp)
-    # With more tensor-parallel ranks than key/value heads, each gathers the projections of all.
+    # With more tensor-parallel ranks than key/value heads, each rank gathers the projections of all ranks.
     gathered = tp if arch.num_key_value_heads < tp else 1
     projection = tokens * (arch.num_attention_heads + 2 * arch.num_key_value_heads) // tp * gathered * d * b
     query, key = tokens * heads * d * b, tokens * groups * d * b
@@ -134,20 +136,21 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     terms["norms"] += _norm(split, arch.hidden_size, batch)
     terms["attention projections"] += split * arch.hidden_size * batch.input_bytes
     terms["rotary angles"] += 0 if batch.fused_attention else 4 * tokens * d * b
-    keeps_projection = recompute  # as a whole, wherever something keeps a part of it that is no copy
+    # The whole projection output stays in memory where a saved tensor is a view of a part of it.
+    keeps_projection = recompute
     if arch.family.qk_norm:
         factors = tokens * (heads + groups) * FP32
         if batch.fused_norms:
-            terms["norms"] += factors  # their inputs are parts of the projection's output
+            terms["norms"] += factors  # the norms' inputs are views of the projection's output
             keeps_projection = True
         else:
             terms["norms"] += factors + 2 * tokens * (heads + groups) * d * FP32
-            if b == FP32:  # the key's input is no copy, but part of the projection's output
+            if b == FP32:  # the key norm's input is a view of the projection's output, not a copy
                 terms["norms"] -= tokens * groups * d * FP32
                 keeps_projection = True
     context = tokens * heads * d * b
     if batch.fused_attention:
-        # What the output projection keeps is the kernel's output, unless it rounds it to FP8.
+        # The output projection saves the kernel's output itself, unless it quantizes it to FP8.
         rounded = tokens * heads * d * batch.input_bytes if batch.input_bytes != b else 0
         factors = 0 if recompute else tokens * heads * FP32
         terms["attention kernel"] += query + 2 * key + context + rounded + factors
@@ -160,24 +163,24 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
         values = keys if copies else 0
         keeps_projection |= not copies
         terms["attention kernel"] += query + keys + values + 2 * context + tokens * heads * FP32
-        if cp > 1:  # besides, what was gathered, before it is repeated
+        if cp > 1:  # gathered keys and values before they are repeated for the query heads, and the mask
             terms["attention kernel"] += 2 * key * cp + _mask_elements(batch.lengths, parallel) * b
     terms["attention projections"] += projection * keeps_projection
     return terms
 
 
 def _mask_elements(lengths: Sequence[int], parallel: ParallelConfig) -> int:
-    """Which keys every query of this rank sees, as something to add to their scores."""
+    """Return the elements of the additive attention mask of this rank's queries."""
     return sum(length * length for length in lengths) // parallel.context_parallel_size
 
 
 def _mlp_elements(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> int:
-    """Of the gate; the up projection has as many."""
+    """Return the elements of the gate projection's output; the up projection has as many."""
     return batch.tokens(parallel) * architecture.intermediate_size // parallel.tensor_model_parallel_size
 
 
 def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> Terms:
-    """Router, the permutation, and the experts' own MLPs on the tokens that come to this rank."""
+    """Return the bytes of the router, the token permutation, and the experts' MLPs on the tokens sent to this rank."""
     split, b, chosen = batch.split_tokens(parallel), batch.dtype_bytes, arch.num_experts_per_tok
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     received = int(split * chosen * expert_tp * batch.expert_imbalance)
@@ -186,7 +189,7 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
         {
             "router": split * arch.hidden_size * b
             + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32)),
-            # Gate and up, then four steps from them to the second projection's input, and each token's weight.
+            # Gate and up, four intermediate results up to the second projection's input, and each token's weight.
             "experts": received * arch.hidden_size * batch.input_bytes
             + mlp * (5 * b + batch.input_bytes)
             + received * FP32,

@@ -1,4 +1,4 @@
-"""What to change in a configuration that does not fit, smallest change first."""
+"""Find the smallest change with which a configuration fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Settings = dict[str, dict[str, Any]]
 
 
 def advice(plan: Plan) -> list[str]:
-    """Overrides with which the plan fits on as many GPUs; empty when no layout that is searched does."""
+    """Return overrides with which the plan fits on the same number of GPUs, or none if no layout of the search does."""
     for settings in _small_changes(plan):
         candidate = largest_engine(replace(plan, config=with_settings(plan.config, settings)))
         if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model"):
@@ -25,7 +25,7 @@ def advice(plan: Plan) -> list[str]:
 
 
 def _small_changes(plan: Plan) -> Iterator[Settings]:
-    """None at all first, which leaves the engine's share of a shared GPU to be fitted."""
+    """Yield small changes, starting with none: then only the memory of a colocated engine is reduced."""
     parallel, longest = plan.config.parallel, plan.config.max_model_len
     needed = round_up(-(-longest // parallel.context_parallel_size), TOKEN_ROUNDING)
     shorter: Settings = {"trainer": {"max_tokens_per_gpu": min(needed, plan.config.trainer.max_tokens_per_gpu)}}

@@ -1,4 +1,4 @@
-"""Seconds of an engine's decoding steps, as a function of the sequences that it runs and the tokens that it holds."""
+"""Seconds of an engine's decoding steps, as a function of its running sequences and its KV cache's tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """An overhead, and reading or computing, whichever takes longer. Seconds."""
+    """Cost model of one decoding step, in seconds: overhead + max(memory reads, computation)."""
 
     overhead: float
-    """Launching, sampling, collectives."""
+    """Kernel launches, sampling and collectives of one step."""
     weights: float
-    """Reading the weights."""
+    """Reading the weights once."""
     per_token: float
-    """Reading one token's keys and values."""
+    """Reading the KV cache of one token."""
     per_sequence: float
     """Computing one sequence's next token."""
 
     def seconds(self, num_steps: int, num_sequences: float, num_tokens: float) -> float:
-        """Of `num_steps` steps, the first of which meets `num_tokens` keys and values; each adds one per sequence."""
+        """Return the seconds of `num_steps` steps.
+
+        The first step reads a KV cache of `num_tokens` tokens; every step adds one token per sequence.
+        """
         reading, computing = self.weights + self.per_token * num_tokens, self.per_sequence * num_sequences
         growth = self.per_token * num_sequences
         num_computing = num_steps if computing > reading else 0
@@ -31,7 +34,7 @@ class DecodeCost:
         return self.overhead * num_steps + computing * num_computing + reading * num_reading + added
 
     def coarse(self, grain: int) -> DecodeCost:
-        """Of the same engine, where one token stands for `grain`."""
+        """Return the same engine's cost where one simulated token stands for `grain` tokens."""
         return DecodeCost(
             overhead=self.overhead * grain,
             weights=self.weights * grain,

@@ -1,4 +1,4 @@
-"""What GPUs and their nodes can do, from their makers' data sheets, and how much of it a run is assumed to get."""
+"""Peak performance of GPUs and nodes from the vendors' data sheets, and the assumed efficiencies of a run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Gpu:
+    """Data-sheet figures of one GPU type."""
+
     memory_gib: float
-    """What the driver reports as usable, less than the advertised decimal gigabytes."""
+    """Memory that the driver reports as usable; less than the advertised decimal gigabytes."""
     bf16_tflops: float
-    """Dense, without sparsity."""
+    """Dense peak in bfloat16, without sparsity."""
     fp8_tflops: float
-    """Dense; 0 where there is no FP8."""
+    """Dense peak in FP8; 0 where the GPU has none."""
     capability: ComputeCapability
     memory_tb_s: float
     nvlink_gb_s: float
-    """Each direction."""
+    """NVLink bandwidth in each direction."""
     network_gb_s: float
-    """Each GPU's share of its node's adapters, each direction."""
+    """One GPU's share of its node's network adapters, in each direction."""
     source: str
 
 
@@ -43,59 +45,62 @@ DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA H200": "H200",
     "NVIDIA B200": "B200",
 }
-"""Of the boards with this type's arithmetic, as their driver names them. Not of H100 PCIe, NVL and GH200 or of MIG
-slices, which have another peak."""
+"""GPU type for each device name that the driver reports. H100 PCIe, H100 NVL, GH200 and MIG slices are left out: their
+peak differs."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOPs a second of the GPU that torch and NVML call so; None of one that is not known."""
+    """Return the dense bfloat16 FLOP/s of a GPU by its torch or NVML device name; None if the name is unknown."""
     name = DEVICE_NAMES.get(device_name)
     return None if name is None else GPUS[name].bf16_tflops * 1e12
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no configuration says. Each stands in the plan's output; the first ones are options of the command."""
+    """Assumptions of an estimate that no configuration states.
+
+    The plan prints each of them; the first ones are options of the `plan` command.
+    """
 
     compute_efficiency: float = 0.55
-    """Of the dense peak, in matrix products and attention, the small kernels between them included; plain matrix
-    products of the trainer's sizes reach 0.8 on an H200. Model FLOPs utilisation comes out lower."""
+    """Fraction of the dense peak that matrix products and attention reach, with the small kernels between them. Plain
+    matrix products of the trainer's sizes reach 0.8 on an H200. Model FLOPs utilization (MFU) is lower."""
     fp8_efficiency: float = 0.4
-    """Of the dense FP8 peak, in matrix products with weights, quantising of activations and gradients included."""
+    """Fraction of the dense FP8 peak that linear layers reach, quantization of activations and gradients included."""
     memory_efficiency: float = 0.65
-    """Of the memory bandwidth, while an engine decodes."""
+    """Fraction of the memory bandwidth that an engine reaches while it decodes."""
     link_efficiency: float = 0.7
-    """Of NVLink's and the network's bandwidth, in collectives."""
+    """Fraction of the NVLink and network bandwidth that collectives reach."""
     overlap: float = 0.8
-    """Part of the data-parallel communication that overlap_grad_reduce and overlap_param_gather hide."""
+    """Fraction of the data-parallel communication that overlap_grad_reduce and overlap_param_gather hide."""
     mean_prompt_fraction: float = 0.25
-    """Mean prompt over data.max_prompt_length."""
+    """Mean prompt length over data.max_prompt_length."""
     mean_response_fraction: float = 0.5
-    """Mean answer over rollout.max_response_length."""
+    """Mean response length over rollout.max_response_length."""
     square_over_mean: float = 4 / 3
-    """Mean square of the lengths over the square of their mean; 4/3 where they are spread evenly from 0."""
+    """Mean square of the lengths over the square of their mean; 4/3 for lengths uniform from 0."""
     packing_efficiency: float = 0.95
-    """Real tokens in a full micro-batch."""
+    """Fraction of a full micro-batch's tokens that are not padding."""
     expert_imbalance: float = 1.3
-    """Tokens of the busiest expert-parallel rank over the mean."""
+    """Ratio of the tokens of the busiest expert-parallel rank to the mean."""
     reserved_gib: float = 3.0
-    """On each GPU for the CUDA context, NCCL's buffers and cuBLAS' workspaces."""
+    """Memory on each GPU for the CUDA context, NCCL buffers and cuBLAS workspaces."""
     fragmentation: float = 0.05
-    """Part of the activations that the allocator loses between them."""
+    """Memory lost to allocator fragmentation, as a fraction of the activations."""
     engine_workspace_gib: float = 4.0
-    """vLLM's activations, CUDA graphs and sampling, beside weights and KV cache."""
+    """Memory of vLLM's activations, CUDA graphs and sampling, beside weights and KV cache."""
     sleeping_engine_gib: float = 1.5
-    """What a sleeping engine keeps of its GPU: its context and graphs."""
+    """GPU memory that a sleeping engine keeps for its CUDA context and graphs."""
     decode_overhead_ms: float = 4.0
-    """Of each decoding step, for launching, sampling and scheduling."""
+    """Overhead of one decoding step for kernel launches, sampling and scheduling."""
     host_copy_gb_s: float = 20.0
-    """Between a GPU and pinned host memory."""
+    """Bandwidth between a GPU and pinned host memory."""
     store_gb_s: float = 10.0
-    """Of one node, into its weight store or out of it, checksums included."""
+    """Bandwidth of one node's weight store for reads or writes, checksums included."""
     host_adam_gb_s: float = 25.0
-    """Host memory bandwidth of one rank's offloaded Adam, which moves 32 bytes per parameter."""
+    """Host memory bandwidth of one rank's offloaded Adam update, which moves 32 bytes per parameter."""
     process_gib: float = 6.0
-    """Host memory of one trainer or engine process beside everything named."""
+    """Host memory of one trainer or engine process beside the state that the plan counts."""
     host_memory_gib: float = 1800.0
-    """Of one node; a DGX H100 has 2 TB."""
+    """Host memory of one node; a DGX H100 has 2 TB."""
     gpus_per_node: int = 8

@@ -1,7 +1,8 @@
-"""The architecture that a configuration means, also where the checkpoint itself is on another machine."""
+"""The architecture of a configuration's model, also if the checkpoint itself is on another machine."""
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
@@ -10,18 +11,32 @@ from megatron_bapo.config.schema import ModelConfig
 from megatron_bapo.errors import UserError
 
 FOLDER = Path(__file__).parent / "architectures"
-"""One folder for each model whose shape is published, named as on Hugging Face, with the part of its config.json that
-says it."""
+"""One folder per published model, named as on the Hugging Face Hub, with the fields of its config.json that the planner
+reads. README.md there names the sources."""
+SAME_CONFIG = {
+    "Qwen2.5-3B-Instruct": "Qwen2.5-3B",
+    "Qwen2.5-Math-1.5B-Instruct": "Qwen2.5-Math-1.5B",
+    "Qwen2.5-Math-7B-Instruct": "Qwen2.5-Math-7B",
+    "Qwen3-30B-A3B-Instruct-2507": "Qwen3-30B-A3B-Thinking-2507",
+    "DeepSeek-R1-Distill-Qwen-14B": "Qwen2.5-14B",
+}
+"""Published models whose fields are those of another model in `FOLDER`."""
+_NEAR = 0.75
+"""Similarity from which a known name is suggested for an unknown one."""
 
 
 def known_models() -> list[str]:
-    return sorted(folder.name for folder in FOLDER.iterdir() if folder.is_dir())
+    """Return the names of all published models whose architecture is known, sorted."""
+    return sorted([*(folder.name for folder in FOLDER.iterdir() if folder.is_dir()), *SAME_CONFIG])
 
 
 def architecture_of(model: ModelConfig) -> tuple[Architecture, str]:
-    """The architecture and where it is from: the model's folder, or its name where the folder is not here.
+    """Return the architecture and where it comes from.
 
-    Raises UserError for a folder that is neither here nor known by name, and for a config.json that is not supported.
+    It is read from the model's folder. If that folder is not here, the last part of `model.path` is looked up among the
+    known models, without regard to case; so a model id of the Hugging Face Hub works as well.
+
+    Raises UserError for a model that is neither here nor known by name, and for a config.json that is not supported.
     """
     if model.create is not None:
         return created_architecture(model.create), "model.create"
@@ -29,10 +44,14 @@ def architecture_of(model: ModelConfig) -> tuple[Architecture, str]:
     assert path is not None, "the schema requires path or create"
     if (path / "config.json").is_file():
         return read_architecture(path), str(path / "config.json")
-    if (FOLDER / path.name).is_dir():
-        return read_architecture(FOLDER / path.name), f"{path.name}, as published"
+    by_lower_case = {name.lower(): name for name in known_models()}
+    name = by_lower_case.get(path.name.lower())
+    if name is not None:
+        return read_architecture(FOLDER / SAME_CONFIG.get(name, name)), f"{name}, as published"
+    near = difflib.get_close_matches(path.name.lower(), by_lower_case, n=1, cutoff=_NEAR)
+    meant = f"; did you mean {by_lower_case[near[0]]}?" if near else "."
     raise UserError(
-        f"model.path={path} has no config.json here, and {path.name} is not among the models whose shape is known "
-        f"({', '.join(known_models())}); copy the checkpoint's config.json into that folder, or name the folder "
-        "like one of these"
+        f"model.path={path} has no config.json here, and {path.name} is not among the models whose architecture is "
+        f"known{meant} Copy the checkpoint's config.json into that folder, or name one of the known models: "
+        f"{', '.join(known_models())}"
     )

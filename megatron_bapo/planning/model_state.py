@@ -1,9 +1,10 @@
 """Bytes of parameters, gradients and optimizer state on one rank, as Megatron-Core allocates them.
 
-Megatron lays each model chunk's gradients out in flat fp32 buffers, one for its experts and one for the rest, and with
-the distributed optimizer its parameters as well: each starts at a multiple of 64 elements, and buckets are padded to a
-multiple of 128 and of the ranks that share them (megatron/core/distributed/param_and_grad_buffer.py). Each of these
-ranks then keeps the fp32 parameters and moments of its equal part of every bucket.
+Megatron stores each model chunk's gradients in two flat fp32 buffers, one for the experts and one for the rest. The
+distributed optimizer stores the parameters in the same way. Then each parameter starts at a multiple of 64 elements,
+buckets are padded to a multiple of 128 and of the number of ranks that share them
+(megatron/core/distributed/param_and_grad_buffer.py), and each of these ranks keeps the fp32 parameters and moments of
+its equal part of every bucket.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES, quantised_e
 FP32 = 4
 NUM_MOMENTS = 2
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
-"""Elements; with the distributed optimizer only."""
+"""Alignments in elements; they apply only with the distributed optimizer."""
 DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
-"""Parameters of a bucket, where gradient sums overlap with the backward pass."""
+"""Parameters per bucket where the gradient reduction overlaps with the backward pass."""
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes on one rank that live from the first update to the last."""
+    """Bytes of the training state on one rank, allocated from the first update to the last."""
 
     parameters: int
     gradients: int
     main_parameters: int
-    """fp32, beside those of another dtype that the model computes with."""
+    """fp32 main parameters, where the model computes in another dtype."""
     moments: int
     offloaded: int
-    """In host memory: fp32 parameters, moments and a copy of the gradients, pinned."""
+    """Pinned host memory of the offloaded optimizer: fp32 parameters, moments and a copy of the gradients."""
     reference: int
-    """The frozen policy's parameters, where a KL coefficient asks for one, with their FP8 copies."""
+    """Parameters of the reference model with their FP8 copies, where a KL coefficient needs it."""
     quantised: int = 0
-    """FP8 weights beside `parameters`: a copy and its transpose, or with fp8.param the transpose alone."""
+    """FP8 copies of weights beside `parameters`: a copy and its transpose, or only the transpose with fp8.param."""
 
     @property
     def optimizer(self) -> int:
@@ -56,9 +57,13 @@ class ModelState:
 def model_state(
     config: Config, architecture: Architecture, stage: int, data_rank: int = 0, expert_data_rank: int = 0
 ) -> ModelState:
-    """Of the rank at these places among those that share the dense parameters and those that share the experts."""
+    """Return the state of one rank of a pipeline stage.
+
+    `data_rank` is its rank in the group that shares the dense parameters, `expert_data_rank` in the group that shares
+    the same experts.
+    """
     dtype = DTYPE_BYTES[config.model.dtype]
-    # The cache's key leaves out what changes nothing, so that a search asks for few distinct ones.
+    # Recompute settings do not change the counts; without them in the cache key a search has few distinct keys.
     layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
     num_elements, num_allocated, num_own = _num_elements(architecture, layout, stage, data_rank, expert_data_rank)
     optimizer = num_own * FP32
@@ -66,7 +71,7 @@ def model_state(
     offload = config.optimizer.cpu_offload
     in_fp8 = quantised_elements(config, architecture, stage)
     kept_in_fp8 = in_fp8 if config.fp8 is not None and config.fp8.param else 0
-    # Products on Hopper read a weight in both directions, and caches live from one micro-batch to the next.
+    # Hopper's FP8 products need a weight and its transpose, and both are cached from one micro-batch to the next.
     copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
     saved = kept_in_fp8 * (dtype - FP8_BYTES)
     return ModelState(
@@ -84,7 +89,7 @@ def model_state(
 def _num_elements(
     architecture: Architecture, parallel: ParallelConfig, stage: int, data_rank: int, expert_data_rank: int
 ) -> tuple[int, int, int]:
-    """(elements of parameters; those allocated, padding included; those that the rank's optimizer updates)."""
+    """Return element counts: (parameters, allocated with padding, updated by this rank's optimizer)."""
     num_elements = num_allocated = num_own = 0
     for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
         parameters = chunk_parameters(architecture, Split.of(parallel), chunk)
@@ -102,12 +107,12 @@ def _num_elements(
 
 
 def data_context_size(parallel: ParallelConfig) -> int:
-    """Ranks that share the dense parameters."""
+    """Return the number of ranks that share the dense parameters."""
     return parallel.data_parallel_size * parallel.context_parallel_size
 
 
 def expert_data_size(parallel: ParallelConfig) -> int:
-    """Ranks that share the same experts."""
+    """Return the number of ranks that share the same experts."""
     tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     stage = parallel.world_size // parallel.pipeline_model_parallel_size
     return stage // (tensor * parallel.expert_model_parallel_size)
@@ -117,24 +122,27 @@ def expert_data_size(parallel: ParallelConfig) -> int:
 class _Bucket:
     start: int
     stop: int
-    """Padding included."""
+    """End of the bucket, padding included."""
     spans: tuple[tuple[int, int], ...]
-    """First and last element + 1 of each parameter."""
+    """[start, stop) of each parameter, in elements."""
 
     def num_owned(self, rank: int, num_ranks: int) -> int:
-        """Elements of parameters in the rank's equal part."""
+        """Return the elements of parameters in the rank's equal part of the bucket."""
         part = (self.stop - self.start) // num_ranks
         low, high = self.start + rank * part, self.start + (rank + 1) * part
         return sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.spans)
 
 
 def _groups(parallel: ParallelConfig, data_rank: int, expert_data_rank: int) -> Iterable[tuple[bool, int, int]]:
-    """(whether experts, ranks that share them, this rank's place) of both buffers."""
+    """Return (is expert buffer, size of the sharing group, this rank in it) for both buffers."""
     return (False, data_context_size(parallel), data_rank), (True, expert_data_size(parallel), expert_data_rank)
 
 
 def _bucket_size(parallel: ParallelConfig) -> int | None:
-    """Parameters after which a bucket is full; None for a single one. Later stages and chunks have a single one."""
+    """Return the number of parameters after which a bucket is full; None means a single bucket.
+
+    Later stages and chunks always have a single bucket.
+    """
     if not parallel.overlap_grad_reduce:
         return None
     default = max(DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK * parallel.data_parallel_size)
@@ -142,7 +150,7 @@ def _bucket_size(parallel: ParallelConfig) -> int | None:
 
 
 def _buckets(parameters: Sequence[Parameter], num_ranks: int, bucket_size: int | None) -> list[_Bucket]:
-    """One buffer's buckets; parameters come in the order of the backward pass."""
+    """Return one buffer's buckets, which are filled in the order of the backward pass."""
     alignment = math.lcm(num_ranks, BUCKET_ALIGNMENT)
     buckets: list[_Bucket] = []
     spans: list[tuple[int, int]] = []

@@ -1,7 +1,8 @@
-"""Which parameters a pipeline stage holds, and how large each is on one of its ranks.
+"""Parameters of a pipeline stage and their sizes on one of its ranks.
 
-Counts alone, in the order in which Megatron registers parameters: its gradient buffers are laid out by it. Whole
-tensors and their Hugging Face names are `model/hf_mapping.py`'s; the tests compare both with built models.
+This module holds element counts only, in the order in which Megatron registers parameters, because its gradient buffers
+follow that order. `model/hf_mapping.py` has the full shapes and the Hugging Face names; the tests compare both with
+built models.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from megatron_bapo.config.schema import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
+    """One parameter of a pipeline stage."""
+
     name: str
-    """Megatron's, with the whole model's layer and expert numbers; experts count from 0 on each rank."""
+    """Megatron's name with the layer's number in the whole model; experts are numbered from 0 on each rank."""
     numel: int
     """Elements on one rank."""
     is_expert: bool = False
-    """Summed over the ranks with the same experts instead of all data- and context-parallel ranks."""
+    """True if gradients are summed over the ranks with the same experts, not all data- and context-parallel ranks."""
     shares_embedding: bool = False
-    """Tied embedding and output layer on different pipeline stages: each has a gradient bucket of its own."""
+    """True for tied embeddings on different pipeline stages: each copy has its own gradient bucket."""
 
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """Consecutive layers of the model on one pipeline stage; an interleaved pipeline's stage has several."""
+    """Consecutive layers on one pipeline stage; a stage of an interleaved pipeline has several chunks."""
 
     layers: range
     has_embedding: bool
@@ -36,7 +39,7 @@ class ChunkShape:
 
 
 def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[ChunkShape]:
-    """The chunks of a pipeline stage, in the order of the model."""
+    """Return the chunks of a pipeline stage in model order."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     size = architecture.num_hidden_layers // (pp * vpp)
     firsts = [(chunk * pp + stage) * size for chunk in range(vpp)]
@@ -48,7 +51,7 @@ def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: in
 
 @dataclass(frozen=True)
 class Split:
-    """All that a layout says about the size of a parameter on one rank."""
+    """Parallel sizes that determine the size of a parameter on one rank."""
 
     tensor: int = 1
     expert: int = 1
@@ -67,7 +70,7 @@ class Split:
 
 @lru_cache(maxsize=32)
 def chunk_parameters(architecture: Architecture, split: Split, chunk: ChunkShape) -> tuple[Parameter, ...]:
-    """What one rank of the stage holds of a chunk, in Megatron's order."""
+    """Return the parameters of a chunk on one rank of the stage, in Megatron's order."""
     return tuple(_each_parameter(architecture, split, chunk))
 
 
@@ -77,12 +80,15 @@ def whole_model(architecture: Architecture) -> ChunkShape:
 
 @lru_cache
 def num_parameters(architecture: Architecture) -> int:
-    """Of the whole model, tied weights once and without padding of the vocabulary."""
+    """Return the whole model's parameter count; tied weights count once, vocabulary padding does not count."""
     return sum(parameter.numel for parameter in chunk_parameters(architecture, Split(), whole_model(architecture)))
 
 
 def num_active_parameters(architecture: Architecture) -> int:
-    """Those that one token is multiplied with: without the embedding's lookup and the experts it is not sent to."""
+    """Return the parameters that one token is multiplied with.
+
+    These exclude the embedding lookup and the experts that the token is not routed to.
+    """
     inactive = architecture.num_experts - architecture.num_experts_per_tok
     expert = 3 * architecture.hidden_size * architecture.moe_intermediate_size
     total = num_parameters(architecture) - len(architecture.moe_layers) * inactive * expert
@@ -124,6 +130,6 @@ def _layer_parameters(arch: Architecture, split: Split, layer: int) -> Iterator[
     mlp = arch.moe_intermediate_size * arch.hidden_size // split.expert_tensor
     for expert in range(arch.num_experts // split.expert):
         name = f"{prefix}mlp.experts.local_experts.{expert}."
-        # Without expert parallelism Megatron sums experts' gradients like any other's.
+        # Without expert parallelism Megatron reduces experts' gradients like all others.
         yield Parameter(f"{name}linear_fc1.weight", 2 * mlp, is_expert=split.expert > 1)
         yield Parameter(f"{name}linear_fc2.weight", mlp, is_expert=split.expert > 1)

@@ -1,4 +1,4 @@
-"""What a configuration asks of GPUs and hosts, and whether it fits."""
+"""GPU memory, host memory and step time of a configuration, and whether it fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
@@ -16,13 +17,13 @@ from megatron_bapo.planning.timing import StepTime, step_time, sync_bytes
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
 
 Placement = Literal["colocated", "separate"]
-"""`colocated`: engines have the trainer's GPUs, where they sleep while it trains if rollout.sleep_level says so; its
-parameters, gradients and optimizer stay while they generate, or with trainer.offload wait in host memory. `separate`:
-engines have GPUs of their own."""
+"""`colocated`: the engines share the trainer's GPUs. They sleep during training if rollout.sleep_level > 0; the
+trainer's parameters, gradients and optimizer state stay on the GPU during generation, or go to host memory with
+trainer.offload. `separate`: the engines have GPUs of their own."""
 ENGINE_FP8_CAPABILITY = (8, 9)
-"""From which vLLM multiplies in FP8."""
+"""Lowest compute capability at which vLLM multiplies in FP8."""
 STORED_VERSIONS = 2
-"""Policy versions that the weight store holds while a new one is published."""
+"""Policy versions in the weight store while a new one is published."""
 
 
 def placement_of(config: Config) -> Placement:
@@ -31,7 +32,7 @@ def placement_of(config: Config) -> Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration on a kind of GPU; everything else follows."""
+    """Memory and time estimate of a configuration on one type of GPU."""
 
     config: Config
     architecture: Architecture
@@ -69,24 +70,24 @@ class Plan:
         return step_time(self.config, self.architecture, self.gpu, self.engine, self.assumptions)
 
     def while_training(self, stage: StageMemory) -> int:
-        """Bytes on one of a stage's GPUs."""
+        """Return the peak bytes on one of a stage's GPUs during training."""
         if self.placement == "separate":
             return stage.peak
         sleeps = self.config.rollout.sleep_level > 0
         return stage.peak + (int(self.assumptions.sleeping_engine_gib * GIB) if sleeps else self.engine.total)
 
     @property
-    def gives_way(self) -> bool:
-        """Whether the trainer's memory is the engines' while they generate."""
+    def offloads_for_generation(self) -> bool:
+        """True if the trainer offloads its state so that the engines can use the GPU memory during generation."""
         return self.config.trainer.offload and self.placement == "colocated"
 
     def while_generating(self, stage: StageMemory) -> int:
-        """Bytes on one of a stage's GPUs, also while new weights go to the engine on it."""
+        """Return the peak bytes on one of a stage's GPUs during generation and the weight update."""
         awake = self.engine.total if self.placement == "colocated" else 0
-        held = stage.resident + awake
-        if self.gives_way:  # trainer/offload.py: gradients and optimizer are away while both hold weights
-            held = max(awake, stage.state.parameters + stage.state.reference + self.engine.weights)
-        return held + int(self.assumptions.reserved_gib * GIB)
+        peak = stage.resident + awake
+        if self.offloads_for_generation:  # trainer/offload.py: only weights are on the GPU during the weight update
+            peak = max(awake, stage.state.parameters + stage.state.reference + self.engine.weights)
+        return peak + int(self.assumptions.reserved_gib * GIB)
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -97,29 +98,30 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.resident)
 
     def offloaded(self, stage: StageMemory) -> int:
-        """Bytes of one of a stage's ranks in host memory. Of gradients nothing is kept."""
+        """Return the bytes in host memory of one of a stage's ranks. Gradients are dropped, not copied."""
         state = stage.state
-        return state.offloaded + (state.on_device - state.gradients if self.gives_way else 0)
+        return state.offloaded + (state.on_device - state.gradients if self.offloads_for_generation else 0)
 
     @property
     def host_bytes(self) -> int:
-        """Of the node with the most processes."""
+        """Host memory in bytes of the node with the most processes."""
         assumptions = self.assumptions
         trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
         workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
         offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
-        asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)  # at level 2 for moments only
+        # At sleep level 2 the weights are in host memory only briefly.
+        asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
         return int(offloaded + asleep + self.store_bytes + (trainers + workers) * assumptions.process_gib * GIB)
 
     @property
     def store_bytes(self) -> int:
-        """Of a node's weight store; the other transports stage nothing."""
+        """Bytes of a node's weight store; 0 for the other transports, which stage nothing."""
         versions = STORED_VERSIONS if self.config.weight_sync.transport == "store" else 0
         return versions * sync_bytes(self.config, self.architecture)
 
     @cached_property
     def problems(self) -> list[str]:
-        """Why it does not fit, one line each; empty when it does."""
+        """Reasons why the configuration does not fit, one line each; empty if it fits."""
         return [
             *self._hardware_problems(),
             *self._trainer_problems(),
@@ -133,8 +135,8 @@ class Plan:
             yield f"{self.gpu_name}: {problem}"
         if self.config.rollout.quantization is not None and self.gpu.capability < ENGINE_FP8_CAPABILITY:
             yield (
-                f"rollout.quantization={self.config.rollout.quantization}: an {self.gpu_name} has no FP8 products; "
-                "leave it out"
+                f"rollout.quantization={self.config.rollout.quantization}: an {self.gpu_name} has no FP8 matrix "
+                "products; remove the key"
             )
 
     def _trainer_problems(self) -> Iterator[str]:
@@ -146,7 +148,7 @@ class Plan:
             )
         fullest = self.fullest_resident_stage
         if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
-            kept = "gives way" if self.gives_way else f"keeps {gib(fullest.resident)}"
+            kept = "is offloaded" if self.offloads_for_generation else f"keeps {gib(fullest.resident)}"
             yield (
                 f"{self._place(fullest)} {kept} while the engine on its GPU takes {gib(self.engine.total)} "
                 f"(rollout.gpu_memory_utilization={self.config.rollout.gpu_memory_utilization}): together "
@@ -163,8 +165,8 @@ class Plan:
         engine, rollout, world = self.engine, self.config.rollout, self.config.parallel.world_size
         if engine.kv_tokens < engine.max_model_len:
             yield (
-                f"an engine's GPU has room for the keys and values of {engine.kv_tokens:,} tokens, beside "
-                f"{gib(engine.weights)} of weights; the longest prompt and answer have {engine.max_model_len:,}"
+                f"an engine's GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
+                f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
             )
         if self.placement == "colocated" and self.num_engine_gpus > world:
             yield (
@@ -178,6 +180,7 @@ class Plan:
             )
 
     def _host_problems(self) -> Iterator[str]:
+        yield from host_problems(self.config, -(-self.num_gpus // self.assumptions.gpus_per_node))
         if self.host_bytes > self.assumptions.host_memory_gib * GIB:
             yield (
                 f"a node needs {gib(self.host_bytes)} of host memory; it is assumed to have "

@@ -1,4 +1,4 @@
-"""What FP8 changes of bytes and of speed, in the trainer and in the engines."""
+"""Effect of FP8 on memory and speed, in the trainer and in the engines."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FP8_BYTES = 1
 
 
 def layer_matrices(parameters: Iterable[Parameter]) -> int:
-    """Elements of the layers' linear weights, all that is multiplied in FP8; not the experts' router."""
+    """Return the elements of the linear weights that FP8 applies to; the MoE router is excluded."""
     return sum(p.numel for p in parameters if ".linear_" in p.name and p.name.endswith(".weight"))
 
 
 def quantised_elements(config: Config, architecture: Architecture, stage: int) -> int:
-    """Elements of weights that one rank of a pipeline stage multiplies in FP8."""
+    """Return the elements of the weights that one rank of a pipeline stage multiplies in FP8."""
     if config.fp8 is None:
         return 0
     in_fp8, total = _layers_in_fp8(config.fp8, architecture), 0
@@ -43,7 +43,7 @@ def _layers_in_fp8(fp8: Fp8Config, architecture: Architecture) -> frozenset[int]
 
 
 def product_seconds_share(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
-    """Seconds of the trainer's products with weights over those that they would take in bfloat16."""
+    """Return the time of the trainer's linear layers relative to their time in bfloat16."""
     if config.fp8 is None:
         return 1.0
     arch = architecture
@@ -54,13 +54,16 @@ def product_seconds_share(config: Config, architecture: Architecture, gpu: Gpu, 
 
 
 def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:
-    """Of products in FP8 over those in bfloat16, quantising included."""
+    """Return the speedup of FP8 over bfloat16 matrix products, quantization included; at least 1."""
     fp8 = gpu.fp8_tflops * assumptions.fp8_efficiency
     return max(1.0, fp8 / (gpu.bf16_tflops * assumptions.compute_efficiency))
 
 
 def engine_weight_bytes(config: Config, architecture: Architecture, num_parameters: int) -> int:
-    """Of one engine rank with so many parameters; embeddings and norms stay in the model's dtype."""
+    """Return the weight bytes of an engine rank with `num_parameters` parameters.
+
+    With quantization, embeddings and norms stay in the model's dtype.
+    """
     dtype = DTYPE_BYTES[config.model.dtype]
     if config.rollout.quantization is None:
         return num_parameters * dtype
@@ -70,15 +73,15 @@ def engine_weight_bytes(config: Config, architecture: Architecture, num_paramete
 
 
 def engine_matrix_bytes(config: Config) -> int:
-    """Of one element of a layer's weights in an engine."""
+    """Return the bytes of one element of a linear layer's weights in an engine."""
     return DTYPE_BYTES[config.model.dtype] if config.rollout.quantization is None else FP8_BYTES
 
 
 def key_value_bytes(config: Config) -> int:
-    """Of one element of an engine's keys and values."""
+    """Return the bytes of one element of an engine's KV cache."""
     return DTYPE_BYTES[config.model.dtype] if config.rollout.kv_cache_dtype == "auto" else FP8_BYTES
 
 
 def engine_speedup(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
-    """Of an engine's products with weights over those in bfloat16."""
+    """Return the speedup of an engine's linear layers over bfloat16."""
     return 1.0 if config.rollout.quantization is None else fp8_speedup(gpu, assumptions)

@@ -1,8 +1,8 @@
-"""A plan for people, as lines that fit a terminal of 80 columns, and for programs, as plain data."""
+"""Print a plan for people, readable at 80 columns, and convert it to plain data for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,21 +16,31 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
 from megatron_bapo.planning.plan import Plan, gib
-from megatron_bapo.planning.search import changes
+from megatron_bapo.planning.search import NEAR_BEST, changes
 from megatron_bapo.planning.timing import sync_bytes
-from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches
+from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
 
 NUM_SHOWN = 8
-"""Layouts of a search."""
+"""Number of a search's layouts that are printed."""
 Rows = Sequence[tuple[str, str]]
+_STAGE_NAME_WIDTH, _STAGE_WIDTH = 29, 8
+"""Characters of the stage table's first column and of each further one, margins included."""
+_SEARCH_WIDTH = 60
+"""Width below which the table of layouts does not shrink."""
+_SEARCH_CAPTION = (
+    "GiB: the fullest GPU while training; tokens: trainer.max_tokens_per_gpu; engines: their number x the GPUs of "
+    f"each. Layouts within {NEAR_BEST:.0%} of the best step time come first, ordered by free memory and then by fewer "
+    "parallel dimensions above 1; the others follow by step time."
+)
 
 
 def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str]) -> None:
-    """Everything about the plan, then whether it fits; `overrides` are those with which it would."""
+    """Print all parts of the plan, then whether it fits; if it does not, `overrides` are changes with which it does."""
     _print_section(console, f"{plan.num_gpus} x {plan.gpu_name}, engines {plan.placement}", _model_rows(plan, where))
     _print_section(console, "batch", batch_arithmetic(plan.config))
     console.print(Text("GiB on the fullest GPU of each pipeline stage; * is the worst", "bold"))
-    console.print(_stage_table(plan))
+    for stages in _blocks(plan.stages, console.width):
+        _print_table(console, _stage_table(plan, stages), _STAGE_NAME_WIDTH + len(stages) * _STAGE_WIDTH)
     _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
     rollout = plan.config.rollout
     _print_section(console, f"engines: {rollout.num_engines} of {rollout.ranks_per_engine} GPUs", _engine_rows(plan))
@@ -41,25 +51,28 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
 
 
 def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int) -> None:
-    """The fastest layouts, and the overrides for the first."""
+    """Print the best layouts of a search, and the overrides that select the first one."""
     if not found:
-        console.print(f"No layout that is searched fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
+        console.print(f"No layout of the search fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
         return
-    console.print(Text(f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the fastest", "bold"))
+    console.print(
+        Text(f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the best {min(len(found), NUM_SHOWN)}", "bold")
+    )
     table = Table(box=SIMPLE_HEAD)
     for name in ("s/step", "train", "MFU", "GiB", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("layout", "engines"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("layout")  # the only column that wraps
+    table.add_column("engines", no_wrap=True)
     for candidate in found[:NUM_SHOWN]:
         table.add_row(*_search_row(candidate))
-    console.print(table)
-    console.print("the first one's overrides:")
-    _print_line(console, " ".join(changes(plan.config, found[0].config)))
+    _print_table(console, table, _SEARCH_WIDTH)
+    console.print(Text(_SEARCH_CAPTION, "dim"))
+    console.print("overrides for the first layout:")
+    _print_line(console, " ".join(changes(plan.config, found[0].config)) or "(none: it is the configuration's layout)")
 
 
 def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
-    """For programs: bytes, seconds and counts."""
+    """Return the plan for programs, in bytes, seconds and counts."""
     stages = [
         asdict(stage)
         | {
@@ -100,6 +113,12 @@ def _print_section(console: Console, title: str, rows: Rows) -> None:
     console.print(table)
 
 
+def _print_table(console: Console, table: Table, min_width: int) -> None:
+    """Print a table, in a narrower terminal with `min_width` columns and whole numbers."""
+    table.width = min_width if console.width < min_width else None
+    console.print(table, crop=False)
+
+
 def _print_line(console: Console, line: str) -> None:
     console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
 
@@ -119,27 +138,36 @@ def _model_rows(plan: Plan, where: str) -> Rows:
     ]
 
 
-def _stage_table(plan: Plan) -> Table:
+def _blocks(stages: Sequence[StageMemory], width: int) -> list[Sequence[StageMemory]]:
+    """Split the stages into tables of equal size that fit the width."""
+    num_per_table = max(1, (width - _STAGE_NAME_WIDTH) // _STAGE_WIDTH)
+    num_tables = -(-len(stages) // num_per_table)
+    size = -(-len(stages) // num_tables)
+    return [stages[start : start + size] for start in range(0, len(stages), size)]
+
+
+def _stage_table(plan: Plan, stages: Sequence[StageMemory]) -> Table:
+    """Return the table of some stages, with every row that is not 0 in all stages of the plan."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
-    for stage in plan.stages:
+    for stage in stages:
         table.add_column(f"{stage.stage}{'*' * (stage is plan.worst_stage)}", justify="right", no_wrap=True)
-    parts = {
-        "parameters": [stage.state.parameters for stage in plan.stages],
-        "gradients": [stage.state.gradients for stage in plan.stages],
-        "optimizer": [stage.state.optimizer for stage in plan.stages],
-        "FP8 copies": [stage.state.quantised for stage in plan.stages],
-        "reference policy": [stage.state.reference for stage in plan.stages],
-        "activations": [sum(stage.activations.values()) for stage in plan.stages],
-        "a layer's backward pass": [stage.backward for stage in plan.stages],
-        "output layer": [stage.output_layer for stage in plan.stages],
-        "reserved": [plan.while_training(stage) - stage.peak + stage.reserved for stage in plan.stages],
-        f"training, of {plan.gpu.memory_gib}": [plan.while_training(stage) for stage in plan.stages],
-        f"generating, of {plan.gpu.memory_gib}": [plan.while_generating(stage) for stage in plan.stages],
+    parts: dict[str, Callable[[StageMemory], int]] = {
+        "parameters": lambda stage: stage.state.parameters,
+        "gradients": lambda stage: stage.state.gradients,
+        "optimizer": lambda stage: stage.state.optimizer,
+        "FP8 copies": lambda stage: stage.state.quantised,
+        "reference model": lambda stage: stage.state.reference,
+        "activations": lambda stage: sum(stage.activations.values()),
+        "a layer's backward pass": lambda stage: stage.backward,
+        "output layer": lambda stage: stage.output_layer,
+        "reserved": lambda stage: plan.while_training(stage) - stage.peak + stage.reserved,
+        f"training, of {plan.gpu.memory_gib}": plan.while_training,
+        f"generating, of {plan.gpu.memory_gib}": plan.while_generating,
     }
-    for name, sizes in parts.items():
-        if any(sizes):
-            table.add_row(name, *(f"{size / GIB:.1f}" for size in sizes))
+    for name, num_bytes in parts.items():
+        if any(map(num_bytes, plan.stages)):
+            table.add_row(name, *(f"{num_bytes(stage) / GIB:.1f}" for stage in stages))
     return table
 
 
@@ -148,8 +176,10 @@ def _activation_rows(plan: Plan) -> Rows:
     counts = worst.in_flight
     chunks = " by model chunk" if len(counts) > 1 else ""
     rows = [(name, gib(num_bytes)) for name, num_bytes in worst.activations.most_common() if num_bytes > 0.05 * GIB]
-    held = f"{' + '.join(map(str, counts))}{chunks} at once, each of {sum(batch.lengths):,} tokens on all context ranks"
-    return [*rows, ("micro-batches", held)]
+    in_flight = (
+        f"{' + '.join(map(str, counts))}{chunks} in flight, each of {sum(batch.lengths):,} tokens on all context ranks"
+    )
+    return [*rows, ("micro-batches", in_flight)]
 
 
 def _engine_rows(plan: Plan) -> Rows:
@@ -157,11 +187,14 @@ def _engine_rows(plan: Plan) -> Rows:
     return [
         ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
         (
-            "keys, values",
+            "KV cache",
             f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
-            f"longest prompt and answer have {engine.max_model_len:,}",
+            f"longest prompt and response have {engine.max_model_len:,}",
         ),
-        ("at once", f"{engine.num_concurrent} answers of mean length (rollout.max_num_seqs={engine.max_num_seqs})"),
+        (
+            "concurrent",
+            f"{engine.num_concurrent} responses of mean length (rollout.max_num_seqs={engine.max_num_seqs})",
+        ),
     ]
 
 
@@ -195,7 +228,7 @@ def _assumption_rows(assumptions: Assumptions) -> Rows:
         ("--efficiency", f"{assumptions.compute_efficiency:g} of the peak FLOP/s"),
         ("--mean-response", f"{assumptions.mean_response_fraction:g} of rollout.max_response_length"),
         ("--host-gib", f"{assumptions.host_memory_gib:,g} in each node of {assumptions.gpus_per_node} GPUs"),
-        ("the rest", "in planning/hardware.py, and printed by --json"),
+        ("others", "in planning/hardware.py; --json prints all"),
     ]
 
 
@@ -207,7 +240,7 @@ def _search_row(plan: Plan) -> Iterator[str]:
 
 
 def layout_name(config: Config) -> str:
-    """Sizes of the mesh that exceed 1, and how memory is saved."""
+    """Return the parallel dimensions above 1 and the settings that save memory, e.g. `TP4 PP2 DP8 offload`."""
     parallel = config.parallel
     sizes = {
         "TP": parallel.tensor_model_parallel_size,
@@ -236,4 +269,4 @@ def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> No
         console.print("this would fit:", style="bold")
         _print_line(console, " ".join(overrides))
     else:
-        console.print("No layout that is searched fits on so many; take more or larger GPUs, or shorter answers.")
+        console.print("No layout of the search fits on so many; take more or larger GPUs, or shorter responses.")

@@ -1,4 +1,4 @@
-"""Bytes of one engine on each of its GPUs, and how many answers it can work on at once."""
+"""Memory of one engine on each of its GPUs, and the number of responses that it can generate at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_bapo.planning.trainer_memory import mean_length
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU."""
+    """Bytes on one of an engine's GPUs."""
 
     weights: int
     workspace: int
@@ -35,12 +35,12 @@ class EngineMemory:
 
     @property
     def num_concurrent(self) -> int:
-        """Answers of mean length whose keys and values fit, half-way through them on average."""
+        """Responses of mean length whose KV cache fits, half generated on average."""
         return min(self.max_num_seqs, int(self.kv_tokens / (0.5 * self.mean_length)))
 
 
 def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
-    """As vLLM divides its share of a GPU: weights, workspace, and keys and values in the rest."""
+    """Return the memory of one engine. Like vLLM, give the KV cache what weights and workspace leave of its share."""
     rollout = config.rollout
     num_stages = rollout.pipeline_parallel_size
     own_parameters = engine_parameters(architecture, rollout.tensor_parallel_size, num_stages)
@@ -63,7 +63,10 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
 
 @lru_cache
 def engine_parameters(architecture: Architecture, tensor_parallel_size: int, num_stages: int = 1) -> int:
-    """On one GPU of the fullest pipeline stage. Key/value heads that are fewer than the GPUs are whole on each."""
+    """Return the parameters on one GPU of the fullest pipeline stage.
+
+    Key/value heads are replicated where there are fewer of them than tensor-parallel GPUs.
+    """
     split = Split(tensor=tensor_parallel_size, expert_tensor=tensor_parallel_size, pipeline=num_stages)
     num_layers, last = _num_layers(architecture, num_stages), architecture.num_hidden_layers
     first_stage = ChunkShape(range(num_layers), has_embedding=True, has_output=num_stages == 1)
@@ -78,5 +81,5 @@ def engine_parameters(architecture: Architecture, tensor_parallel_size: int, num
 
 
 def _num_layers(architecture: Architecture, num_stages: int) -> int:
-    """Of the fullest pipeline stage."""
+    """Return the layers of the fullest pipeline stage."""
     return -(-architecture.num_hidden_layers // num_stages)

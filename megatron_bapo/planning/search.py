@@ -1,4 +1,4 @@
-"""Layouts that fit on a number of GPUs, fastest first."""
+"""Search for the layouts of a model that fit on a number of GPUs, best first."""
 
 from __future__ import annotations
 
@@ -13,29 +13,50 @@ from megatron_bapo.config.model_checks import split_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
+from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.plan import Plan
 
 SIZES = (1, 2, 4, 8)
 EXPERT_SIZES = (1, 2, 4, 8, 16, 32)
 VIRTUAL_SIZES = (1, 2, 4)
 RECOMPUTE = (None, "selective", "full")
-"""`selective`: the MLPs or experts, which hold most; FlashAttention recomputes its own."""
+"""`selective` recomputes the MLPs or experts, whose activations are the largest; FlashAttention recomputes its own."""
 TOKEN_ROUNDING = 1024
 TRAINER_SHARES = (0.25, 0.5, 0.75)
-"""Of the GPUs, where the engines have their own."""
+"""Shares of the GPUs that the trainer gets when the engines have GPUs of their own."""
 LOWEST_UTILIZATION = 0.1
+"""Smallest rollout.gpu_memory_utilization that is proposed."""
+NEAR_BEST = 0.02
+"""Step times this close to the best are taken for equal: the estimate is not more precise."""
 
 
 def search(plan: Plan, num_gpus: int) -> list[Plan]:
-    """Every layout of the trainer and its engines that fits, by estimated seconds of a step.
+    """Return every layout of the trainer and its engines that fits; the model, the batch and the lengths are kept.
 
-    The model, the batch and the lengths stay.
+    Layouts whose estimated step time is within `NEAR_BEST` of the best come first: those that leave more GPU memory
+    free while training before others, and at equal memory those with fewer parallel dimensions. The rest follows by
+    step time.
     """
-    return sorted(_fitting(plan, num_gpus), key=lambda candidate: candidate.time.total)
+    found = sorted(_fitting(plan, num_gpus), key=lambda candidate: candidate.time.total)
+    num_near = sum(candidate.time.total <= (1 + NEAR_BEST) * found[0].time.total for candidate in found)
+    return [*sorted(found[:num_near], key=_preference), *found[num_near:]]
+
+
+def _preference(plan: Plan) -> tuple[int, int]:
+    """Return the order of equally fast layouts: whole GiB on the fullest GPU, then parallel dimensions above 1."""
+    parallel = plan.config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.expert_model_parallel_size,
+    )
+    return round(plan.while_training(plan.worst_stage) / GIB), sum(size > 1 for size in sizes)
 
 
 def check_searched(plan: Plan, num_gpus: int) -> None:
-    """Raises UserError with the rules that all layouts of a search break, which no number of GPUs can mend."""
+    """Raise UserError with the rules that every layout of a search breaks; no number of GPUs would help."""
     broken = [
         planned_problems(with_settings(plan.config, settings), plan.architecture, "the model")
         for settings in _layouts(plan, num_gpus)
@@ -44,12 +65,12 @@ def check_searched(plan: Plan, num_gpus: int) -> None:
 
 
 def changes(old: Config, new: Config) -> list[str]:
-    """The overrides that lead from one configuration to another."""
+    """Return the overrides that turn one configuration into another."""
     return list(_changes("", old, new))
 
 
 def with_settings(config: Config, settings: dict[str, dict[str, Any]]) -> Config:
-    """The configuration with some keys of some sections replaced, validated again."""
+    """Return the configuration with some keys of some sections replaced, validated again."""
     sections = {
         name: getattr(config, name).__class__.model_validate(getattr(config, name).model_dump() | values)
         for name, values in settings.items()
@@ -58,7 +79,7 @@ def with_settings(config: Config, settings: dict[str, dict[str, Any]]) -> Config
 
 
 def largest_engine(plan: Plan) -> Plan:
-    """With as much of a shared GPU for the engine as the trainer leaves, if that is less than is configured."""
+    """Return the plan with a colocated engine limited to the memory that the trainer leaves, if more is configured."""
     if plan.placement == "separate":
         return plan
     taken = plan.while_generating(plan.fullest_resident_stage) - plan.engine.total
@@ -126,7 +147,7 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
 
 def _with_engine(plan: Plan, rollout: dict[str, Any]) -> Plan:
     changed = replace(plan, config=with_settings(plan.config, {"rollout": rollout}))
-    vars(changed)["stages"] = plan.stages  # the trainer's memory is the same, and takes the longest to find
+    vars(changed)["stages"] = plan.stages  # the trainer's memory is unchanged, and takes the longest to compute
     return changed
 
 
@@ -142,5 +163,5 @@ def _changes(prefix: str, old: Section, new: Section) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    """As YAML on the command line."""
+    """Return the value as YAML on the command line."""
     return f"[{','.join(value)}]" if isinstance(value, tuple) else json.dumps(value, default=str).strip('"')

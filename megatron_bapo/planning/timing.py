@@ -1,8 +1,9 @@
-"""FLOPs of a step, and an estimate of its seconds.
+"""FLOPs and estimated time of a training step.
 
-Work over what the hardware is assumed to give (`hardware.Assumptions`), one part after another: good to a few tens of
-percent, and good for ranking layouts, which share the errors. Sources of the counts: Megatron-LM's paper (arXiv
-2104.04473) for FLOPs and the pipeline's bubble, 2205.05198 for sequence parallelism's collectives.
+The estimate divides the work of each part by the assumed performance (`hardware.Assumptions`) and adds the parts up. It
+is accurate to a few tens of percent, and ranks layouts better than that because they share the errors. Sources: the
+Megatron-LM paper (arXiv 2104.04473) for FLOPs and the pipeline bubble, arXiv 2205.05198 for the collectives of sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -26,45 +27,46 @@ from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.trainer_memory import mean_length, mean_response, num_micro_batches
 
 TRAINING_PASSES = 3
-"""Forward passes that take the FLOPs of one forward and one backward pass."""
+"""FLOPs of one forward and one backward pass, in forward passes."""
 ADAM_BYTES = 32
-"""Memory traffic of one parameter's update: reads of gradient, parameter and moments, writes of three, and the copy."""
+"""Memory traffic of one parameter's Adam update: it reads the gradient, the parameter and both moments, and writes the
+parameter, both moments and the low-precision copy."""
 LATENCY_S = 12e-6
-"""Of one small all-reduce within a node."""
+"""Latency of one small all-reduce within a node."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step (a rollout batch and its updates)."""
+    """Seconds of one step, which is a rollout batch and its updates."""
 
     generation: float
     compute: float
     """Forward, backward and scoring passes at the assumed efficiency."""
     bubble: float
-    """Of the pipeline."""
+    """Pipeline bubble."""
     tensor: float
     """Collectives of tensor and sequence parallelism."""
     context: float
     expert: float
     pipeline: float
     data: float
-    """Gradient sums and parameter gathers, where they are not hidden."""
+    """Gradient reduction and parameter gathers that computation does not hide."""
     optimizer: float
     weight_sync: float
     model_flops: float
-    """Of one step on all GPUs, without what is computed again."""
+    """FLOPs of one step on all GPUs, without recomputation."""
     num_tokens: float
-    """Prompts and answers of a step."""
+    """Prompt and response tokens of a step."""
     num_gpus: int
-    """Trainer's."""
+    """GPUs of the trainer."""
     peak_flops: float
-    """Of one GPU."""
+    """Peak FLOP/s of one GPU."""
     overlapped: bool
-    """Generation goes on while the trainer works."""
+    """True if generation overlaps with training."""
 
     @property
     def training_parts(self) -> dict[str, float]:
-        """What the trainer's seconds go to, by name."""
+        """Seconds of each part of the trainer's work, by name."""
         return {
             "compute": self.compute,
             "pipeline bubble": self.bubble,
@@ -87,7 +89,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Of the trainer's GPUs while they train."""
+        """Model FLOPs utilization of the trainer's GPUs during training."""
         return self.model_flops / (self.training * self.num_gpus * self.peak_flops)
 
     @property
@@ -96,10 +98,11 @@ class StepTime:
 
 
 def forward_flops(architecture: Architecture, length: float, square: float) -> tuple[float, float]:
-    """(matrix products with weights, causal attention) of one sequence; `square` is the mean square of the lengths.
+    """Return the forward FLOPs of one sequence as (linear layers, causal attention).
 
-    Both are linear: sums over sequences of the lengths and of their squares give the FLOPs of all. The output layer is
-    counted at every token, as is usual, also where only those of the response need it.
+    `length` is the mean length and `square` the mean square of the lengths, in tokens. Both results are linear in them,
+    so that the sums over several sequences give the FLOPs of all. The output layer is counted at every token, as is
+    usual, even though only response tokens need it.
     """
     width = architecture.num_attention_heads * architecture.head_dim
     attention = 2 * architecture.num_hidden_layers * width * square
@@ -107,14 +110,14 @@ def forward_flops(architecture: Architecture, length: float, square: float) -> t
 
 
 def forward_pass_flops(architecture: Architecture, lengths: Sequence[int]) -> float:
-    """Of one forward pass over sequences of these lengths, in tokens."""
+    """Return the FLOPs of one forward pass over sequences of these lengths, in tokens."""
     return sum(forward_flops(architecture, sum(lengths), sum(length**2 for length in lengths)))
 
 
 def step_time(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
 ) -> StepTime:
-    """Of one step under this configuration."""
+    """Return the estimated time of one step."""
     parallel, trainer = config.parallel, config.trainer
     length, peak = mean_length(config, assumptions), gpu.bf16_tflops * 1e12
     trajectories = trainer.train_batch_size * trainer.ppo_epochs
@@ -122,11 +125,11 @@ def step_time(
     scored = _scoring_passes(config)
     passes = TRAINING_PASSES + scored
     model_flops = trajectories * passes * (products + attention)
-    # In FLOPs of bfloat16 that take as long.
+    # bfloat16 FLOPs that would take as long.
     equal = products * product_seconds_share(config, architecture, gpu, assumptions)
     work = passes * (equal + attention) + _recomputed(config, architecture, equal, attention)
     if parallel.context_parallel_size > 1 and config.model.transformer_impl == "local":
-        work += passes * attention  # the mask hides the future, and no kernel leaves it out
+        work += passes * attention  # masked scores are computed and then discarded
     compute = trajectories * work / (parallel.world_size * peak * assumptions.compute_efficiency)
     busy = num_micro_batches(config, assumptions) * parallel.virtual_pipeline_model_parallel_size
     tokens = trajectories * length / data_context_size(parallel)
@@ -155,15 +158,16 @@ def step_time(
 
 
 def _scoring_passes(config: Config) -> float:
-    """Forward passes over a trajectory for each time that it is trained on.
+    """Return the scoring passes (forward only) over a trajectory for each time that it is trained on.
 
-    Those of `bound_scopes.py`: a step's first update is trained at once by ratios of 1, where its tokens are all of the
-    present weights or scored by them. What speculation saves, and how often it trains twice, nobody knows beforehand.
+    `trainer/bound_scopes.py` decides which are needed. A step's first update needs none if the current weights have
+    generated or scored all its tokens, since all ratios are then 1. Savings and repeated passes of speculation are
+    unknown in advance and not counted.
     """
     algorithm, trainer, fp8 = config.algorithm, config.trainer, config.fp8
     finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
     recomputed = algorithm.behaviour_policy == "recomputed"
-    is_fresh = not config.rollout.may_age and not (fp8 and fp8.remembers_passes)
+    is_fresh = not config.rollout.may_be_stale and not (fp8 and fp8.uses_delayed_scaling)
     share_scored = 1 - (recomputed or is_fresh) / trainer.updates_per_step
     once = recomputed + algorithm.needs_reference
     return finds_bounds * share_scored + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
@@ -172,18 +176,21 @@ def _scoring_passes(config: Config) -> float:
 def generation_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
 ) -> float:
-    """Of one rollout batch: full batches for as long as there are answers waiting, at least one longest answer."""
+    """Return the seconds in which the engines generate one rollout batch.
+
+    They decode full batches while requests are queued; the time is at least that of one response of maximum length.
+    """
     rollout = config.rollout
-    answers = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
-    concurrent = max(1.0, min(answers, engine.num_concurrent))
+    responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
+    concurrent = max(1.0, min(responses, engine.num_concurrent))
     prompt_tokens = config.data.max_prompt_length * assumptions.mean_prompt_fraction
-    prefill = prefill_seconds(config, architecture, gpu, assumptions, answers / rollout.n * prompt_tokens)
+    prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt_tokens)
 
     def decode_seconds(batch: float) -> float:
         cost = decode_cost(config, architecture, gpu, engine, assumptions, batch)
         return cost.seconds(1, batch, batch * 0.5 * engine.mean_length)
 
-    waves = answers / concurrent * mean_response(config, assumptions)
+    waves = responses / concurrent * mean_response(config, assumptions)
     full = waves * decode_seconds(concurrent)
     alone = rollout.max_response_length * decode_seconds(max(1.0, concurrent / 8))
     return prefill + max(full, alone)
@@ -192,9 +199,10 @@ def generation_seconds(
 def decode_cost(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions, batch: float
 ) -> DecodeCost:
-    """Of one engine; `batch` sequences at once decide which experts are read.
+    """Return the decoding cost of one engine.
 
-    Pipeline stages work on equal parts of the batch, side by side: each part waits for the weights of all of them.
+    `batch` is the number of concurrent sequences, which determines how many experts are read. Pipeline stages process
+    equal parts of the batch in parallel, and each part has to pass through the weights of all stages.
     """
     rollout, arch = config.rollout, architecture
     size, num_stages = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
@@ -218,34 +226,34 @@ def decode_cost(
 def prefill_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions, num_tokens: float
 ) -> float:
-    """In which one engine reads so many prompt tokens; attention left out."""
+    """Return the seconds in which one engine prefills `num_tokens` prompt tokens, without attention."""
     flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
 
 
 def sync_seconds(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
-    """Every node's store is filled with a whole version, then every engine worker there reads its own part.
+    """Return the seconds of one weight transfer.
 
-    By another transport trainer ranks, sharing the work, give each worker its part at once. `plan --weights` says which
-    bytes go where.
+    With the store, each node's weight store receives the whole version and then each engine worker reads its part. With
+    the other transports the trainer ranks share the work and send each worker its part (see `plan --weights`).
     """
     num_bytes, rollout, node = sync_bytes(config, architecture), config.rollout, assumptions.gpus_per_node
     if config.weight_sync.transport != "store":
         slowest = max(1 / rollout.ranks_per_engine, rollout.num_engines / config.parallel.world_size) * num_bytes
         return slowest / (gpu.nvlink_gb_s * 1e9 * assumptions.link_efficiency)
     copies = 1 + min(config.num_engine_ranks, node) / rollout.ranks_per_engine
-    arriving = num_bytes / (gpu.network_gb_s * 1e9 * assumptions.link_efficiency)  # over one adapter
+    arriving = num_bytes / (gpu.network_gb_s * 1e9 * assumptions.link_efficiency)  # through one network adapter
     return copies * num_bytes / (assumptions.store_gb_s * 1e9) + arriving * (config.parallel.world_size > node)
 
 
 def sync_bytes(config: Config, architecture: Architecture) -> int:
-    """Of one policy version."""
+    """Return the bytes of one policy version."""
     return num_parameters(architecture) * DTYPE_BYTES[config.model.dtype]
 
 
 def _recomputed(config: Config, architecture: Architecture, products: float, attention: float) -> float:
-    """FLOPs of one trajectory's second forward pass through what is recomputed."""
+    """Return the FLOPs of recomputing activations for one trajectory."""
     parallel, arch = config.parallel, architecture
     if parallel.recompute_granularity is None:
         return 0.0
@@ -264,9 +272,10 @@ def _recomputed(config: Config, architecture: Architecture, products: float, att
 def _layer_collectives(
     config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions, tokens: float, passes: float
 ) -> tuple[float, float, float, float]:
-    """Seconds of tensor, context, expert and pipeline parallelism; `tokens` come to one context rank in a step.
+    """Return the communication seconds of (tensor, context, expert, pipeline) parallelism.
 
-    A pass is a forward pass; the backward pass counts as two.
+    `tokens` are the tokens of one context-parallel rank in a step. `passes` are forward passes; a backward pass counts
+    as two.
     """
     parallel, b = config.parallel, DTYPE_BYTES[config.model.dtype]
     tp, cp, pp = (
@@ -297,7 +306,7 @@ def _layer_collectives(
 
 
 def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions) -> tuple[float, float]:
-    """(data-parallel communication that is not hidden, Adam) of one update."""
+    """Return the seconds of one update as (data-parallel communication that is not hidden, Adam)."""
     parallel = config.parallel
     state, dense = model_state(config, arch, 0), data_context_size(parallel)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)

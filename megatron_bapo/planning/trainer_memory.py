@@ -1,4 +1,4 @@
-"""Peak bytes of every pipeline stage of the trainer."""
+"""Peak memory of each of the trainer's pipeline stages."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class StageMemory:
     stage: int
     state: ModelState
     in_flight: tuple[int, ...]
-    """Micro-batches whose activations each model chunk holds at once."""
+    """Micro-batches whose activations each model chunk holds at its peak."""
     activations: Terms
-    """Of all of them."""
+    """Bytes of the activations of all in-flight micro-batches."""
     backward: int
-    """Of the layer whose backward pass runs: what it computes again, and gradients of its activations."""
+    """Bytes of the layer whose backward pass runs: recomputed activations and activation gradients."""
     output_layer: int
-    """Chunked log-probs, on the last stage."""
+    """Bytes of the chunked log-probs, on the last stage."""
     reserved: int
-    """Contexts, communication buffers, fragmentation."""
+    """Bytes of CUDA contexts, communication buffers and fragmentation."""
 
     @property
     def resident(self) -> int:
-        """What stays while the engines generate."""
+        """Bytes that stay allocated during generation."""
         return self.state.on_device
 
     @property
@@ -50,7 +50,7 @@ class StageMemory:
 
 
 def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
-    """The token budget, filled with the longest trajectories and one of what is left."""
+    """Return a micro-batch that fills the token budget with trajectories of maximum length and one of the rest."""
     rule, budget = config.padding_rule, config.max_micro_batch_tokens
     longest = rule.allocated([config.max_model_len])
     usable = max(budget // rule.granularity * rule.granularity, longest)
@@ -70,7 +70,7 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
 
 
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
-    """Of one update, on one data-parallel rank."""
+    """Return the micro-batches of one update on one data-parallel rank."""
     trajectories = config.trainer.ppo_mini_batch_size / config.parallel.data_parallel_size
     tokens = trajectories * mean_length(config, assumptions)
     needed = -(-tokens // (config.max_micro_batch_tokens * assumptions.packing_efficiency))
@@ -78,7 +78,7 @@ def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
 
 
 def mean_length(config: Config, assumptions: Assumptions) -> float:
-    """Tokens of a prompt and its answer."""
+    """Return the mean tokens of a prompt and its response."""
     prompt = config.data.max_prompt_length * assumptions.mean_prompt_fraction
     return prompt + mean_response(config, assumptions)
 
@@ -88,17 +88,18 @@ def mean_response(config: Config, assumptions: Assumptions) -> float:
 
 
 def stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions) -> list[StageMemory]:
-    """Of each pipeline stage."""
+    """Return the memory of each pipeline stage."""
     stages = range(config.parallel.pipeline_model_parallel_size)
     return [_stage_memory(config, architecture, assumptions, stage) for stage in stages]
 
 
 def in_flight(parallel: ParallelConfig, stage: int, num_micro_batches: int) -> tuple[int, ...]:
-    """Forward passes of each model chunk whose backward passes are still to come, at the most.
+    """Return the maximum number of in-flight micro-batches of each model chunk: forward done, backward pending.
 
-    1F1B starts as many as there are stages from this one on. The interleaved schedule runs every chunk but the last for
-    one round of micro-batches, and two more for every later stage (megatron/core/pipeline_parallel/schedules.py,
-    get_pp_rank_microbatches); a round is as many micro-batches as there are stages.
+    1F1B starts as many forward passes as there are stages from this one on. The interleaved schedule runs one round of
+    micro-batches through every chunk but the last, plus two for every later stage
+    (megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches). A round has as many micro-batches as there
+    are stages.
     """
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if vpp == 1:
@@ -118,7 +119,7 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
             activations[name] += count * num_bytes
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     for chunk, count in zip(chunks, counts, strict=True):
-        # Megatron holds what a chunk received and what it sent until its backward pass.
+        # Megatron keeps the tensors that a chunk received and sent until its backward pass.
         activations["between stages"] += count * hidden * ((not chunk.has_embedding) + (not chunk.has_output))
     kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
     backward = max(_backward_bytes(architecture, parallel, batch, kind) for kind in kinds)
@@ -132,7 +133,7 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
 
 
 def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
-    """What recompute brings back of a layer, and the gradients of its largest part: no more than its activations."""
+    """Return the bytes of a layer's recomputed activations and of its largest activation gradient."""
     whole, kept = (
         layer_activations(architecture, layout, batch, has_experts=has_experts)
         for layout in (without_recompute(parallel), parallel)

@@ -1,4 +1,4 @@
-"""Whether the reward can use the prompts' ground truths at all."""
+"""Check that the configured reward can read the prompts' ground truths."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from megatron_bapo.rewards.scorer import RewardRequest, RewardResult, Scorer
 
 
 def check_ground_truths(config: RewardConfig, prompts: Sequence[Prompt], allowed: int = 0) -> None:
-    """Whether math-verify can read them: it is the one reward known to refuse some. Equal ones are read once.
+    """Check that math-verify, the only built-in reward that can reject ground truths, reads those of the prompts.
 
-    Raises UserError with the first one that it cannot read, and their number, where there are more than `allowed`.
+    Equal ground truths are read once. Raises UserError with the first unreadable one and their number if there are more
+    than `allowed`.
     """
     if config.type != "math_verify":
         return
@@ -26,8 +27,8 @@ def check_ground_truths(config: RewardConfig, prompts: Sequence[Prompt], allowed
     if len(refused) > allowed:
         why = str(results[refused[0].ground_truth]).splitlines()[-1]
         raise UserError(
-            f"a ground truth is of no use to reward.type=math_verify ({len(refused)} of {len(prompts)} are), first "
-            f"that of prompt {refused[0].prompt_id}, counted from 0: {why}; correct them, or leave such rows out"
+            f"reward.type=math_verify cannot read {len(refused)} of {len(prompts)} ground truths; the first is that "
+            f"of prompt {refused[0].prompt_id}, counted from 0: {why}; correct them or remove such rows"
         )
 
 

@@ -1,40 +1,63 @@
-"""Mathematical equality of an answer and the ground truth, by math-verify (https://github.com/huggingface/Math-Verify)."""
+r"""Reward for mathematical equality with the ground truth, by math-verify (https://github.com/huggingface/Math-Verify).
+
+math-verify evaluates what it reads: a response that only repeats its task, such as \boxed{12+34} for 46, equals the
+ground truth. The response must therefore also be written as a result (see `number_form`).
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import sympy
 from math_verify import parse, verify
 
-# It warns that its own time limits are off. They rest on SIGALRM, which some computations outlast (verl PR #5635):
-# the scorer kills the process instead.
+from megatron_bapo.rewards.formula import elements, has_variable, tokens
+from megatron_bapo.rewards.number_form import is_result, kinds_of_constants
+
+# math-verify's own timeouts use SIGALRM, which does not stop some computations (verl PR #5635). They are disabled, and
+# the scorer kills the process instead. The log level hides math-verify's warning about this.
 NO_TIMEOUT = 0
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+# Spellings that math-verify 0.9 misreads or cannot read.
+_CORRECTIONS = [
+    (r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|\s)\d{3}(?!\d))+", lambda match: re.sub(r"\D", "", match[0])),  # 12\,345
+    (r"\\pmod\s*(?:\d+|\{[^{}]*\})|\((?:\\?[bp]?mod|\\text\{mod\s*\})[^()]*\)", ""),  # 46 \pmod{100}
+    (r"^\s*(?:\\approx|≈)", ""),
+    (r"(?<!\^)°", r"^\\circ"),
+    (r"[·•]", r"\\cdot "),
+    (r"(?s)^.*\\begin\{(?:align|gather|split)\w*\*?\}.*=(.*)\\end\{\w+\*?\}", r"\1"),
+    (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s])+$", ""),  # math-verify reads "2 ." as "2 0."
+]
+# Signs of work that is left to do, even with variables.
+_TASK = re.compile(
+    r"\\(?:i*nt|oint|sum|prod|lim|det|gcd|lcm|operatorname|partial)(?![A-Za-z])|vmatrix"
+    r"|\\frac \{ d (?:[^{}]* )?\} \{ d \S+ (?=\})"
+)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    r"""The `score`, 1.0 when the answer equals the ground truth, else 0.0, and the answer that was read, as `pred`.
+    r"""Return `score`, 1.0 if the answer equals the ground truth and 0.0 if not, and the extracted answer as `pred`.
 
-    The answer is the text's last \boxed{} (several close together make a set), else its last formula or number. The
+    The answer is the response's last \boxed{} (several close together form a set), else its last formula or number. The
     ground truth is a number or LaTeX, with or without \boxed{} or dollar signs, or a JSON list of such texts, any of
-    which counts. Where it is a number, a sum or product of numbers, such as the task itself, is no answer: math-verify
-    would work it out.
-    Raises ValueError when nothing can be read from the ground truth.
+    which counts. An answer that leaves work to do, such as a repetition of the task, scores 0.0 unless the ground truth
+    is written in the same way. Raises ValueError if the ground truth cannot be read.
     """
-    golds = [gold for text in _alternatives(ground_truth) if (gold := _read(text))]
+    golds = [gold for text in _alternatives(ground_truth) if (gold := _read_ground_truth(text))]
     if not golds:
         raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
-    answer = parse(solution_str, parsing_timeout=NO_TIMEOUT)
+    answer = _read(solution_str)
     return {"score": float(any(_is_right(gold, answer) for gold in golds)), "pred": _written(answer)}
 
 
 def _alternatives(ground_truth: str) -> list[str]:
-    """The texts of a JSON list of texts, as public data sets have it; `[1,2]` and `[1,2)` are themselves answers."""
+    """Return the texts of a JSON list of strings, as in public data sets; `[1,2]` and `[1,2)` are single answers."""
     try:
         texts = json.loads(ground_truth)
     except (ValueError, RecursionError):
@@ -43,31 +66,88 @@ def _alternatives(ground_truth: str) -> list[str]:
     return texts if is_list else [ground_truth]
 
 
-def _read(ground_truth: str) -> list[Any]:
-    delimited = "\\boxed" in ground_truth or "$" in ground_truth
-    return parse(ground_truth if delimited else f"\\boxed{{{ground_truth}}}", parsing_timeout=NO_TIMEOUT)
+def _read_ground_truth(text: str) -> list[Any]:
+    is_delimited = "\\boxed" in text or re.search(r"(?<!\\)\$", text)
+    delimited = text if is_delimited else f"\\boxed{{{text}}}"
+    read = _read(delimited)
+    # A formula that cannot be read counts as the last number in it.
+    return [*parse(delimited, parsing_timeout=NO_TIMEOUT)[:1], *read] if len(read) == 1 else read
+
+
+def _read(text: str) -> list[Any]:
+    """Return the value of the last formula or number and its own text, or its text alone if it cannot be read."""
+    read = _parse(text)
+    if read and (corrected := _corrected(read[-1])) not in ("", read[-1]):
+        read = _parse(f"\\boxed{{{corrected}}}")
+    if len(read) == 1 and "=" in read[0]:
+        last_side = _corrected(read[0].rpartition("=")[2])
+        return last if len(last := _parse(f"\\boxed{{{last_side}}}")) > 1 else read
+    return read
+
+
+def _parse(text: str) -> list[Any]:
+    # By default math-verify returns the text of the last formula with the value of an earlier one if the last one
+    # cannot be read.
+    return parse(text, extraction_mode="first_match", parsing_timeout=NO_TIMEOUT)
+
+
+def _corrected(text: str) -> str:
+    for pattern, correction in _CORRECTIONS:
+        text = re.sub(pattern, correction, text)
+    return text.strip()
 
 
 def _is_right(gold: list[Any], answer: list[Any]) -> bool:
-    is_task = isinstance(gold[0], sympy.Number) and _is_left_to_do(answer)
-    # math-verify's comparison is not symmetric: the ground truth comes first.
-    return not is_task and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
-
-
-def _is_left_to_do(answer: list[Any]) -> bool:
-    """12 + 34 and 3 * 4, but not 3 * 10^5, 50% or 1/2."""
-    if not answer or not isinstance(answer[0], sympy.Add | sympy.Mul):
+    try:
+        # math-verify's comparison is asymmetric; the ground truth must come first.
+        return bool(answer) and _is_finished(gold, answer) and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
+    except RecursionError:  # a thousand nested brackets
         return False
-    factors = [factor for factor in answer[0].args if isinstance(factor, sympy.Integer) and factor != -1]
-    return isinstance(answer[0], sympy.Add) or len(factors) > 1
+
+
+def _is_finished(gold: list[Any], answer: list[Any]) -> bool:
+    """Return whether each element of the answer is a result or is written as in the ground truth."""
+    gold_formula, formula = tokens(gold[-1]), tokens(answer[-1])
+    if _without_braces(formula) == _without_braces(gold_formula):
+        return True
+    gold_elements = elements(gold_formula, keep_relations=True)
+    is_symbolic = any(map(has_variable, gold_elements))
+    if not is_symbolic and _is_to_be_combined(formula, gold_formula):
+        return False
+    kinds, tasks = kinds_of_constants(gold_formula), _tasks(gold_formula)
+    alike = [_without_braces(element) for element in gold_elements]
+    return all(
+        _without_braces(element) in alike
+        or is_result(element, kinds)
+        or (is_symbolic and has_variable(element) and _tasks(element) <= tasks)
+        for element in elements(formula, keep_relations=is_symbolic)
+    )
+
+
+def _is_to_be_combined(formula: list[str], gold: list[str]) -> bool:
+    r"""Return whether the answer has more unions than the ground truth, or a factor before a matrix of integers.
+
+    A ground truth with \setminus may be written as a union, and a matrix of fractions may have a common denominator.
+    """
+    num_unions = formula.count(r"\cup") - gold.count(r"\cup")
+    is_scaled = "} \\begin{" in " ".join(formula)
+    return (num_unions > 0 and r"\setminus" not in gold) or (is_scaled and {r"\frac", "/"}.isdisjoint(gold))
+
+
+def _without_braces(formula: list[str]) -> list[str]:
+    return [token for token in formula if token not in ("{", "}")]
+
+
+def _tasks(formula: list[str]) -> set[str]:
+    return {match[0] for match in _TASK.finditer(" ".join(formula))}
 
 
 def _written(answer: list[Any]) -> str | None:
-    """What was read as one text: of 0.5, 1/2 and \\frac{1}{2} the same."""
+    """Return the extracted answer as canonical text, the same for 0.5, 1/2 and \\frac{1}{2}."""
     if not answer:
         return None
     value = sympy.Rational(str(answer[0])) if isinstance(answer[0], sympy.Float) else answer[0]
     try:
         return str(value)
-    except ValueError:  # Python refuses to write whole numbers of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return str(answer[-1])

@@ -1,10 +1,9 @@
-"""The score of a reasoning-gym question by its own task's scorer.
+"""Reward of reasoning-gym questions by each task's own scorer.
 
-Scores are the task's own, in 0..1, and not always 0 or 1. Most number tasks (chain_sum, gcd, products, ...) give 1.0
-for the right number alone, and len(truth) / len(answer) for any text that contains the right digits: for 42, "42."
-gives 1.0, "The answer is 42" 2/16 and "142" 2/3. Answers in <answer> tags, or prompts that ask for the bare answer,
-keep the signal crisp.
-Puzzles (countdown, puzzle24, rush_hour, ...) give 0.01 to 0.05 to any answer.
+Scores are in [0, 1] and not always 0 or 1. Most number tasks (chain_sum, gcd, products, ...) give 1.0 to the right
+number alone, and len(truth) / len(answer) to any text that contains the right digits: for 42, "42." gives 1.0, "The
+answer is 42" 2/16 and "142" 2/3. Answers in <answer> tags, or prompts that ask for the answer alone, avoid this partial
+credit. Puzzles (countdown, puzzle24, rush_hour, ...) give 0.01 to 0.05 to any answer.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from reasoning_gym.utils import extract_answer
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 
-# reasoning-gym 0.1.25: these scorers run eval() on the answer to accept Python lists, so that a model could run code.
-# Remove when upstream parses with literal_eval.
+# reasoning-gym 0.1.25: these scorers call eval() on the answer to accept Python lists, so a model could execute code.
+# Remove when upstream uses literal_eval.
 for _module in (
     algorithmic.binary_matrix,
     algorithmic.number_sorting,
@@ -32,7 +31,8 @@ for _module in (
 ):
     _module.eval = ast.literal_eval  # pyright: ignore[reportAttributeAccessIssue]
 
-# reasoning-gym 0.1.25: these scorers hand text to sympy.parse_expr or eval(), both of which run code. Remove when not.
+# reasoning-gym 0.1.25: these scorers pass text to sympy.parse_expr or eval(), both of which execute code. Remove when
+# upstream no longer does.
 EVALUATING_TASKS = frozenset(
     {
         "bitwise_arithmetic",
@@ -49,22 +49,22 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _ATTRIBUTE = re.compile(r"\.\s*[A-Za-z_]")
 _FUNCTION = re.compile(r"a?(sin|cos|tan)|sec|csc|cot|(sin|cos|tan)h|exp|log|ln|sqrt|pi")
 
-# What scorers raise on answers they cannot parse (prime_factorization on any word, coin_flip on long numbers, ...).
+# Errors that scorers raise on answers they cannot parse (prime_factorization on words, coin_flip on long numbers, ...).
 _UNPARSABLE = (ValueError, TypeError, AttributeError, ArithmeticError, LookupError, SyntaxError, RecursionError)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The task's score of the last <answer>...</answer> content, or of the whole stripped text where there is none.
+    """Return the task's score of the last <answer>...</answer> content, or of the whole stripped text without one.
 
     `data_source` is reasoning_gym/<task> and `extra_info` the generator's entry. An answer that the scorer cannot parse
-    gives 0.0. Raises ValueError for a prompt of another source.
+    scores 0.0. Raises ValueError for a prompt of another source.
     """
     task = data_source.removeprefix(DATA_SOURCE_PREFIX)
     if task == data_source or extra_info is None or not {"question", "answer", "metadata"} <= extra_info.keys():
         raise ValueError(
-            f"reward.type=reasoning_gym scores the prompts of reasoning_gym sources only, and this one is from "
+            f"reward.type=reasoning_gym scores only prompts of reasoning_gym sources, and this one is from "
             f"{data_source!r}; use reward.type=math_verify or function"
         )
     score = _scorer(task)
@@ -84,7 +84,7 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
 
 
 def _is_harmless(answer: str, entry: dict[str, Any]) -> bool:
-    """Whether all that is evaluated is arithmetic: numbers, one-letter variables and known functions, no attributes."""
+    """Return whether all evaluated text is arithmetic: numbers, one-letter variables and known functions."""
     metadata = entry["metadata"]
     return all(
         _MATH_CHARACTERS.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Scores answers by the configured reward, in the processes of a `FunctionPool`."""
+"""Score responses with the configured reward in the processes of a `FunctionPool`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import FinishReason
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""verl's keywords of a reward function."""
+"""Keyword arguments of verl's reward functions."""
 OPTIONAL_ARGUMENTS = ("prompt", "turns", "finish_reason")
-"""For a function that has them: the chat messages of the prompt and of the answer, and `stop`, or `length` for an
-answer that the limit cut off."""
+"""Keyword arguments for functions that declare them: chat messages of the prompt and of the response, and the finish
+reason, `stop` or `length` (truncated)."""
 BUILT_IN = {
     "math_verify": "megatron_bapo.rewards.math_answer:compute_score",
     "reasoning_gym": "megatron_bapo.rewards.reasoning_gym_answer:compute_score",
@@ -25,18 +25,19 @@ BUILT_IN = {
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """One answer to score: verl's reward arguments, the conversation, and the prompt's name for messages."""
+    """One response to score."""
 
     prompt_id: str
+    """Id of the prompt, for error messages."""
     data_source: str
     solution_str: str
-    """Of an answer with several turns, the last one."""
+    """Text of the response; in a multi-turn response, of the last turn."""
     ground_truth: str
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     prompt: tuple[dict[str, str], ...] = ()
-    """Chat messages."""
+    """Chat messages of the prompt."""
     turns: tuple[dict[str, str], ...] = ()
-    """The answer as chat messages: the policy's turns and an environment's replies."""
+    """The response as chat messages: turns of the policy and replies of the environment."""
     finish_reason: FinishReason = "stop"
 
 
@@ -44,16 +45,16 @@ class RewardRequest:
 class RewardResult:
     reward: float
     timed_out: bool = False
-    """The time limit passed, and the reward is `timeout_reward`."""
+    """True if scoring timed out; the reward is then `timeout_reward`."""
     answer: str | None = None
-    """What was scored, where the function says so and found something."""
+    """Extracted answer, if the reward function returns one."""
 
 
 class Scorer:
-    """Any number of answers at a time; an answer that takes long holds up no more than its own group."""
+    """Scores any number of responses concurrently; a slow one delays only its own group."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Raises UserError when the reward function cannot be loaded."""
+        """Start the worker processes. Raises UserError if the reward function cannot be loaded."""
         self._config = config
         self._pool = FunctionPool(
             reward_target(config),
@@ -66,7 +67,7 @@ class Scorer:
         self._pool.close()
 
     async def score(self, request: RewardRequest) -> RewardResult:
-        """Raises what `FunctionPool.call` does."""
+        """Return the reward of a response. Raises the errors of `FunctionPool.call`."""
         if request.finish_reason == "length" and self._config.truncated_reward is not None:
             return RewardResult(self._config.truncated_reward)
         result = await self._pool.call(
@@ -79,7 +80,7 @@ class Scorer:
                 "turns": request.turns,
                 "finish_reason": request.finish_reason,
             },
-            f"an answer to prompt {request.prompt_id}, which starts {request.solution_str[:120]!r}",
+            f"a response to prompt {request.prompt_id}, which starts {request.solution_str[:120]!r}",
         )
         if result.timed_out:
             return RewardResult(self._config.timeout_reward, timed_out=True)
@@ -88,7 +89,7 @@ class Scorer:
 
 
 def reward_target(config: RewardConfig) -> Target:
-    """The function that `config` asks for."""
+    """Return the reward function that `config` selects."""
     settings: dict[str, Any] = {}
     if config.remote is not None:
         settings = {"timeout_s": config.timeout_s, **config.remote.model_dump(mode="json")}
@@ -99,4 +100,6 @@ def reward_target(config: RewardConfig) -> Target:
         returns="score",
         optional_arguments=OPTIONAL_ARGUMENTS,
         settings=settings,
+        memory_key="reward.worker_memory_gib",
+        memory_gib=config.worker_memory_gib,
     )

@@ -1,21 +1,24 @@
-"""One vLLM engine: samples, scores, takes over new weights between batches, and sleeps while others need its GPU.
+"""One vLLM engine: samples, scores, loads new weights between requests, and sleeps while the trainer needs its GPU.
 
-The controller places it as an actor; here it is plain asyncio. While weights load, and after a load that failed, it
-serves nothing: no answer is ever of unknown weights.
+The rollout plane runs it as a Ray actor; this file is plain asyncio. The engine serves nothing while weights load and
+after a load that failed, so that no response comes from unknown weights.
 
-    serving ──sleep(1)──► asleep ──wake(weights)──► loads weights, or not ──wake(kv_cache)──► serving
-    serving ──sleep(2)──► asleep ──wake(weights)──► has to load weights ────wake(kv_cache)──► serving
+    serving ──sleep(1)──► asleep ──wake(weights)──► may load weights ───wake(kv_cache)──► serving
+    serving ──sleep(2)──► asleep ──wake(weights)──► must load weights ──wake(kv_cache)──► serving
+
+Ray sends a call again when its connection was interrupted, although the engine may have received it. So a call that
+changes the engine joins the same call in progress, and has no effect if the engine is already as it asks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import psutil
@@ -25,7 +28,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
-from megatron_bapo.rollout.messages import Generated, GenerationRequest, SequenceScore
+from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.rollout.weight_sources import plan_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -33,16 +36,17 @@ if TYPE_CHECKING:
     from megatron_bapo.rollout.vllm_adapter import VllmServer
 
 INITIAL_VERSION = 0
-"""The policy version of the checkpoint that an engine starts from."""
+"""Policy version of the checkpoint that an engine starts from."""
 MEMORY = ("weights", "kv_cache")
-"""What an engine frees when it sleeps, by vLLM's tags; keys and values are worth nothing without weights."""
+"""vLLM's tags of the memory that a sleeping engine frees; the KV cache is freed along with the weights."""
+T = TypeVar("T")
 
 
 def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: Sequence[str]) -> list[str]:
-    """Those of a machine's GPUs that an engine sees, its own ones first; none where there are none.
+    """Return the GPUs of a machine that are visible to an engine, its own GPUs first.
 
-    `slot` counts the machine's engines, `num_trainer_ranks` are on it, too.
-    vLLM takes the first ones. A colocated engine sees the others because it may read parameters from there.
+    `slot` is the engine's index among the machine's engines; the machine also has `num_trainer_ranks` trainer ranks.
+    vLLM uses the first visible GPUs. A colocated engine sees the others, too, because it may read parameters from them.
     """
     if not devices:
         return []
@@ -53,7 +57,7 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
 
 
 def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
-    """Environment variables that the engine's process must be started with; without `devices` it runs on the CPU."""
+    """Return the environment variables of an engine's process; without `devices` it runs on the CPU."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -62,55 +66,70 @@ def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if devices:
-        # Ray leaves the list alone that way; it would hide all GPUs from an actor that asks it for none.
+        # Without the second variable Ray would hide all GPUs from an actor that requests none.
         return environment | {
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         }
     return environment | {
-        # One thread, wherever the scheduler puts it: engine and trainer share the cores.
+        # One thread without core binding: engine and trainer share the cores.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # No worker process between engine core and model (vllm/platforms/cpu.py).
+        # The engine core runs in this process (vllm/platforms/cpu.py).
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # The sampler's one compiled function spends longer in the C++ compiler than a small run in the sampler.
+        # Compiling the sampler's one compiled function takes longer than a small run spends in the sampler.
         "TORCHDYNAMO_DISABLE": "1",
     }
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What others need to know of an engine that has started."""
+    """Properties of a started engine."""
 
     kv_cache_tokens: int
-    """Tokens whose keys and values fit its memory."""
+    """Size of its KV cache in tokens."""
     processes: tuple[tuple[int, float], ...]
-    """Process id and start time of its own process and vLLM's."""
+    """Process ids and start times of its own process and vLLM's processes."""
 
 
 class Engine:
-    """Owns one vLLM server and knows which weights it has."""
+    """Owns one vLLM server and knows the policy version of its weights."""
 
     def __init__(self, log_file: Path | None = None) -> None:
-        """`log_file` receives everything that this process and vLLM's own print; without it they print here."""
+        """`log_file` receives the output of this process and of vLLM's processes, if given."""
         if log_file is not None:
             redirect_output(log_file)
         self._server: VllmServer | None = None
+        self._facts: EngineFacts | None = None
         self._policy_version: int | None = None
         self._newest_version = INITIAL_VERSION
+        self._loaded_bytes: int | None = None
+        """Bytes read by the latest load."""
         self._asleep: tuple[str, ...] = ()
+        self._sleep_level = 0
         self._weights_discarded = False
         self._is_loading = False
+        self._failure: str | None = None
+        """Why the engine will never serve again."""
         self._num_in_flight = 0
+        self._calls: dict[str, asyncio.Task[Any]] = {}
+        """Calls in progress that Ray may send again."""
 
     async def start(
         self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
     ) -> EngineFacts:
-        """Load the checkpoint and get ready to serve it as policy version 0.
+        """Load the checkpoint and serve it as policy version 0.
 
-        `max_model_len` counts prompt and response. Raises UserError for settings that vLLM refuses, RunError when its
-        processes do not come up.
+        `max_model_len` counts prompt and response tokens. Raises UserError for settings that vLLM refuses, RunError if
+        its processes do not start.
         """
+        return await self._once("start", lambda: self._start(model_path, settings, dtype, max_model_len, seed, route))
+
+    async def _start(
+        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
+    ) -> EngineFacts:
+        if self._facts is not None:
+            return self._facts
         from megatron_bapo.rollout.vllm_adapter import VllmServer
 
         self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, scratch=route.folder)
@@ -118,108 +137,146 @@ class Engine:
         await self.connect(route)
         self._expected_shapes = _checkpoint_shapes(model_path)
         self._policy_version = INITIAL_VERSION
-        me = psutil.Process()
-        processes = tuple((process.pid, process.create_time()) for process in [me, *me.children(recursive=True)])
-        return EngineFacts(self._server.kv_cache_tokens, processes)
+        own = psutil.Process()
+        processes = tuple((process.pid, process.create_time()) for process in [own, *own.children(recursive=True)])
+        self._facts = EngineFacts(self._server.kv_cache_tokens, processes)
+        return self._facts
 
     async def connect(self, route: WeightRoute) -> None:
-        """From now on weights come by this route."""
+        """Set the route of all following weight updates."""
         assert self._server is not None, "start comes first"
         self._route = route
         await self._server.connect(route)
 
     async def generate(self, request: GenerationRequest) -> Generated:
-        """Sample `n` completions; the same request under the same weights gets the same answer."""
-        return (await self.generate_many([request]))[0]
+        """Sample `n` completions; the same request under the same weights gives the same completions."""
+        (generated,) = await self._once(f"generate {request.request_id}", lambda: self.generate_many([request]))
+        return generated
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
-        """Answer a batch of requests, in order.
+        """Serve a batch of requests; the outputs are in the order of the requests.
 
-        Raises EngineLost when vLLM's core has ended, RunError when there are no known weights to serve, vLLM fails
-        otherwise, or `request_timeout_s` passes.
+        Raises EngineLost if vLLM's core has ended, RunError if there are no known weights to serve, if vLLM fails
+        otherwise, or if `request_timeout_s` passes.
         """
         async with self._serving(f"{len(requests)} prompts from {requests[0].request_id} on") as (server, version):
             return [Generated(version, completions) for completions in await server.generate(requests)]
 
-    async def score(self, token_ids: np.ndarray) -> SequenceScore:
-        """Log-probs of a given sequence [S], which must be shorter than `max_model_len`; errors as `generate_many`."""
+    async def score(self, token_ids: np.ndarray, num_decoded: int = 0) -> SequenceScore:
+        """Return the log-probs of a sequence [S], and of `num_decoded` tokens that are sampled after it.
+
+        Together they are shorter than `max_model_len`. Raises as `generate_many`.
+        """
         async with self._serving("a score request") as (server, version):
-            return SequenceScore(version, await server.score(token_ids))
+            if not num_decoded:
+                return SequenceScore(version, await server.score(token_ids))
+            sampled, decoded = await server.decode(token_ids, num_decoded)
+            log_probs, rescored = np.split(
+                await server.score(np.concatenate([token_ids, sampled])), [len(token_ids) - 1]
+            )
+            return SequenceScore(version, log_probs, decoded, rescored)
 
     async def abort(self) -> None:
-        """Let go of every request in flight; each is answered with the tokens that it has."""
+        """Abort every request in flight, those that arrive meanwhile included; each returns the tokens so far.
+
+        Raises EngineLost if vLLM does not.
+        """
         server, _ = self._running()
-        await server.abort()
+        async with self._must_succeed("the requests were not aborted"):
+            await server.abort()
 
     async def progress(self) -> dict[str, Generated]:
-        """What requests in flight have got since the last call, when vLLM's processes answer, asleep or not.
+        """Return, by request id, the tokens of requests in flight since the last call; works as a health check.
 
-        Raises RunError when they, or a load, have failed. While weights load vLLM is not asked.
+        vLLM's processes are probed also while the engine sleeps, but not while weights load. Raises EngineLost if they
+        have ended, or if a load has failed.
         """
         if self._is_loading:
             return {}
+        self._refuse_after_failure()
         server = self._server if self._asleep else self._running()[0]
-        assert server is not None, "it has slept, so it was started"
+        assert server is not None, "an engine that sleeps was started"
         await server.check_health()
         version = self._policy_version
         return (
-            {name: Generated(version, news) for name, news in server.progress().items()} if version is not None else {}
+            {name: Generated(version, delta) for name, delta in server.progress().items()}
+            if version is not None
+            else {}
         )
 
     async def load_weights(self, version: int) -> int:
-        """Take over a version as the route says; the bytes that vLLM's workers read.
+        """Load a policy version from the route; return the bytes that vLLM's workers read.
 
-        Raises RunError, and serves on, for a version that is not newer, not there, damaged or not of this model, and
-        while requests are in flight. Raises RunError, and never serves again, when the load itself fails.
+        Raises RunError and keeps serving the current weights if the version is older, is missing, damaged or of
+        another model, or while requests are in flight. Raises EngineLost and stops serving for good if the load itself
+        fails.
         """
+        return await self._once(f"load {version}", lambda: self._load(version))
+
+    async def _load(self, version: int) -> int:
         server, current = self._loadable()
+        if version == current and self._loaded_bytes is not None:
+            return self._loaded_bytes
         if version <= self._newest_version:
-            raise RunError(f"the engine has policy version {self._newest_version}; it does not go back to {version}")
+            raise RunError(
+                f"the engine has policy version {self._newest_version}; it does not go back to version {version}"
+            )
         self._refuse_in_flight(f"load policy version {version}")
         self._check_complete(version)
         self._policy_version, self._weights_discarded, self._is_loading = None, False, True
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._must_succeed(f"policy version {version} was not loaded"):
                 num_bytes = await self._verify(server, version, current)
                 await server.load(version)
-        except TimeoutError:
-            raise RunError(f"vLLM's workers did not load policy version {version} in {self._timeout_s:.0f} s") from None
-        except RunError:
-            raise
-        except Exception as error:  # a failure inside vLLM's processes arrives as a bare Exception
-            raise RunError(f"policy version {version} was not loaded, the engine stops serving: {error}") from error
         finally:
             self._is_loading = False
         self._policy_version = self._newest_version = version
+        self._loaded_bytes = num_bytes
         return num_bytes
 
     async def _verify(self, server: VllmServer, version: int, current: int | None) -> int:
         try:
             return await server.verify(version)
-        except Exception as error:
-            # No worker has touched its weights.
+        except EngineLost:
+            raise
+        except RunError as error:
+            # The workers' weights are unchanged.
             self._policy_version, self._weights_discarded = current, current is None
-            raise RunError(f"policy version {version} was not loaded, {current} serves on: {error}") from error
+            raise RunError(
+                f"policy version {version} was not loaded, the engine keeps version {current}: {error}"
+            ) from error
 
     async def sleep(self, level: Literal[1, 2]) -> None:
-        """Free this engine's GPU memory; at level 2 the weights are lost, and new ones come before it serves again.
+        """Free this engine's GPU memory; after level 2 it must load weights before it serves again.
 
-        Raises RunError while requests are in flight.
+        Has no effect on an engine that sleeps at this level. Raises RunError while requests are in flight, EngineLost
+        if vLLM fails.
         """
+        await self._once(f"sleep {level}", lambda: self._sleep(level))
+
+    async def _sleep(self, level: Literal[1, 2]) -> None:
+        if self._failure is None and self._asleep == MEMORY and self._sleep_level == level:
+            return
         server, _ = self._running()
         self._refuse_in_flight("let the engine sleep")
-        self._asleep = MEMORY
+        self._asleep, self._sleep_level = MEMORY, level
         if level == 2:
             self._policy_version, self._weights_discarded = None, True
-        async with self._bounded(f"did not free its memory (sleep level {level})"):
+        async with self._must_succeed(f"the memory was not freed (sleep level {level})"):
             await server.sleep(level)
 
     async def wake(self, tags: Sequence[str] = MEMORY) -> None:
-        """Take the memory of `tags` again; what is awake stays so."""
+        """Allocate the memory of `tags` again; has no effect on memory that is allocated.
+
+        Raises EngineLost if vLLM fails.
+        """
+        await self._once(f"wake {', '.join(tags)}", lambda: self._wake(tags))
+
+    async def _wake(self, tags: Sequence[str]) -> None:
         waking = [tag for tag in self._asleep if tag in tags]
         if self._server is None or not waking:
             return
-        async with self._bounded(f"did not wake up ({', '.join(waking)})"):
+        async with self._must_succeed(f"the engine did not wake up ({', '.join(waking)})"):
             await self._server.wake(waking)
         self._asleep = tuple(tag for tag in self._asleep if tag not in waking)
 
@@ -230,27 +287,56 @@ class Engine:
             self._server.shutdown()
 
     def _running(self) -> tuple[VllmServer, int]:
+        self._refuse_after_failure()
         if self._asleep:
             raise RunError(f"the engine sleeps: it has no memory for {' and '.join(self._asleep)}; wake it first")
         if self._weights_discarded:
-            raise RunError("the engine has slept at level 2, which loses its weights; load a policy version first")
+            raise RunError("the engine has slept at level 2, which discards its weights; load a policy version first")
         if self._server is None or self._policy_version is None:
             raise RunError(
-                "the engine has no known weights: it is not started, is loading, or a load failed; start it anew"
+                "the engine has no known weights: it is not started, or it loads a policy version; wait until it has"
             )
         return self._server, self._policy_version
 
     def _loadable(self) -> tuple[VllmServer, int | None]:
-        """The server and the version that it has, None where sleep has discarded it."""
+        """Return the server and its policy version, None if sleep has discarded the weights."""
+        self._refuse_after_failure()
         if "weights" in self._asleep:
             raise RunError("the engine sleeps: it has no memory for weights; wake it first")
         if self._server is not None and (self._weights_discarded or self._policy_version is not None):
             return self._server, self._policy_version
         return self._running()
 
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineLost(f"the engine has no known weights ({self._failure}); start a new one")
+
     def _refuse_in_flight(self, purpose: str) -> None:
         if self._num_in_flight:
-            raise RunError(f"{self._num_in_flight} batch(es) in flight; {purpose} after them")
+            raise RunError(f"{self._num_in_flight} call(s) in flight; {purpose} after they have returned")
+
+    async def _once(self, call: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run `work`, or join the same call in progress."""
+        task: asyncio.Task[T] | None = self._calls.get(call)
+        if task is None:
+            task = self._calls[call] = asyncio.get_running_loop().create_task(work())
+            task.add_done_callback(lambda _: self._calls.pop(call))
+        return await task
+
+    @asynccontextmanager
+    async def _must_succeed(self, failure: str) -> AsyncIterator[None]:
+        """Stop serving for good, and raise EngineLost, if vLLM fails or does not reply in time."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            reason = f"vLLM did not reply within rollout.request_timeout_s={self._timeout_s:.0f}"
+        except EngineLost as error:
+            reason = str(error)
+        else:
+            return
+        self._failure = f"{failure}, the engine stops serving: {reason}"
+        raise EngineLost(self._failure)
 
     @asynccontextmanager
     async def _bounded(self, failure: str) -> AsyncIterator[None]:
@@ -258,7 +344,7 @@ class Engine:
             async with asyncio.timeout(self._timeout_s):
                 yield
         except TimeoutError:
-            raise RunError(f"vLLM {failure} in rollout.request_timeout_s={self._timeout_s:.0f}") from None
+            raise RunError(f"vLLM {failure} within rollout.request_timeout_s={self._timeout_s:.0f}") from None
 
     @asynccontextmanager
     async def _serving(self, what: str) -> AsyncIterator[tuple[VllmServer, int]]:
@@ -271,7 +357,7 @@ class Engine:
             self._num_in_flight -= 1
 
     def _check_complete(self, version: int) -> None:
-        # vLLM only warns about weights that did not come, and keeps the old ones.
+        # vLLM only warns about missing tensors, and keeps the old ones.
         found = plan_of(self._route, version).shapes
         for name in sorted(found.keys() ^ self._expected_shapes.keys()):
             raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
@@ -281,7 +367,7 @@ class Engine:
 
 
 def _checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes that a complete set of weights has: those of the checkpoint's safetensors files."""
+    """Return the names and shapes of the tensors in the checkpoint's safetensors files."""
     shapes = {}
     for path in sorted(model_path.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

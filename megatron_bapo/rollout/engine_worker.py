@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker processes, and the faults of vLLM that are worked around there.
+"""Code that runs inside vLLM's worker processes: weight updates, and workarounds for faults of vLLM.
 
-vLLM 0.32's weight transfer (vllm/distributed/weight_transfer) has workers start an update, receive weights and finish;
-start and finish take each layer's packing, sharding and quantisation back and do it again. Here is the engine for it
-that knows the project's sources of weights.
+In vLLM 0.32's weight transfer (vllm/distributed/weight_transfer) workers start an update, receive weights and finish;
+start undoes each layer's packing, sharding and quantization, and finish does them again. This file implements its
+`WeightTransferEngine` with the project's weight sources.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: VersionInfo) -> None:
-        """vLLM's loaders cut each worker's part out of whole tensors."""
+        """Load whole tensors; vLLM's weight loaders select this worker's parts."""
         self._version = update_info.version
         self.model.load_weights(self.source.read(self._version))  # pyright: ignore[reportCallIssue]
 
@@ -87,15 +87,15 @@ WeightTransferEngineFactory.register_engine(BACKEND, PolicyReceiver)
 
 
 class WeightLoader:
-    """vLLM adds this to its worker class (`worker_extension_cls`); the engine calls it through `collective_rpc`."""
+    """Mixin that vLLM adds to its worker class (`worker_extension_cls`); called through `collective_rpc`."""
 
     weight_transfer_engine: PolicyReceiver
 
     def verify_policy(self, version: int) -> int | str:
-        """Check what this worker will read of a version: the number of bytes, or what is wrong.
+        """Check the parts of a version that this worker will read; return their bytes, or an error message.
 
-        Returned and not raised: vLLM 0.32.0 passes the first worker's exception on at once, and takes the other
-        workers' answers for those to the next call (collective_rpc in vllm/v1/executor/multiproc_executor.py).
+        Errors are returned, not raised: vLLM 0.32.0 raises the first worker's exception at once, and then takes the
+        other workers' results for those of the next call (collective_rpc in vllm/v1/executor/multiproc_executor.py).
         """
         try:
             return self.weight_transfer_engine.source.verify(version)
@@ -104,11 +104,11 @@ class WeightLoader:
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
-    """Have the reload build each layer's expert kernel anew.
+    """Make the reload build each layer's expert kernel again.
 
-    vLLM 0.32.0 on CPUs packs the experts' weights when it builds the kernel; a reload that finds one packs no more, and
-    the kernel reads unpacked weights as packed ones (`_setup_kernel` in unquantized_fused_moe_method.py). Remove this
-    once tests/e2e/test_engine.py passes without it.
+    vLLM 0.32.0 on CPUs packs the experts' weights when it builds the kernel. A reload that finds a kernel does not pack
+    them again, and the kernel reads unpacked weights as packed ones (`_setup_kernel` in
+    unquantized_fused_moe_method.py). Remove this once tests/e2e/test_engine.py passes without it.
     """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -117,10 +117,10 @@ def _forget_expert_kernels(model: nn.Module) -> None:
 
 
 def _repack_tied_lm_head(model: nn.Module) -> None:
-    """Refresh the copy of the embedding that a tied output layer multiplies with.
+    """Update the packed copy of the embedding that a tied output layer multiplies with.
 
-    vLLM 0.32.0 on CPUs packs each linear weight into a copy. The reload repacks the embedding's alone (limitation 2 in
-    vllm/model_executor/model_loader/reload/__init__.py), and the output layer goes on with the old weights, silently.
+    vLLM 0.32.0 on CPUs packs each linear weight into a copy. The reload repacks only the embedding's copy (limitation 2
+    in vllm/model_executor/model_loader/reload/__init__.py), so the output layer would silently keep the old weights.
     Remove this once tests/e2e/test_engine.py passes without it.
     """
     for module in model.modules():

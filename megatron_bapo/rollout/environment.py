@@ -1,8 +1,8 @@
-"""Environments: what answers the policy between the turns of an answer, such as a tool.
+"""Environments reply to the policy between the turns of a trajectory, as a tool does.
 
-An environment is a function of the conversation, `reply(messages, data_source, ground_truth, extra_info)`, which gives
-the reply to the last message, or None when the answer is finished. It keeps nothing between calls: an answer that goes
-on elsewhere, or anew in a resumed run, needs nothing but its messages.
+An environment is a function of the conversation, `reply(messages, data_source, ground_truth, extra_info)`, that returns
+the reply to the last message, or None to end the trajectory. It keeps no state between calls, so a trajectory can
+continue on another worker or in a resumed run from its messages alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_bapo.config.data import DataConfig
 from megatron_bapo.config.reward import EnvironmentConfig
-from megatron_bapo.config.schema import DataConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 ARGUMENTS = ("messages", "data_source", "ground_truth", "extra_info")
 BUILT_IN = {"calculator": "megatron_bapo.environments.calculator:reply"}
 _TURN, _CONTENT = "0turn0", "0content0"
-"""Stand for texts that a chat template is rendered with; letters and digits alone, which no template changes."""
+"""Placeholder texts for rendering a chat template; no template changes plain letters and digits."""
 
 
 class FunctionEnvironment:
-    """Runs the function in worker processes with a time limit, and encodes its replies."""
+    """Runs the environment's function in worker processes with a time limit, and encodes its replies."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class FunctionEnvironment:
         tokenizer: PreTrainedTokenizerBase,
         withheld: tuple[str, ...] = (),
     ) -> None:
-        """`withheld` are environment variables that the function does not get.
+        """`withheld` names environment variables that are hidden from the function.
 
-        Raises UserError when the function cannot be loaded, or the chat template has no place for replies.
+        Raises UserError if the function cannot be loaded, or the chat template has no place for replies.
         """
         self._config = config
         self.num_timeouts = 0
-        """Since the start."""
+        """Number of calls that timed out since the start."""
         self._encode = reply_encoder(tokenizer, config.role, chat_template=data.chat_template)
         self._pool = FunctionPool(
             environment_target(config, withheld),
@@ -62,7 +62,7 @@ class FunctionEnvironment:
         self._pool.close()
 
     async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
-        """Raises what `FunctionPool.call` does."""
+        """Return the reply to the last of `turns`, or None to end the trajectory; raises as `FunctionPool.call`."""
         result = await self._pool.call(
             {
                 "messages": [*prompt.messages, *turns],
@@ -70,7 +70,7 @@ class FunctionEnvironment:
                 "ground_truth": prompt.ground_truth,
                 "extra_info": prompt.extra_info,
             },
-            f"a turn of an answer to prompt {prompt.prompt_id}, which starts {turns[-1]['content'][:120]!r}",
+            f"a turn of a response to prompt {prompt.prompt_id} that starts with {turns[-1]['content'][:120]!r}",
         )
         self.num_timeouts += result.timed_out
         content = self._config.timeout_reply if result.timed_out else result.value
@@ -80,10 +80,11 @@ class FunctionEnvironment:
 
 
 def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_template: bool) -> Callable[[str], np.ndarray]:
-    """Encodes a reply by itself, as int32 tokens to be appended to a turn, which ends with the end of sequence.
+    """Return a function that encodes a reply as int32 tokens to append to a turn.
 
-    With a chat template: what stands behind that token, up to where the next turn begins. A reply's text never becomes
-    a special token. Raises UserError when the template does not end a turn so, or shows no reply of this role.
+    A turn ends with the end-of-sequence token. With a chat template the tokens include all that the template renders
+    between that token and the start of the policy's next turn. A reply's text is never encoded as a special token.
+    Raises UserError if the template does not end a turn with that token, or renders no message of this role.
     """
     before = after = ""
     if chat_template:
@@ -93,26 +94,26 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
             {"role": role, "content": _CONTENT},
         ]
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        _, _, behind = text.rpartition(_TURN)
-        before, found, after = behind.partition(_CONTENT)
+        _, _, rest = text.rpartition(_TURN)
+        before, found, after = rest.partition(_CONTENT)
         if not found or not before.startswith(end := str(tokenizer.eos_token)):
             raise UserError(
-                f"the chat template does not show a turn, its end {tokenizer.eos_token!r} and a reply of the role "
-                f"{role} one after another: {behind[:120]!r}; set environment.role to the one of tool and user that it "
-                "knows, or data.chat_template=false"
+                f"the chat template must render a turn, its end {tokenizer.eos_token!r} and a reply with the role "
+                f"{role} in this order; after the turn it renders {rest[:120]!r}. Set environment.role to the role "
+                "that it supports, tool or user, or set data.chat_template=false"
             )
         before = before.removeprefix(end)
-    first, last = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))
+    prefix, suffix = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))
 
     def encode(content: str) -> np.ndarray:
-        own = tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
-        return np.asarray([*first, *own, *last], np.int32)
+        token_ids = tokenizer.encode(content, add_special_tokens=False, split_special_tokens=True)
+        return np.asarray([*prefix, *token_ids, *suffix], np.int32)
 
     return encode
 
 
 def environment_target(config: EnvironmentConfig, withheld: tuple[str, ...]) -> Target:
-    """The function that `config` asks for."""
+    """Return the environment's function as worker processes load it."""
     return Target(
         name=f"environment.type={config.type}"
         if config.function is None
@@ -121,4 +122,6 @@ def environment_target(config: EnvironmentConfig, withheld: tuple[str, ...]) -> 
         arguments=ARGUMENTS,
         returns="reply",
         withheld=withheld,
+        memory_key="environment.worker_memory_gib",
+        memory_gib=config.worker_memory_gib,
     )

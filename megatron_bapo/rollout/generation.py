@@ -1,9 +1,9 @@
-"""An answer grows in segments: each is one request to an engine, and knows the policy version that sampled it.
+"""Generate a prompt's trajectories in segments: each segment is one engine request under one policy version.
 
-An unfinished answer keeps its tokens, behaviour log-probs and versions, and goes on (prompt and partial answer as the
-new prompt) on whatever engine and under whatever policy comes next. Partial rollouts, aborted requests, engines that
-die and an environment's replies between two turns are all the same here. Tokens are only ever appended: what was
-sampled is never encoded anew.
+A partial trajectory keeps its tokens, behaviour log-probs and version spans. The next request sends the prompt and the
+partial response as a new prompt to any engine, whatever policy version that engine serves. Partial rollouts, aborted
+requests, lost engines and an environment's replies between turns all take this path. Tokens are only ever appended;
+sampled tokens are never tokenized again.
 """
 
 from __future__ import annotations
@@ -11,51 +11,56 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.errors import FunctionFailed, RunError
+from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.quarantine import QuarantinedPrompt
+from megatron_bapo.rollout.request_failures import RequestFailures
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 
-Decode = Callable[[np.ndarray], str]
-"""Token ids of a whole answer to its text, special tokens left out."""
+Decode = Callable[[np.ndarray], Awaitable[str]]
+"""Decodes token ids to text without special tokens."""
 
 
 class Send(Protocol):
-    """One request to any engine: that engine's name and its answer (`Router.generate`)."""
+    """Sends a request to any engine; returns the engine's name and its completions (`Router.generate`)."""
 
     def __call__(
-        self, request: GenerationRequest, *, order: int, prefer: str | None
+        self, request: GenerationRequest, *, prompt_serial: int, prefer: str | None, alone: bool
     ) -> Awaitable[tuple[str, Generated]]: ...
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment says to a turn."""
+    """An environment's reply to a turn of the policy."""
 
     message: dict[str, str]
     token_ids: np.ndarray
-    """int32, with what the chat template puts around it, up to where the policy's next turn begins."""
+    """int32 tokens of the reply and of the chat template around it, up to the start of the policy's next turn."""
 
 
 class Environment(Protocol):
-    """What answers the policy between turns (`rollout/environment.py`)."""
+    """Replies to the policy between turns (`rollout/environment.py`)."""
 
     @property
     def max_turns(self) -> int: ...
 
     async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
-        """To the last one of `turns`; None ends the answer."""
+        """Return the reply to the last of `turns`, or None to end the trajectory."""
 
 
 @dataclass(frozen=True)
 class Sampling:
+    """Sampling parameters of one group."""
+
     n: int
     temperature: float
     top_p: float
@@ -63,11 +68,11 @@ class Sampling:
     min_p: float
     max_response_length: int
     token_budget: int | None = None
-    """Tokens of one segment; None: the whole answer."""
+    """Maximum tokens per segment; None generates the whole response in one request."""
 
 
 def rollout_sampling(settings: RolloutConfig) -> Sampling:
-    """How training rollouts are drawn."""
+    """Return the sampling parameters of training rollouts."""
     return Sampling(
         n=settings.n,
         temperature=settings.temperature,
@@ -81,53 +86,33 @@ def rollout_sampling(settings: RolloutConfig) -> Sampling:
 
 @dataclass(frozen=True)
 class ScoredGroups:
+    """Groups with rewards, and the metrics of generating them."""
+
     groups: list[Group]
     num_reward_timeouts: int
     metrics: dict[str, Metric] = field(default_factory=dict)
     policy_version: int | None = None
-    """Of the trainer's weights when it took these groups first, where they come from a file."""
-
-
-class SetAside(RunError):
-    """Engines failed at the prompt's request as often as is allowed, or a function at its answers."""
-
-    def __init__(self, prompt_id: str, failures: Sequence[str]) -> None:
-        super().__init__(f"prompt {prompt_id} failed {len(failures)} times, the last time with: {failures[-1]}")
-        self.prompt_id = prompt_id
-        self.failures = tuple(failures)
-
-
-class FailureAllowance:
-    """So many functions' failures cost a prompt each; one more ends the run."""
-
-    def __init__(self, num: int) -> None:
-        self._num = num
-        self.num_used = 0
-
-    def use(self, prompt_id: str, failure: FunctionFailed) -> SetAside:
-        """What becomes of the prompt. Raises FunctionFailed when the allowance is used up."""
-        if self.num_used == self._num:
-            raise FunctionFailed(
-                f"{failure}\n{self._num} prompts of this batch failed before (rollout.max_reward_failures)"
-            )
-        self.num_used += 1
-        return SetAside(prompt_id, [str(failure)])
+    """Version of the trainer's weights when a recorded batch was first taken. None if engines generated the groups just
+    now, or no trainer has taken them: then the run counts its own versions."""
+    sampling: dict[str, float] | None = None
+    """Sampling settings of a recorded batch, empty if unknown. None if engines generated the groups just now."""
 
 
 @dataclass
-class Answer:
-    """One trajectory on its way."""
+class PartialTrajectory:
+    """A trajectory that is being generated."""
 
     segments: list[Completion | Reply] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     turns: list[dict[str, str]] = field(default_factory=list)
-    """The finished ones and the replies to them, where there is an environment."""
+    """Finished turns of the policy and the environment's replies; empty without an environment."""
     num_tokens: int = 0
     turn_ended: bool = False
-    """The policy has ended a turn, and the environment has not replied yet."""
+    """Whether the policy has ended a turn to which the environment has not replied yet."""
     finish_reason: FinishReason | None = None
 
     def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
+        """Append sampled tokens, and end the turn or the trajectory if the segment does."""
         if (num := len(segment.token_ids)) > 0:
             self.append(segment)
             if self.spans and self.spans[-1].policy_version == policy_version:
@@ -139,7 +124,10 @@ class Answer:
             self.finish_reason = "length"
 
     def end_turn(self, reply: Reply | None, max_response_length: int) -> None:
-        """The answer is finished without a reply, and where none of its tokens, or of a next turn, has room."""
+        """Append the environment's reply.
+
+        The trajectory is finished if there is no reply, or if the reply leaves no room for a further token.
+        """
         self.turn_ended = False
         if reply is None:
             self.finish_reason = "stop"
@@ -149,76 +137,100 @@ class Answer:
             self.append(reply)
             self.turns.append(reply.message)
 
+    def copy(self) -> PartialTrajectory:
+        """Return a trajectory that does not change with this one; it shares the arrays, which never change."""
+        return PartialTrajectory(
+            [*self.segments], [*self.spans], [*self.turns], self.num_tokens, self.turn_ended, self.finish_reason
+        )
+
     def append(self, segment: Completion | Reply) -> None:
         self.segments.append(segment)
         self.num_tokens += len(segment.token_ids)
 
     @property
     def turn_segments(self) -> list[Completion]:
-        """Of the turn that is going on, or has just ended."""
+        """The segments of the current turn, or of the turn that has just ended."""
         last = max((i for i, segment in enumerate(self.segments) if isinstance(segment, Reply)), default=-1)
         return [segment for segment in self.segments[last + 1 :] if isinstance(segment, Completion)]
 
     @property
     def sampled(self) -> list[Completion]:
+        """The segments that the policy sampled."""
         return [segment for segment in self.segments if isinstance(segment, Completion)]
 
     @property
     def loss_mask(self) -> np.ndarray | None:
-        """bool [R]; None where every token was sampled."""
+        """bool [R], True for sampled tokens; None if every token was sampled."""
         if len(self.sampled) == len(self.segments):
             return None
         return np.concatenate([np.full(len(s.token_ids), isinstance(s, Completion)) for s in self.segments])
 
 
 @dataclass
-class GrowingGroup:
-    """One prompt's trajectories on their way, and what its engines did to it."""
+class InFlightGroup:
+    """One prompt's trajectories while they are being generated."""
 
     prompt: TokenizedPrompt
     sampling: Sampling
     identity: str
-    """All seeds derive from it."""
-    order: int
-    """Lower goes first."""
-    answers: list[Answer] = field(default_factory=list)
+    """Prefix of all request ids; all sampling seeds derive from it."""
+    prompt_serial: int
+    """Priority at the router; lower goes first."""
+    trajectories: list[PartialTrajectory] = field(default_factory=list)
     engine: str | None = None
-    """The one that has the prompt's prefix."""
+    """Name of the engine that has the prompt in its prefix cache."""
     num_failures: int = 0
-    """Requests that engines failed at and that were sent again."""
+    """Number of failed requests."""
 
     @property
     def oldest_version(self) -> int | None:
         """The policy version of the oldest token."""
-        return min((answer.spans[0].policy_version for answer in self.answers if answer.spans), default=None)
+        return min((partial.spans[0].policy_version for partial in self.trajectories if partial.spans), default=None)
 
-    def group(self, decode: Decode) -> Group:
-        """The finished group; rewards are still NaN."""
-        return Group(self.prompt.prompt, tuple(self._trajectory(answer, decode) for answer in self.answers))
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the responses so far, in tokens."""
+        return [partial.num_tokens for partial in self.trajectories]
 
-    def _trajectory(self, answer: Answer, decode: Decode) -> Trajectory:
-        assert answer.finish_reason is not None, "the answer is unfinished"
+    async def group(self, decode: Decode) -> Group:
+        """Return the finished group; its rewards are still NaN."""
+        finished = await asyncio.gather(*(self._finished(partial, decode) for partial in self.trajectories))
+        return Group(self.prompt.prompt, tuple(finished))
+
+    async def _finished(self, partial: PartialTrajectory, decode: Decode) -> Trajectory:
+        assert partial.finish_reason is not None, "the trajectory is unfinished"
         return Trajectory(
             prompt_token_ids=self.prompt.token_ids,
-            response_token_ids=np.concatenate([segment.token_ids for segment in answer.segments]),
-            behaviour_log_probs=np.concatenate([segment.log_probs for segment in answer.sampled]),
-            version_spans=tuple(answer.spans),
-            finish_reason=answer.finish_reason,
-            text=_text(answer.segments, decode),
-            loss_mask=answer.loss_mask,
-            turns=tuple(answer.turns),
+            response_token_ids=np.concatenate([segment.token_ids for segment in partial.segments]),
+            behaviour_log_probs=np.concatenate([segment.log_probs for segment in partial.sampled]),
+            version_spans=tuple(partial.spans),
+            finish_reason=partial.finish_reason,
+            text=await _text(partial.segments, decode),
+            loss_mask=partial.loss_mask,
+            turns=tuple(partial.turns),
         )
 
 
-def growing_group(
-    prompt: TokenizedPrompt, sampling: Sampling, *, batch_seed: int, index: int, order: int
-) -> GrowingGroup:
-    """A group before its first token. `batch_seed` and the `index` in the batch make its seeds its own."""
-    return GrowingGroup(prompt, sampling, f"{batch_seed}:{index}:{prompt.prompt.prompt_id}", order)
+def oldest_versions(groups: Mapping[int, InFlightGroup]) -> dict[int, int]:
+    """Return the oldest policy version of each group that has tokens, by serial number."""
+    versions = ((serial, group.oldest_version) for serial, group in groups.items())
+    return {serial: version for serial, version in versions if version is not None}
 
 
-async def grow(
-    group: GrowingGroup,
+def batch_seed(seed: int, batch: int) -> int:
+    """Return the seed of a batch of a run with this seed."""
+    return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0] >> 1)
+
+
+def create_in_flight_group(
+    prompt: TokenizedPrompt, sampling: Sampling, *, batch_seed: int, index: int, prompt_serial: int
+) -> InFlightGroup:
+    """Return a group without tokens; `batch_seed` and its `index` in the batch make its sampling seeds unique."""
+    return InFlightGroup(prompt, sampling, f"{batch_seed}:{index}:{prompt.prompt.prompt_id}", prompt_serial)
+
+
+async def generate_group(
+    group: InFlightGroup,
     send: Send,
     decode: Decode,
     environment: Environment | None = None,
@@ -226,107 +238,107 @@ async def grow(
     max_failures: int,
     sticky: bool = True,
 ) -> None:
-    """Send segments until every answer is finished; `environment` replies between the turns of each.
+    """Send segments until every trajectory is finished; `environment` replies between turns.
 
-    The answers start as one request, so that they share the prompt's keys and values, and go on each on its own; those
-    that are there already go on with what they have.
-    `sticky` keeps answers that were aborted on their engine. Raises SetAside after `max_failures` failed requests.
+    The trajectories start as one request, so that they share the prompt's KV cache, and continue independently.
+    Trajectories restored from a checkpoint continue with the tokens that they have. `sticky` keeps aborted trajectories
+    on their engine. Raises QuarantinedPrompt after `max_failures` failed requests in a row (`request_failures.py`).
     """
-    limit = group.sampling.max_response_length
+    limit, serial = group.sampling.max_response_length, group.prompt_serial
 
-    async def attempt(request: GenerationRequest, failures: list[str]) -> Generated:
-        """The answer, or what is known of it from an engine that was lost; then `failures` are not over."""
+    async def attempt(request: GenerationRequest, failures: RequestFailures) -> Generated:
+        """Return the output, which clears `failures`, or the partial output of a lost engine, which does not."""
         while True:
-            sent = replace(request, request_id=f"{request.request_id}#{len(failures)}")
+            sent, alone = failures.next_attempt(request), failures.must_be_alone
             try:
-                engine, generated = await send(sent, order=group.order, prefer=group.engine)
+                engine, generated = await send(sent, prompt_serial=serial, prefer=group.engine, alone=alone)
                 _check(group, request, generated)
             except RunError as error:
-                failures.append(str(error))
                 group.num_failures += 1
                 group.engine = None
-                if len(failures) >= max_failures:
-                    raise SetAside(group.prompt.prompt.prompt_id, failures) from error
-                if isinstance(error, EngineLost) and error.known is not None:
-                    return error.known
+                if failures.add(error):
+                    raise QuarantinedPrompt(group.prompt.prompt.prompt_id, failures.reasons) from error
+                if isinstance(error, EngineLost) and error.partial_output is not None:
+                    return error.partial_output
             else:
-                failures.clear()
+                failures.clear(generated)
                 aborted = any(completion.finish_reason == "abort" for completion in generated.completions)
                 group.engine = engine if sticky or not aborted else None
                 return generated
 
-    async def finish(position: int, failures: list[str]) -> None:
-        answer = group.answers[position]
-        while answer.finish_reason is None:
-            if answer.turn_ended:
-                answer.end_turn(await _reply(group, answer, decode, environment), limit)
+    async def finish(position: int, failures: RequestFailures) -> None:
+        trajectory = group.trajectories[position]
+        while trajectory.finish_reason is None:
+            if trajectory.turn_ended:
+                trajectory.end_turn(await _reply(group, trajectory, decode, environment), limit)
             else:
                 generated = await attempt(_continuation(group, position), failures)
-                answer.extend(generated.completions[0], generated.policy_version, limit)
-        if environment is not None and (not answer.turns or answer.turns[-1]["role"] != "assistant"):
-            answer.turns.append(_turn(answer, decode))
+                trajectory.extend(generated.completions[0], generated.policy_version, limit)
+        if environment is not None and (not trajectory.turns or trajectory.turns[-1]["role"] != "assistant"):
+            trajectory.turns.append(await _turn(trajectory, decode))
 
-    failures: list[str] = []
-    if not group.answers:
-        group.answers = _first_answers(await attempt(_first_request(group), failures), limit)
+    failures = RequestFailures(max_failures)
+    if not group.trajectories:
+        group.trajectories = _first_trajectories(await attempt(_first_request(group), failures), limit)
     try:
         async with asyncio.TaskGroup() as tasks:
-            for position in range(len(group.answers)):
-                tasks.create_task(finish(position, [*failures]))
+            for position in range(len(group.trajectories)):
+                tasks.create_task(finish(position, deepcopy(failures)))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-def answers_so_far(group: GrowingGroup, told: Mapping[str, Generated]) -> list[Answer]:
-    """What the answers have, with what engines have `told` of the requests in flight, by their ids; the group stays.
+def extend_by_outputs(group: InFlightGroup, partial_outputs: Mapping[str, Generated]) -> None:
+    """Extend the group's trajectories by the partial outputs of its requests in flight, which are by identity.
 
-    Empty while nothing is known of any.
+    The group has no trajectories while it has no token.
     """
-    limit, known = group.sampling.max_response_length, {name.rpartition("#")[0]: news for name, news in told.items()}
-    if not group.answers:
-        return _first_answers(known[group.identity], limit) if group.identity in known else []
-    answers = [replace(a, segments=[*a.segments], spans=[*a.spans], turns=[*a.turns]) for a in group.answers]
-    for position, answer in enumerate(answers):
-        if (news := known.get(_identity(group, position))) is not None:
-            answer.extend(news.completions[0], news.policy_version, limit)
-    return answers
+    limit = group.sampling.max_response_length
+    if not group.trajectories and group.identity in partial_outputs:
+        group.trajectories = _first_trajectories(partial_outputs[group.identity], limit)
+        return
+    for position, trajectory in enumerate(group.trajectories):
+        if (output := partial_outputs.get(_continuation_identity(group, position))) is not None:
+            trajectory.extend(output.completions[0], output.policy_version, limit)
 
 
-def _first_answers(generated: Generated, max_response_length: int) -> list[Answer]:
-    answers = [Answer() for _ in generated.completions]
-    for answer, completion in zip(answers, generated.completions, strict=True):
-        answer.extend(completion, generated.policy_version, max_response_length)
-    return answers
+def _first_trajectories(generated: Generated, max_response_length: int) -> list[PartialTrajectory]:
+    trajectories = [PartialTrajectory() for _ in generated.completions]
+    for trajectory, completion in zip(trajectories, generated.completions, strict=True):
+        trajectory.extend(completion, generated.policy_version, max_response_length)
+    return trajectories
 
 
-async def _reply(group: GrowingGroup, answer: Answer, decode: Decode, environment: Environment | None) -> Reply | None:
-    """The environment's, to the turn that has just ended; None is the answer's end."""
+async def _reply(
+    group: InFlightGroup, trajectory: PartialTrajectory, decode: Decode, environment: Environment | None
+) -> Reply | None:
+    """Return the environment's reply to the turn that has just ended, or None if the trajectory ends."""
     if environment is None:
         return None
-    turns, reply = [*answer.turns, _turn(answer, decode)], None
+    turns, reply = [*trajectory.turns, await _turn(trajectory, decode)], None
     num_turns = sum(message["role"] == "assistant" for message in turns)
-    if num_turns < environment.max_turns and answer.num_tokens < group.sampling.max_response_length:
+    if num_turns < environment.max_turns and trajectory.num_tokens < group.sampling.max_response_length:
         reply = await environment.reply(group.prompt.prompt, turns)
-    answer.turns = turns  # not before: who saves the answer meanwhile has a turn that waits for its reply
+    trajectory.turns = turns  # only now: a checkpoint saved during the call stores a turn that awaits its reply
     return reply
 
 
-def _turn(answer: Answer, decode: Decode) -> dict[str, str]:
-    return {"role": "assistant", "content": _text(answer.turn_segments, decode)}
+async def _turn(trajectory: PartialTrajectory, decode: Decode) -> dict[str, str]:
+    return {"role": "assistant", "content": await _text(trajectory.turn_segments, decode)}
 
 
-def _text(segments: Sequence[Completion | Reply], decode: Decode) -> str:
-    # Segments do not end where characters do.
+async def _text(segments: Sequence[Completion | Reply], decode: Decode) -> str:
+    # Segments are decoded together: a segment may end within a character.
     if len(segments) == 1 and isinstance(segments[0], Completion) and segments[0].text:
         return segments[0].text
-    return decode(np.concatenate([segment.token_ids for segment in segments]))
+    return await decode(np.concatenate([segment.token_ids for segment in segments]))
 
 
-def _first_request(group: GrowingGroup) -> GenerationRequest:
+def _first_request(group: InFlightGroup) -> GenerationRequest:
     sampling = group.sampling
     return GenerationRequest(
         request_id=group.identity,
-        prompt_token_ids=group.prompt.token_ids,
+        context=(group.prompt.token_ids,),
         n=sampling.n,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -337,37 +349,38 @@ def _first_request(group: GrowingGroup) -> GenerationRequest:
     )
 
 
-def _continuation(group: GrowingGroup, position: int) -> GenerationRequest:
-    answer, identity = group.answers[position], _identity(group, position)
-    tokens = [group.prompt.token_ids, *(segment.token_ids for segment in answer.segments)]
+def _continuation(group: InFlightGroup, position: int) -> GenerationRequest:
+    trajectory, identity = group.trajectories[position], _continuation_identity(group, position)
     return replace(
         _first_request(group),
         request_id=identity,
-        prompt_token_ids=np.concatenate(tokens),
+        context=(group.prompt.token_ids, *(segment.token_ids for segment in trajectory.segments)),
         n=1,
-        max_tokens=_segment_length(group.sampling, answer.num_tokens),
+        max_tokens=_segment_length(group.sampling, trajectory.num_tokens),
         seed=_seed(identity),
     )
 
 
-def _identity(group: GrowingGroup, position: int) -> str:
-    """Of the request that continues an answer."""
-    return f"{group.identity}:{position}:{group.answers[position].num_tokens}"
+def _continuation_identity(group: InFlightGroup, position: int) -> str:
+    """Return the identity of the request that continues the trajectory at `position`."""
+    return f"{group.identity}:{position}:{group.trajectories[position].num_tokens}"
 
 
 def _segment_length(sampling: Sampling, num_tokens: int) -> int:
-    left = sampling.max_response_length - num_tokens
-    return left if sampling.token_budget is None else min(left, sampling.token_budget)
+    num_left = sampling.max_response_length - num_tokens
+    return num_left if sampling.token_budget is None else min(num_left, sampling.token_budget)
 
 
 def _seed(identity: str) -> int:
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest()) >> 1
 
 
-def _check(group: GrowingGroup, request: GenerationRequest, generated: Generated) -> None:
+def _check(group: InFlightGroup, request: GenerationRequest, generated: Generated) -> None:
     prompt_id = group.prompt.prompt.prompt_id
     if len(generated.completions) != request.n:
-        raise RunError(f"an engine gave prompt {prompt_id} {len(generated.completions)} answers instead of {request.n}")
+        raise RunError(
+            f"an engine returned {len(generated.completions)} completions for prompt {prompt_id}, not {request.n}"
+        )
     for completion in generated.completions:
         if len(completion.token_ids) == 0 and completion.finish_reason != "abort":
-            raise RunError(f"an engine answered prompt {prompt_id} without a single token")
+            raise RunError(f"an engine returned a completion without tokens for prompt {prompt_id}")

@@ -1,8 +1,8 @@
-"""What goes to an engine and what comes back; NumPy only, because every process of a run reads it."""
+"""Requests to engines and their results. NumPy only, because every process of a run imports this file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -10,89 +10,119 @@ import numpy as np
 from megatron_bapo.errors import RunError
 
 SegmentEnd = Literal["stop", "length", "abort"]
-"""`length`: the request's `max_tokens` are used up; `abort`: the engine was asked to let go of it."""
+"""Why a completion ended: `length` means `max_tokens` were generated, `abort` that the request was aborted."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
+    """A prompt to sample `n` completions of."""
+
     request_id: str
-    """Unlike that of any other request in flight."""
-    prompt_token_ids: np.ndarray
-    """int32 [P]; of an answer that is continued, with the tokens that it has."""
+    """Unique among requests in flight."""
+    context: tuple[np.ndarray, ...]
+    """int32 tokens of the prompt, followed by the segments of the partial response if one is continued. They are not
+    joined, because thousands of requests may wait for an engine."""
     n: int
     """Number of completions."""
     temperature: float
     top_p: float
     top_k: int
-    """-1: all tokens."""
+    """Number of most likely tokens to sample from; -1 means all."""
     min_p: float
     max_tokens: int
-    """Per completion, the end-of-sequence token included."""
+    """Maximum tokens per completion, the end-of-sequence token included."""
     seed: int
-    """Of the first completion; the i-th samples with seed + i."""
+    """Seed of the first completion; the i-th samples with seed + i."""
+
+    @property
+    def prompt_token_ids(self) -> np.ndarray:
+        """int32 [P] tokens of the context, joined."""
+        return self.context[0] if len(self.context) == 1 else np.concatenate(self.context)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(token_ids) for token_ids in self.context)
 
 
 @dataclass(frozen=True)
 class Completion:
+    """One sampled continuation of a prompt."""
+
     token_ids: np.ndarray
     """int32 [R], with the end-of-sequence token when `finish_reason` is `stop`; R may be 0 when it is `abort`."""
     log_probs: np.ndarray
-    """float32 [R], of each sampled token at the sampling temperature, in nats."""
+    """float32 [R] log-prob of each sampled token at the sampling temperature, in nats."""
     finish_reason: SegmentEnd
     text: str
-    """Special tokens left out."""
+    """Decoded tokens without special tokens."""
+    num_before: int = 0
+    """Tokens of this completion in earlier progress reports of the same request; 0 for a whole completion."""
 
 
 @dataclass(frozen=True)
 class Generated:
+    """Output of a request: its completions and the policy version that sampled them."""
+
     policy_version: int
     completions: tuple[Completion, ...]
 
 
 class EngineLost(RunError):
-    """The engine is dead, hangs or is out of reach; what was in flight on it has to go elsewhere."""
+    """The engine is dead, hangs or cannot be reached; its requests in flight must be sent to another engine."""
 
-    def __init__(self, reason: str, known: Generated | None = None) -> None:
-        """`known`: of a request in flight, what the engine had told of its answers."""
+    def __init__(self, reason: str, partial_output: Generated | None = None, *, was_alone: bool = False) -> None:
+        """`partial_output` is what the engine had reported of the request in flight.
+
+        `was_alone` says that the engine had no other request, so that this one may have caused the loss.
+        """
         super().__init__(reason)
-        self.known = known
+        self.partial_output = partial_output
+        self.was_alone = was_alone
 
 
 @dataclass(frozen=True)
 class SequenceScore:
+    """Log-probs of a given sequence under one policy version."""
+
     policy_version: int
     log_probs: np.ndarray
-    """float32 [S - 1], of each token but the first given those before it, at temperature 1, in nats."""
+    """float32 [S - 1] log-prob of each token but the first, given the tokens before it, at temperature 1, in nats. All
+    log-probs but `decoded_log_probs` are computed by prefill."""
+    decoded_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32 [D] log-probs of the tokens that the engine has sampled after the sequence, as it decoded them."""
+    rescored_log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """float32 [D] log-probs of the same tokens, computed by prefill."""
 
 
 @dataclass(frozen=True)
-class AnsweredRequest:
-    """One request as it was served, for the record; seconds of the scheduler's clock."""
+class CompletedRequest:
+    """Record of a served request; times are seconds of the scheduler's clock."""
 
-    order: int
-    """Of its prompt; below 0 for held-out prompts."""
+    prompt_serial: int
+    """Serial number of its prompt; negative for held-out prompts."""
     engine: str
     sent_s: float
     answered_s: float
     num_prompt_tokens: int
-    """Those of an answer that is continued included."""
+    """Number of prompt tokens, including a partial response that is continued."""
     num_tokens: tuple[int, ...]
-    """That were generated for each answer."""
+    """Number of tokens generated for each completion."""
 
 
 class GenerationEngine(Protocol):
-    """What the scheduler needs of an engine, real or modelled. A call raises EngineLost when there is none any more."""
+    """The engine interface that the scheduler uses, real or modelled; calls raise EngineLost if the engine is lost."""
 
     async def generate(self, request: GenerationRequest) -> Generated: ...
 
     async def abort(self) -> None:
-        """Let go of every request in flight: each returns the tokens that it has."""
+        """Abort every request in flight; each returns the tokens generated so far."""
 
     async def load_weights(self, version: int) -> None: ...
 
     async def progress(self) -> dict[str, Generated]:
-        """When the engine is able to serve: by id, what requests in flight have got since the last call, without texts.
+        """Return, by request id, the tokens of requests in flight since the last call, without texts.
 
-        Completions that have not ended are given as aborted.
+        Returning at all shows that the engine is healthy. Completions that have not ended have the finish reason
+        `abort`.
         """
         ...

@@ -1,49 +1,63 @@
-"""Deals requests to engines: least outstanding tokens, oldest prompt first, no more than an engine's cache holds."""
+"""Route requests to engines: the oldest prompt first, to the engine with the fewest outstanding tokens.
+
+An engine gets no more requests than its KV cache holds. Requests that must be alone are served one after the other by
+the emptiest engine, which gets no other requests until then.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
-import numpy as np
-
 from megatron_bapo.errors import RunError
+from megatron_bapo.event_loop import TurnBudget, answered_within
 from megatron_bapo.rollout.messages import (
-    AnsweredRequest,
-    Completion,
+    CompletedRequest,
     EngineLost,
     Generated,
     GenerationEngine,
     GenerationRequest,
 )
+from megatron_bapo.rollout.partial_output import PartialOutput
 
+ABORT_AGAIN_S = 0.5
+"""Seconds after which an engine whose requests have not ended is told again to abort them."""
 T = TypeVar("T")
+SENT_PER_TURN = 16
+"""Most requests that are sent in one turn of the event loop: a prompt of 64k tokens takes a millisecond to send."""
 
 
 @dataclass
 class _Slot:
+    """An engine and its requests in flight."""
+
     name: str
     engine: GenerationEngine
     capacity_tokens: int
     lost: asyncio.Future[str]
-    """Set, with the reason, when the engine is taken out."""
+    """Resolved with the reason when the engine is removed."""
     outstanding_tokens: int = 0
-    requests: dict[str, list[Generated]] = field(default_factory=dict)
-    """What is known of each answer, piece by piece."""
+    requests: dict[str, PartialOutput] = field(default_factory=dict)
+    """Partial outputs received so far, by request id."""
+    num_lost_requests: int = 0
+    """Number of requests in flight when the engine was removed."""
 
     def fits(self, tokens: int) -> bool:
-        # What exceeds the cache on its own is for the engine to refuse or to preempt.
+        # A request larger than the whole cache is left to the engine to refuse or to preempt.
         return not self.requests or self.outstanding_tokens + tokens <= self.capacity_tokens
 
 
 @dataclass(order=True)
 class _Waiting:
-    order: int
+    """A request that waits for an engine."""
+
+    prompt_serial: int
     arrival: int
     tokens: int = field(compare=False)
     prefer: str | None = field(compare=False)
@@ -52,26 +66,33 @@ class _Waiting:
 
 
 class Router:
-    """Holds the engines that serve. They come and go; requests wait while there is none."""
+    """Holds the serving engines, which may be added and removed; requests wait while there is none."""
 
     def __init__(
         self,
         on_lost: Callable[[str, str], None] | None = None,
-        on_answered: Callable[[AnsweredRequest], None] | None = None,
+        on_completed: Callable[[CompletedRequest], None] | None = None,
     ) -> None:
-        """`on_lost(name, reason)` is told of each engine that was taken out because it failed, `on_answered` of each
-        request that was served, whole or not.
+        """`on_lost(name, reason)` is called for each removed engine, `on_completed` for each request that an engine
+        returned, finished or aborted.
         """
         self._slots: dict[str, _Slot] = {}
         self._waiting: list[_Waiting] = []
+        self._waiting_alone: deque[_Waiting] = deque()
+        self._alone: str | None = None
+        """Id of the request that is alone on an engine."""
+        self._reserved: _Slot | None = None
+        """The engine that serves this request, or will serve the next one."""
         self._arrivals = count()
         self._on_lost = on_lost
-        self._on_answered = on_answered
+        self._on_completed = on_completed
         self._paused = False
+        self._sends = TurnBudget(SENT_PER_TURN, self._dispatch)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._num_answers = 0
-        self._num_answer_tokens = 0
+        self._num_finished = 0
+        """Completions that ended without being aborted."""
+        self._num_finished_tokens = 0
 
     @property
     def engines(self) -> dict[str, GenerationEngine]:
@@ -81,76 +102,88 @@ class Router:
         return {name: slot.outstanding_tokens for name, slot in self._slots.items()}
 
     def add(self, name: str, engine: GenerationEngine, capacity_tokens: int) -> None:
-        """`capacity_tokens`: tokens whose keys and values the engine can hold."""
-        assert name not in self._slots, f"{name} is there already"
+        """Add a serving engine whose KV cache holds `capacity_tokens` tokens."""
+        assert name not in self._slots, f"the router already has {name}"
         self._slots[name] = _Slot(name, engine, capacity_tokens, asyncio.get_running_loop().create_future())
         self._dispatch()
 
     def remove(self, name: str, reason: str) -> None:
-        """Take an engine out; its requests raise EngineLost. No effect when it is out."""
+        """Remove an engine; its requests raise EngineLost. Does nothing if the engine was removed before."""
         slot = self._slots.pop(name, None)
         if slot is None:
             return
+        slot.num_lost_requests = len(slot.requests)
         slot.lost.set_result(reason)
         if self._on_lost is not None:
             self._on_lost(name, reason)
 
     async def generate(
-        self, request: GenerationRequest, *, order: int = 0, prefer: str | None = None
+        self, request: GenerationRequest, *, prompt_serial: int = 0, prefer: str | None = None, alone: bool = False
     ) -> tuple[str, Generated]:
-        """The answer, and the name of the engine that gave it.
+        """Send a request to an engine; return the engine's name and the output.
 
-        Among waiting requests the lowest `order` goes first. `prefer` is the engine that knows the prompt's prefix; it
-        is taken unless it is full. Raises EngineLost, with what is known of the answer, when the engine is lost on the
-        way, and what the engine raises.
+        Among waiting requests the lowest `prompt_serial` goes first. `prefer` names the engine that has the prompt in
+        its prefix cache; it is chosen unless it is full. A request `alone` shares its engine with no other request.
+        Raises EngineLost with the partial output if the engine is lost, and any error of the engine.
         """
         tokens = self._expected_tokens(request)
-        slot = await self._acquire(request.request_id, tokens, order, prefer)
+        waiting = self._wait(request.request_id, tokens, prompt_serial, prefer, alone)
+        slot = await self._acquired(waiting)
         sent_s = asyncio.get_running_loop().time()
         try:
             generated = await self._unless_lost(slot, lambda engine: engine.generate(request))
         except EngineLost as error:
-            raise EngineLost(str(error), _joined(slot.requests[request.request_id])) from error
+            partial_output = slot.requests[request.request_id].generated()
+            raise EngineLost(str(error), partial_output, was_alone=slot.num_lost_requests == 1) from error
         finally:
             self._release(slot, request.request_id, tokens)
-        if self._on_answered is not None:
-            self._on_answered(_answered(request, generated, order, slot.name, sent_s))
+        if self._on_completed is not None:
+            self._on_completed(_completed(request, generated, prompt_serial, slot.name, sent_s))
         for completion in generated.completions:
             if completion.finish_reason != "abort":
-                self._num_answers += 1
-                self._num_answer_tokens += len(completion.token_ids)
+                self._num_finished += 1
+                self._num_finished_tokens += len(completion.token_ids)
         return slot.name, generated
 
     async def on_every(self, action: Callable[[GenerationEngine], Awaitable[T]]) -> dict[str, T]:
-        """What each serving engine answers; one that is lost on the way is taken out, and left out.
+        """Run `action` on every serving engine; return the results by engine name.
 
-        Raises what an engine raises otherwise, when all have answered.
+        An engine that is lost meanwhile is removed and has no result. Any other error of an engine is raised when all
+        have returned.
         """
         slots = [*self._slots.values()]
         outcomes = await asyncio.gather(*(self._unless_lost(slot, action) for slot in slots), return_exceptions=True)
-        answers: dict[str, T] = {}
+        results: dict[str, T] = {}
         for slot, outcome in zip(slots, outcomes, strict=True):
             if not isinstance(outcome, BaseException):
-                answers[slot.name] = outcome
+                results[slot.name] = outcome
             elif not isinstance(outcome, EngineLost):
                 raise outcome
-        return answers
+        return results
 
-    def keep(self, progress: dict[str, dict[str, Generated]]) -> None:
-        """What engines have told of their requests in flight, for the case that they are lost."""
-        for name, news in progress.items():
+    def record_partial(self, progress: dict[str, dict[str, Generated]]) -> None:
+        """Record what the engines have generated for requests in flight since the last call, in case one is lost.
+
+        `progress` is by engine name and request id. After a report that was lost nothing more is recorded of the
+        request; a request that its engine received again is recorded from its beginning.
+        """
+        for name, delta in progress.items():
             slot = self._slots.get(name)
             if slot is not None:
-                for request_id in news.keys() & slot.requests.keys():
-                    slot.requests[request_id].append(news[request_id])
+                for request_id in delta.keys() & slot.requests.keys():
+                    slot.requests[request_id].extend(delta[request_id])
 
-    def told(self) -> dict[str, Generated]:
-        """By request in flight, what its engine has told of it and `keep` has kept."""
-        known = {name: _joined(pieces) for slot in self._slots.values() for name, pieces in slot.requests.items()}
-        return {name: generated for name, generated in known.items() if generated is not None}
+    def partial_outputs(self) -> dict[str, Generated]:
+        """Return the recorded partial outputs of requests in flight, by request id."""
+        return {
+            name: generated
+            for slot in self._slots.values()
+            for name, partial in slot.requests.items()
+            if (generated := partial.generated()) is not None
+        }
 
     def pause(self) -> None:
-        """Hold what is not in flight yet."""
+        """Send no further requests until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
@@ -158,82 +191,118 @@ class Router:
         self._dispatch()
 
     async def abort(self, timeout_s: float) -> None:
-        """Have every engine let go of what it has in flight; one that does not within the limit is lost."""
+        """Have every engine abort its requests in flight, after `pause`; return when none is in flight.
 
-        async def abort_one(slot: _Slot) -> None:
-            with suppress(EngineLost):
-                try:
-                    async with asyncio.timeout(timeout_s):
+        An engine that does not end its requests in time is lost.
+        """
+        await asyncio.gather(*(self._abort(slot, timeout_s) for slot in [*self._slots.values()]))
+
+    async def _abort(self, slot: _Slot, timeout_s: float) -> None:
+        with suppress(EngineLost):
+            try:
+                async with answered_within(timeout_s):
+                    # Again and again, because a request may reach the engine after the first abort.
+                    while slot.requests:
                         await self._unless_lost(slot, lambda engine: engine.abort())
-                except TimeoutError:
-                    self.remove(slot.name, f"{slot.name} did not let go of its requests in {timeout_s:.0f} s")
-
-        await asyncio.gather(*(abort_one(slot) for slot in [*self._slots.values()] if slot.requests))
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(ABORT_AGAIN_S):
+                                await self._idle.wait()
+            except TimeoutError:
+                self.remove(slot.name, f"{slot.name} did not abort its requests within {timeout_s:.0f} s")
 
     async def drain(self, timeout_s: float) -> None:
-        """Return when nothing is in flight. Raises RunError that names the engines that did not answer."""
+        """Wait until no request is in flight. Raises RunError that names the engines with pending requests."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with answered_within(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
-            raise RunError(f"no answer within {timeout_s:.0f} s from {self.unanswered()}") from None
+            raise RunError(f"requests did not end within {timeout_s:.0f} s; still pending: {self.pending()}") from None
 
-    def unanswered(self) -> str:
-        """Which engines still owe an answer to how many requests."""
-        owing = [f"{slot.name} ({len(slot.requests)} requests)" for slot in self._slots.values() if slot.requests]
-        if self._waiting:
-            owing.append(f"no engine yet ({len(self._waiting)} requests wait)")
-        return ", ".join(owing) or "no engine"
+    def pending(self) -> str:
+        """Describe the requests that have not returned: the number on each engine, and without an engine."""
+        counts = [f"{slot.name} ({len(slot.requests)} requests)" for slot in self._slots.values() if slot.requests]
+        if num_waiting := len(self._waiting) + len(self._waiting_alone):
+            counts.append(f"no engine yet ({num_waiting} requests)")
+        return ", ".join(counts) or "no request"
 
     def _expected_tokens(self, request: GenerationRequest) -> int:
-        """Prompt and answers; an answer counts as long as answers have been on average."""
+        """Estimate the KV cache tokens of a request, from the mean length of finished completions."""
         length = request.max_tokens
-        if self._num_answers:
-            length = min(length, -(-self._num_answer_tokens // self._num_answers))
-        return len(request.prompt_token_ids) + request.n * length
+        if self._num_finished:
+            length = min(length, -(-self._num_finished_tokens // self._num_finished))
+        return request.num_prompt_tokens + request.n * length
 
-    async def _acquire(self, request_id: str, tokens: int, order: int, prefer: str | None) -> _Slot:
+    def _wait(self, request_id: str, tokens: int, prompt_serial: int, prefer: str | None, alone: bool) -> _Waiting:
         future: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, _Waiting(order, next(self._arrivals), tokens, prefer, future, request_id))
+        waiting = _Waiting(prompt_serial, next(self._arrivals), tokens, prefer, future, request_id)
+        if alone:
+            self._waiting_alone.append(waiting)
+        else:
+            heapq.heappush(self._waiting, waiting)
+        return waiting
+
+    async def _acquired(self, waiting: _Waiting) -> _Slot:
         self._dispatch()
         try:
-            return await future
+            return await waiting.slot
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self._release(future.result(), request_id, tokens)
+            if waiting.slot.done() and not waiting.slot.cancelled():
+                self._release(waiting.slot.result(), waiting.request_id, waiting.tokens)
             raise
 
     def _dispatch(self) -> None:
+        if not self._paused:
+            self._dispatch_alone()
         while self._waiting and not self._paused:
             first = self._waiting[0]
-            if first.slot.done():  # whoever waited was cancelled
+            if first.slot.done():  # its caller was cancelled
                 heapq.heappop(self._waiting)
                 continue
             slot = self._choose(first.tokens, first.prefer)
-            if slot is None:
+            if slot is None or not self._sends.take():
                 return
             heapq.heappop(self._waiting)
-            slot.outstanding_tokens += first.tokens
-            slot.requests[first.request_id] = []
-            self._idle.clear()
-            first.slot.set_result(slot)
+            self._assign(first, slot)
+
+    def _dispatch_alone(self) -> None:
+        """Reserve the emptiest engine for the next request that must be alone, and send it there once it is empty."""
+        if self._alone is not None:
+            return
+        while self._waiting_alone and self._waiting_alone[0].slot.done():  # its caller was cancelled
+            self._waiting_alone.popleft()
+        self._reserved = None
+        if self._waiting_alone:
+            self._reserved = min(self._slots.values(), key=lambda slot: slot.outstanding_tokens, default=None)
+        if self._reserved is not None and not self._reserved.requests:
+            first = self._waiting_alone.popleft()
+            self._alone = first.request_id
+            self._assign(first, self._reserved)
+
+    def _assign(self, waiting: _Waiting, slot: _Slot) -> None:
+        slot.outstanding_tokens += waiting.tokens
+        slot.requests[waiting.request_id] = PartialOutput()
+        self._idle.clear()
+        waiting.slot.set_result(slot)
 
     def _choose(self, tokens: int, prefer: str | None) -> _Slot | None:
-        fitting = [slot for slot in self._slots.values() if slot.fits(tokens)]
+        fitting = [slot for slot in self._slots.values() if slot is not self._reserved and slot.fits(tokens)]
         preferred = [slot for slot in fitting if slot.name == prefer]
         return min(preferred or fitting, key=lambda slot: slot.outstanding_tokens, default=None)
 
     def _release(self, slot: _Slot, request_id: str, tokens: int) -> None:
         slot.outstanding_tokens -= tokens
         slot.requests.pop(request_id, None)
+        if request_id == self._alone:
+            self._alone = None
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
         self._dispatch()
 
     async def _unless_lost(self, slot: _Slot, action: Callable[[GenerationEngine], Awaitable[T]]) -> T:
-        """The engine's answer, unless the engine is taken out first; it is when the answer is that it is lost.
+        """Run `action` on an engine; raises EngineLost as soon as the engine is removed.
 
-        Where it is cancelled, the engine lets go of the call first: else it would have work that nobody knows of.
+        An EngineLost that `action` raises removes the engine. If the caller is cancelled, the call is cancelled and
+        awaited first, so that the engine keeps no request that the router does not know of.
         """
         call = asyncio.ensure_future(action(slot.engine))
         try:
@@ -244,7 +313,7 @@ class Router:
             raise
         call.cancel()  # no effect when it is done
         if slot.lost.done():
-            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # what it says comes too late
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve and ignore its error
             raise EngineLost(slot.lost.result())
         try:
             return call.result()
@@ -253,25 +322,14 @@ class Router:
             raise
 
 
-def _answered(
-    request: GenerationRequest, generated: Generated, order: int, engine: str, sent_s: float
-) -> AnsweredRequest:
-    return AnsweredRequest(
-        order=order,
+def _completed(
+    request: GenerationRequest, generated: Generated, prompt_serial: int, engine: str, sent_s: float
+) -> CompletedRequest:
+    return CompletedRequest(
+        prompt_serial=prompt_serial,
         engine=engine,
         sent_s=sent_s,
         answered_s=asyncio.get_running_loop().time(),
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=request.num_prompt_tokens,
         num_tokens=tuple(len(completion.token_ids) for completion in generated.completions),
     )
-
-
-def _joined(pieces: list[Generated]) -> Generated | None:
-    """One answer of its pieces; None where there is not a token."""
-    completions = []
-    for parts in zip(*(piece.completions for piece in pieces), strict=True):
-        token_ids = np.concatenate([part.token_ids for part in parts])
-        log_probs = np.concatenate([part.log_probs for part in parts])
-        completions.append(Completion(token_ids, log_probs, parts[-1].finish_reason, ""))
-    is_known = any(len(completion.token_ids) for completion in completions)
-    return Generated(pieces[0].policy_version, tuple(completions)) if is_known else None

@@ -1,4 +1,4 @@
-"""Rewards of a finished group."""
+"""Score the trajectories of a finished group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_bapo.rollout.generation import ScoredGroups
 
 
 async def score_group(group: Group, scorer: Scorer) -> ScoredGroups:
-    """The same group with its rewards; raises what `Scorer.score` does."""
+    """Return the group with its rewards; raises the errors of `Scorer.score`."""
     prompt = group.prompt
 
-    def scored(trajectory: Trajectory) -> asyncio.Task[RewardResult]:
+    def start_scoring(trajectory: Trajectory) -> asyncio.Task[RewardResult]:
         request = RewardRequest(
             prompt_id=prompt.prompt_id,
             data_source=prompt.data_source,
@@ -29,10 +29,10 @@ async def score_group(group: Group, scorer: Scorer) -> ScoredGroups:
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            answers = [scored(trajectory) for trajectory in group.trajectories]
+            scores = [start_scoring(trajectory) for trajectory in group.trajectories]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    results = [answer.result() for answer in answers]
+    results = [score.result() for score in scores]
     trajectories = (
         replace(t, reward=r.reward, answer=r.answer) for t, r in zip(group.trajectories, results, strict=True)
     )

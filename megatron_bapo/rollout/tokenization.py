@@ -1,4 +1,4 @@
-"""Prompts to token ids, once, before anything is generated."""
+"""Tokenize prompts once, before anything is generated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_bapo.config.schema import DataConfig
+from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Prompt
+from megatron_bapo.text import without_lone_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,22 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
+    """A prompt and its tokens."""
+
     prompt: Prompt
     token_ids: np.ndarray
     """int32 [P], at least one token."""
 
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer; no code from the checkpoint is run.
+    """Load the checkpoint's tokenizer; no code from the checkpoint is run.
 
-    Raises UserError when the folder has none, or when it names no end-of-sequence token.
+    Raises UserError if the folder has no tokenizer, or one without an end-of-sequence token.
     """
     if not model_path.is_dir():
         raise UserError(
-            f"there is no folder {model_path}, which the tokenizer would be in; give a Hugging Face folder (relative "
-            f"paths start at {Path.cwd()})"
+            f"there is no folder {model_path} to load the tokenizer from; give a Hugging Face folder (relative paths "
+            f"start at {Path.cwd()})"
         )
-    from transformers import AutoTokenizer  # seconds, which processes that load none do not spend
+    from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
@@ -49,7 +52,7 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data
     """Render and encode every prompt.
 
     Raises UserError for a prompt that is empty or longer than `data.max_prompt_length`, and for a tokenizer without a
-    chat template where one is asked for.
+    chat template if `data.chat_template` is true.
     """
     _check_chat_template(tokenizer, data.chat_template)
     tokenized = []
@@ -64,8 +67,18 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data
     return tokenized
 
 
+def text_of(token_ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Decode a response, without special tokens."""
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportArgumentType]
+    assert isinstance(text, str)
+    return without_lone_surrogates(text)
+
+
 def token_counter(model_path: Path, *, chat_template: bool) -> Callable[[Prompt], int]:
-    """Counts a prompt's tokens as `tokenize` does. Raises UserError as `load_tokenizer` and `tokenize` do."""
+    """Return a function that counts a prompt's tokens as `tokenize` does.
+
+    Raises UserError as `load_tokenizer` and `tokenize` do.
+    """
     tokenizer = load_tokenizer(model_path)
     _check_chat_template(tokenizer, chat_template)
     return lambda prompt: len(_encode(prompt, tokenizer, chat_template=chat_template))
@@ -79,9 +92,12 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool
         )
 
 
-def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> str:
+    """Return the text that is encoded: the conversation in the chat template, else its messages line by line."""
     if chat_template:
-        text = str(tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True))
-    else:
-        text = "\n".join(message["content"] for message in prompt.messages)
-    return tokenizer.encode(text, add_special_tokens=False)
+        return str(tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True))
+    return "\n".join(message["content"] for message in prompt.messages)
+
+
+def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:
+    return tokenizer.encode(render(prompt, tokenizer, chat_template=chat_template), add_special_tokens=False)

@@ -1,6 +1,6 @@
-"""vLLM's asynchronous engine behind the few calls that the project makes. Supported: vLLM 0.32 on GPUs and CPUs.
+"""Adapter of vLLM's asynchronous engine (`AsyncLLM`). Supports vLLM 0.32 on GPUs and CPUs.
 
-Only the engine's own process imports this file: loading vLLM takes seconds and hundreds of megabytes.
+Only the engine's own process imports this file, because importing vLLM takes seconds and hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import asyncio
 import gc
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
@@ -35,19 +35,22 @@ from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationReq
 from megatron_bapo.weight_sync.route import WeightRoute
 
 STREAM_INTERVAL = 32
-"""Tokens of an answer that vLLM hands out at a time: as many are lost at most, with what came since the last probe."""
+"""Tokens that vLLM returns at a time. A lost engine loses at most as many, and those since its last probe."""
+LIVENESS_S = 0.2
+"""Seconds between two checks of vLLM's core while a call to it waits."""
+T = TypeVar("T")
 DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class VllmServer:
-    """Owns vLLM's processes."""
+    """Owns vLLM's engine and its processes."""
 
     def __init__(
         self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, scratch: Path
     ) -> None:
-        """Load the checkpoint. `scratch` is a folder for vLLM's temporary files.
+        """Load the checkpoint; `scratch` is a folder for vLLM's temporary files.
 
-        Raises UserError for settings that vLLM refuses, RunError when its processes do not come up.
+        Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
         """
         try:
             with _temporary_files_in(scratch):
@@ -57,50 +60,64 @@ class VllmServer:
         except RuntimeError as error:
             raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
         self._tokenizer = self._llm.get_tokenizer()
-        self._in_flight: dict[str, list[_Growing]] = {}
-        # Half a million objects of imports that live as long as the process: walking them is a 0.3 s pause.
+        self._in_flight: dict[str, list[_PartialCompletion]] = {}
+        # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
         gc.collect()
         gc.freeze()
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
-        """The completions of each request, in order. Raises EngineLost or RunError when vLLM fails."""
-        with _failures("while generating"):
-            answers = await asyncio.gather(*map(self._sample, requests))
-        token_ids = [growing.token_ids for answer in answers for growing in answer]
+        """Return the completions of each request, in order. Raises EngineLost or RunError if vLLM fails."""
+        with self._failures("while generating"):
+            outputs = await asyncio.gather(*map(self._sample, requests))
+        token_ids = [partial.token_ids for output in outputs for partial in output]
         texts = iter(self._tokenizer.batch_decode(token_ids, **DECODING))  # pyright: ignore[reportAttributeAccessIssue]
-        return [tuple(growing.completion(next(texts)) for growing in answer) for answer in answers]
+        return [tuple(partial.completion(next(texts)) for partial in output) for output in outputs]
 
     def progress(self) -> dict[str, tuple[Completion, ...]]:
-        """By request in flight, what its completions have got since the last call; without texts."""
-        return {name: tuple(growing.news() for growing in answer) for name, answer in self._in_flight.items()}
+        """Return, by request in flight, the tokens of its completions since the last call, without texts."""
+        return {name: tuple(partial.delta() for partial in partials) for name, partials in self._in_flight.items()}
 
-    async def _sample(self, request: GenerationRequest) -> list[_Growing]:
-        # logprobs=0 asks for the sampled token's alone. Text is decoded once per answer instead of once per token.
-        # Seeds cost nothing on GPUs: there vLLM draws for all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
+    async def _sample(self, request: GenerationRequest) -> list[_PartialCompletion]:
+        # logprobs=0 returns the log-prob of the sampled token only. Text is decoded once per response, not per token.
+        # Seeds cost nothing on GPUs: there vLLM samples all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
             detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
         )  # fmt: skip
-        # vLLM gives as many as there are different ones, at temperature 0 one.
-        answer = self._in_flight[request.request_id] = [_Growing() for _ in range(request.n)]
+        # vLLM returns only distinct completions: a single one at temperature 0.
+        partials = self._in_flight[request.request_id] = [_PartialCompletion() for _ in range(request.n)]
         try:
             prompt = tokens_input(request.prompt_token_ids.tolist())
             async for output in self._llm.generate(prompt, params, request.request_id):
                 for completion in output.outputs:
-                    answer[completion.index].extend(completion)
+                    partials[completion.index].extend(completion)
         finally:
             del self._in_flight[request.request_id]
-        return [growing for growing in answer if growing.finish_reason is not None]
+        return [partial for partial in partials if partial.finish_reason is not None]
+
+    async def decode(self, token_ids: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sample `num` tokens after a sequence at temperature 1; return them and their log-probs; raises as `generate`.
+
+        The samples are the same in each call under the same weights.
+        """
+        params = SamplingParams(
+            max_tokens=num, temperature=1.0, seed=0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        with self._failures("while decoding"):
+            (completion,) = (await _final_output(self._llm, token_ids, params, "decode")).outputs
+        assert isinstance(completion.logprobs, FlatLogprobs)
+        return np.asarray(completion.token_ids, np.int32), np.asarray(completion.logprobs.logprobs, np.float32)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probs at temperature 1 of each token but the first, float32 [S - 1]; errors as `generate`."""
-        # A request has to generate; prompt_logprobs=0 asks for the prompt's own tokens and for no alternatives.
+        """Return float32 [S - 1] log-probs of each token but the first at temperature 1; raises as `generate`."""
+        # A request must generate at least one token; prompt_logprobs=0 returns the prompt's own tokens only.
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        with _failures("while scoring"):
+        with self._failures("while scoring"):
             output = await _final_output(self._llm, token_ids, params, "score")
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return np.asarray(output.prompt_logprobs.logprobs, np.float32)
@@ -108,67 +125,101 @@ class VllmServer:
     @property
     def kv_cache_tokens(self) -> int:
         cache = self._llm.vllm_config.cache_config
-        assert cache.num_gpu_blocks, "vLLM has started and knows its cache"
+        assert cache.num_gpu_blocks, "vLLM sets its number of cache blocks when it starts"
         return cache.num_gpu_blocks * cache.block_size
 
     async def abort(self) -> None:
-        """End every request in flight with the tokens that it has."""
-        await self._llm.pause_generation(mode="abort", clear_cache=False)
-        await self._llm.resume_generation()
+        """Abort every request in flight, those that arrive meanwhile included; each returns the tokens so far."""
+        await self._pause()
+        # vLLM queues the requests that it receives while paused, and would serve them to their end when it resumes.
+        while self._in_flight:
+            await self._pause()
+        await self._call("while it resumed", self._llm.resume_generation())
+
+    async def _pause(self) -> None:
+        await self._call("while it aborted", self._llm.pause_generation(mode="abort", clear_cache=False))
 
     async def check_health(self) -> None:
-        """Return when the engine core answers; errors as `generate`."""
-        with _failures("while it was probed"):
-            await self._llm.check_health()
-            await self._llm.is_paused()
+        """Return when the engine core responds; raises EngineLost if it has ended."""
+        await self._call("while it was probed", self._llm.is_paused())
 
     async def connect(self, route: WeightRoute) -> None:
-        """Tell the workers where new weights will come from; comes before `verify` and `load`."""
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest({"route": route.to_json()}))
+        """Set the workers' weight route; must be called before `verify` and `load`."""
+        request = WeightTransferInitRequest({"route": route.to_json()})
+        await self._call("while it got its weight route", self._llm.init_weight_transfer_engine(request))
 
     async def verify(self, version: int) -> int:
-        """Check a version that is to be loaded; the bytes that all workers will read. RunError says what is wrong."""
-        found = await self._llm.collective_rpc("verify_policy", args=(version,))
-        if problems := [answer for answer in found if isinstance(answer, str)]:
+        """Check a version before it is loaded; return the bytes that all workers will read.
+
+        Raises RunError with a worker's error message, EngineLost if vLLM fails.
+        """
+        results = await self._call("while verifying", self._llm.collective_rpc("verify_policy", args=(version,)))
+        if problems := [result for result in results if isinstance(result, str)]:
             raise RunError(problems[0])
-        return sum(found)
+        return sum(results)
 
     async def load(self, version: int) -> None:
-        """Take over a version's weights and forget every key and value of the old ones."""
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
-        await self._llm.finish_weight_update(str(version))
-        # Keys and values of the old weights would answer for prompts that were seen before.
-        if not await self._llm.reset_prefix_cache():
-            raise RunError("vLLM did not clear its prefix cache")
+        """Load a version's weights and clear the KV cache of the old weights; raises EngineLost if vLLM fails."""
+        when, update = "while loading", WeightTransferUpdateRequest({"version": version})
+        await self._call(when, self._llm.start_weight_update())
+        await self._call(when, self._llm.update_weights(update))
+        await self._call(when, self._llm.finish_weight_update(str(version)))
+        # Otherwise the prefix cache would reuse the old weights' KV cache for repeated prompts.
+        if not await self._call(when, self._llm.reset_prefix_cache()):
+            raise EngineLost("vLLM did not clear its prefix cache")
 
     async def sleep(self, level: Literal[1, 2]) -> None:
-        """Free the memory of weights and of keys and values; at level 1 weights are kept in host memory."""
-        await self._llm.sleep(level)
+        """Free the GPU memory of the weights and the KV cache; level 1 keeps the weights in host memory.
+
+        Raises EngineLost if vLLM fails.
+        """
+        await self._call("while it freed its memory", self._llm.sleep(level))
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take memory for `weights` or `kv_cache` again; vLLM serves when it has both."""
-        await self._llm.wake_up(list(tags))
+        """Allocate memory for `weights` or `kv_cache` again; vLLM can serve when it has both; raises as `sleep`."""
+        await self._call("while it woke up", self._llm.wake_up(list(tags)))
 
     def shutdown(self) -> None:
         """End vLLM's processes."""
         self._llm.shutdown()
 
+    async def _call(self, when: str, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call that vLLM's core replies to; raises EngineLost if the core ends or the call fails.
 
-@contextmanager
-def _failures(when: str) -> Iterator[None]:
-    """A core that has ended is a lost engine, which fails at whatever it is sent; else the request may be to blame."""
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineLost(f"vLLM's core ended {when}: {error!r}; its output says why") from error
-    except EngineGenerateError as error:
-        raise RunError(f"vLLM failed {when}: {error!r}; its output says why") from error
+        vLLM 0.32.0 lets a call wait forever if the core ends before it replies: nothing completes the futures of
+        `_call_utility_async` in vllm/v1/engine/core_client.py.
+        """
+        call = asyncio.ensure_future(work)
+        try:
+            with self._failures(when):
+                while not call.done():
+                    await self._llm.check_health()
+                    await asyncio.wait({call}, timeout=LIVENESS_S)
+                return call.result()
+        except EngineLost:
+            raise
+        except Exception as error:  # vLLM raises a plain Exception for failures inside its processes
+            raise EngineLost(f"vLLM failed {when}: {error}") from error
+        finally:
+            call.cancel()
+
+    @contextmanager
+    def _failures(self, when: str) -> Iterator[None]:
+        """Raise EngineLost if vLLM's core has ended, RunError for a failure that the request itself may have caused."""
+        try:
+            yield
+        except (EngineDeadError, EngineGenerateError) as error:
+            if isinstance(error, EngineDeadError) or self._llm.errored:
+                raise EngineLost(f"vLLM's core ended {when}: {error!r}; its output says why") from error
+            raise RunError(f"vLLM failed {when}: {error!r}; its output says why") from error
 
 
 @contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """For what is started meanwhile: vLLM leaves its rendezvous files, and when it is killed its sockets, behind."""
+    """Set the temporary folder of processes started in this context.
+
+    vLLM leaves its rendezvous files behind, and its sockets if it is killed.
+    """
     cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     try:
@@ -187,9 +238,9 @@ def _engine_args(
     if current_platform.is_cpu():
         options = {
             "kv_cache_memory_bytes": 1 << 29,
-            # A quarter of vLLM's own choice: a group shares its prompt's full blocks only.
+            # A quarter of vLLM's default: a group shares only the full blocks of its prompt.
             "block_size": 32,
-            # vLLM 0.32.0 dies of "CPU Generator does not use offset" when it cuts the prompt of a request with a seed
+            # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
             # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
             "enable_chunked_prefill": False,
         }
@@ -207,14 +258,14 @@ def _engine_args(
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager,
         enable_prefix_caching=True,
-        # After the temperature: the log-probs of the distribution that was sampled from.
+        # Log-probs of the distribution that was sampled from, at the sampling temperature.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         enable_sleep_mode=settings.sleep_level > 0,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
-        # vLLM refuses lengths above this field, which Qwen's recipe for YaRN leaves at the unscaled length.
+        # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length.
         hf_overrides={"max_position_embeddings": read_architecture(model_path).context_length},
         trust_remote_code=False,
         disable_log_stats=True,
@@ -228,14 +279,14 @@ async def _final_output(llm: AsyncLLM, token_ids: np.ndarray, params: SamplingPa
 
 
 @dataclass
-class _Growing:
-    """One completion while vLLM generates it."""
+class _PartialCompletion:
+    """A completion that vLLM is generating."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-    num_told: int = 0
-    """Tokens that were asked for before the end."""
+    num_reported: int = 0
+    """Tokens that `delta` has returned."""
 
     def extend(self, output: CompletionOutput) -> None:
         if output.token_ids:
@@ -244,9 +295,10 @@ class _Growing:
             self.log_probs += output.logprobs.logprobs
         self.finish_reason = output.finish_reason
 
-    def news(self) -> Completion:
-        start, self.num_told = self.num_told, len(self.token_ids)
-        return self._completion(start, _segment_end(self.finish_reason or "abort"), "")
+    def delta(self) -> Completion:
+        """Return the tokens since the last call."""
+        start, self.num_reported = self.num_reported, len(self.token_ids)
+        return replace(self._completion(start, _segment_end(self.finish_reason or "abort"), ""), num_before=start)
 
     def completion(self, text: str) -> Completion:
         assert self.finish_reason is not None, "vLLM has ended the request"
@@ -260,5 +312,5 @@ class _Growing:
 
 def _segment_end(finish_reason: str) -> SegmentEnd:
     if finish_reason not in ("stop", "length", "abort"):
-        raise RunError(f"vLLM ended a request with {finish_reason!r} instead of an answer")
+        raise RunError(f"vLLM ended a request with the unexpected finish reason {finish_reason!r}")
     return finish_reason

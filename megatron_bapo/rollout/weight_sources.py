@@ -1,6 +1,7 @@
-"""What an engine rank reads new weights from; one class for each of `weight_sync.transport`.
+"""Sources from which an engine rank reads new weights, one for each `weight_sync.transport`.
 
-`verify` runs while the old weights still serve, `read` then gives whole tensors of which this rank's parts are there.
+`verify` runs while the old weights are still served. `read` then yields whole tensors, in which only this rank's parts
+need to hold data.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ from megatron_bapo.weight_sync.whole_tensors import whole_tensors
 
 class WeightSource(Protocol):
     def verify(self, version: int) -> int:
-        """Check what can be checked before anything is loaded; the bytes that this rank will read."""
+        """Check a version as far as possible before it is loaded; return the bytes that this rank will read."""
         ...
 
-    def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and tensors of a version."""
+        ...
 
     def finish(self, version: int) -> None:
-        """After all of it was used. Raises RunError when it was overwritten meanwhile."""
+        """Called after all tensors were loaded. Raises RunError if the version was overwritten meanwhile."""
         ...
 
 
 def weight_source(route: WeightRoute, layout: EngineLayout, rank: int, device: torch.device) -> WeightSource:
-    """Of the rank `rank` of an engine, whose model is on `device`."""
+    """Return the weight source of rank `rank` of an engine whose model is on `device`."""
     place = route.first_place + rank
     match route.transport:
         case "store":
@@ -47,13 +50,15 @@ def weight_source(route: WeightRoute, layout: EngineLayout, rank: int, device: t
 
 
 def plan_of(route: WeightRoute, version: int) -> WeightPlan:
-    """The plan by which a version comes. Raises RunError when there is no such version."""
+    """Return the transfer plan of a version. Raises RunError if there is no such version."""
     if route.transport == "store":
         return WeightStore(route.folder).plan(version)
     return announced_plan(route.folder, version)
 
 
 class _FromStore:
+    """Reads the weight store of this host."""
+
     def __init__(self, store: WeightStore, layout: EngineLayout, rank: int) -> None:
         self._store, self._layout, self._rank = store, layout, rank
 
@@ -61,19 +66,22 @@ class _FromStore:
         return self._store.verify(version, self._reader(version))
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors are mapped, so that only what vLLM's loaders cut out is read."""
+        """Yield memory-mapped tensors, so that only the parts that vLLM's loaders use are read."""
         yield from self._store.read(version, self._reader(version))
 
     def finish(self, version: int) -> None:
         self._store.manifest(version)
 
     def _reader(self, version: int) -> int | None:
-        """This rank's number in the plan; None, which stands for all parts, when the plan is for another layout."""
+        """Return this rank's number in the plan, or None for all parts if the plan is for another layout."""
         return self._rank if self._store.plan(version).reader_layout == self._layout.name else None
 
 
 class _FromGroup:
-    """Checks what it gets as it comes. The group is made at the first version, by trainer and engines at once."""
+    """Receives slices through a process group and checks them on arrival.
+
+    Trainer and engines create the process group together, at the first version.
+    """
 
     def __init__(self, route: WeightRoute, place: int, device: torch.device) -> None:
         self._route, self._place, self._device = route, place, device
@@ -92,4 +100,4 @@ class _FromGroup:
         yield from whole_tensors(plan, plan.needed_on(self._place), slices, self._device)
 
     def finish(self, version: int) -> None:
-        """Nobody overwrites what this rank has received."""
+        """Return at once: received tensors are not overwritten."""

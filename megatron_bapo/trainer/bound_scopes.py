@@ -1,22 +1,25 @@
-"""Trains one minibatch by its clip bounds: found before the training pass, during it, or for each micro-batch.
+"""Trains one minibatch under its clip bounds, which are found before the training pass, during it, or per micro-batch.
 
     scope        method       passes over the minibatch
     minibatch    score        forward only, search, training
-    minibatch    speculate    training by predicted bounds, search; again by the exact ones if they are others
-    microbatch   -            training, with a search in each micro-batch's forward pass
+    minibatch    speculate    training under predicted bounds, search; repeated under the exact bounds if they differ
+    microbatch   -            training, with a search in the forward pass of each micro-batch
 
-The prediction takes every ratio to be 1. Where the ratio's denominators are the trainer's own, under its present
-weights, that is no prediction but settles the bounds. Where engines with the present weights gave them, it is wrong by
-their arithmetic alone, and next to the target that may be enough to move the bounds: such fresh minibatches are trained
-at once and checked, whatever the method, unless FP8 scales remember passes, which then cannot be repeated.
+The prediction assumes that every ratio is 1. If the trainer computed the behaviour log-probs with its current weights,
+this holds exactly and the predicted bounds are final. If engines with the current weights computed them, the ratios
+differ from 1 by arithmetic only, which can still move the bounds when the share is close to the target. Such fresh
+minibatches are therefore trained at once and then checked, whatever the method, unless the FP8 scales depend on
+earlier passes, because a training pass then cannot be repeated.
 
-Predicted bounds follow from the sums of positive and negative advantages, which decide between the first and the last
-bounds almost alone. In 492 updates of two runs on the quickstart's task, 8 updates a rollout batch, the prediction was
-right in 99% with a target of 0.4, and in 83% with 0.5, the hardest, which is the median share there; the previous
-update's bounds were right in 98% and 53%, the ratios of earlier updates no better.
+Predicted bounds follow from the sums of positive and negative advantages, which almost always decide between the first
+and the last bounds. In 492 updates of two runs on the quickstart task, with 8 updates per rollout batch, the prediction
+was right in 99% of the updates with a target of 0.4 and in 83% with a target of 0.5, the hardest case because it is the
+median share there. The bounds of the previous update were right in 98% and 53%; ratios of earlier updates did no
+better.
 
-Only the last pipeline stage has log-probs, and so bounds. What the other ranks need to know is one small maximum over
-all ranks. Sums of the search go over data- and context-parallel ranks only: tensor-parallel ranks hold the same tokens.
+Only the last pipeline stage has log-probs and therefore bounds. The other ranks learn the outcome from one small
+maximum over all ranks. The sums of the search are reduced over data- and context-parallel ranks only, because
+tensor-parallel ranks have the same tokens.
 
 Legend: N response tokens of this rank.
 """
@@ -37,74 +40,81 @@ from megatron_bapo.trainer.micro_batches import MicroBatch
 from megatron_bapo.trainer.update_metrics import bounds_metrics, speculation_metrics
 from megatron_bapo.trainer.worker import Scores, Worker, score
 
-Limits = tuple[torch.Tensor, torch.Tensor]
-"""The clip bounds (low, high) of the loss, 0-d."""
+Bounds = tuple[torch.Tensor, torch.Tensor]
+"""Clip bounds (low, high) of the loss, 0-d."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What the training pass leaves of one micro-batch."""
+class PassResult:
+    """Result of the training pass for one micro-batch."""
 
     metrics: dict[str, Metric]
     scores: Scores
 
 
 @dataclass(frozen=True)
-class TrainedMinibatch:
-    """Of the training pass that counts."""
+class MinibatchResult:
+    """Result of the training pass whose gradients are used."""
 
-    micro_batches: list[Trained]
+    micro_batches: list[PassResult]
     metrics: dict[str, Metric]
-    """Of the bounds."""
+    """Metrics of the bounds."""
     scored: bool
-    """Whether another pass gave the ratios before: forward only, or a training pass by bounds that were wrong."""
+    """Whether an earlier pass computed the ratios: a scoring pass, or a training pass under mispredicted bounds."""
 
 
-TrainingPass = Callable[[Limits | None], list[Trained]]
-"""Gradients of the whole minibatch, from zero, by these bounds; without them each micro-batch finds its own."""
+TrainingPass = Callable[[Bounds | None], list[PassResult]]
+"""Computes the gradients of the whole minibatch, from zero, under the given bounds.
+
+Without bounds each micro-batch finds its own."""
 
 
 def train_within_bounds(
-    worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass, *, on_policy: bool, sampled_now: bool
-) -> TrainedMinibatch:
-    """Leave the gradients that belong to the minibatch's bounds.
+    worker: Worker,
+    micro_batches: Sequence[MicroBatch],
+    train: TrainingPass,
+    *,
+    on_policy: bool,
+    fresh_rollout: bool,
+) -> MinibatchResult:
+    """Compute the gradients of the minibatch under its clip bounds and return the results of that training pass.
 
-    `on_policy` and `sampled_now` say that the trainer, or engines, computed the behaviour log-probs with the present
-    weights.
+    `on_policy` and `fresh_rollout` say that the trainer, or the engines, computed the behaviour log-probs with the
+    current weights.
     """
     algorithm = worker.config.algorithm
     if algorithm.objective != "bapo":
         low, high = 1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high
         limits = torch.tensor(low, device=local_device()), torch.tensor(high, device=local_device())
-        return TrainedMinibatch(train(limits), {}, scored=False)
+        return MinibatchResult(train(limits), {}, scored=False)
     if algorithm.clip_bounds.scope == "microbatch":
-        return TrainedMinibatch(train(None), {}, scored=False)
+        return MinibatchResult(train(None), {}, scored=False)
     if on_policy:
         bounds = _bounds(worker, micro_batches, None)
-        return TrainedMinibatch(train(_limits(bounds)), bounds_metrics(bounds), scored=False)
+        return MinibatchResult(train(_as_bounds(bounds)), bounds_metrics(bounds), scored=False)
     fp8 = worker.config.fp8
-    if sampled_now and not (fp8 and fp8.remembers_passes):
+    if fresh_rollout and not (fp8 and fp8.uses_delayed_scaling):
         return _train_and_check(worker, micro_batches, train)
     if algorithm.clip_bounds.method == "speculate":
         return _speculate(worker, micro_batches, train)
     bounds = _bounds(worker, micro_batches, _score(worker, micro_batches))
-    return TrainedMinibatch(train(_limits(bounds)), bounds_metrics(bounds), scored=True)
+    return MinibatchResult(train(_as_bounds(bounds)), bounds_metrics(bounds), scored=True)
 
 
-def _train_and_check(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> TrainedMinibatch:
-    """Train by the predicted bounds, and again where those of the loss's ratios are others."""
+def _train_and_check(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> MinibatchResult:
+    """Train under the predicted bounds, and again if the exact bounds differ."""
     predicted = _bounds(worker, micro_batches, None)
-    results = train(_limits(predicted))
+    results = train(_as_bounds(predicted))
     exact = _bounds(worker, micro_batches, [result.scores for result in results])
     missed = any(_largest([_differ(predicted, exact)], worker.groups))
     if missed:
-        results = train(_limits(exact))
+        results = train(_as_bounds(exact))
     metrics = bounds_metrics(exact) | speculation_metrics(speculated=True, missed=missed)
-    return TrainedMinibatch(results, metrics, scored=missed)
+    return MinibatchResult(results, metrics, scored=missed)
 
 
-def _speculate(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> TrainedMinibatch:
-    """Train at once where that pays, else score, and compare the prediction all the same."""
+def _speculate(worker: Worker, micro_batches: Sequence[MicroBatch], train: TrainingPass) -> MinibatchResult:
+    """Train under predicted bounds if that pays; otherwise score first, and still check the prediction."""
     if worker.speculation.pays:
         trained = _train_and_check(worker, micro_batches, train)
         worker.speculation.record(missed=trained.scored)
@@ -112,19 +122,19 @@ def _speculate(worker: Worker, micro_batches: Sequence[MicroBatch], train: Train
     predicted, start = _bounds(worker, micro_batches, None), now_s()
     exact = _bounds(worker, micro_batches, _score(worker, micro_batches))
     scored = now_s()
-    results = train(_limits(exact))
+    results = train(_as_bounds(exact))
     seconds = scored - start, now_s() - scored
     differ, scoring_s, training_s = _largest((_differ(predicted, exact), *seconds), worker.groups)
     worker.speculation.record(missed=bool(differ), scoring_cost=scoring_s / training_s)
     metrics = bounds_metrics(exact) | speculation_metrics(speculated=False, missed=bool(differ))
-    return TrainedMinibatch(results, metrics, scored=True)
+    return MinibatchResult(results, metrics, scored=True)
 
 
-def micro_batch_limits(worker: Worker, micro_batch: MicroBatch, scores: Scores) -> tuple[Limits, dict[str, Metric]]:
-    """Bounds of one micro-batch and of those that the other data- and context-parallel ranks train beside it.
+def micro_batch_bounds(worker: Worker, micro_batch: MicroBatch, scores: Scores) -> tuple[Bounds, dict[str, Metric]]:
+    """Return the bounds of one micro-batch together with its counterparts on other data- and context-parallel ranks.
 
-    A collective within the pipeline's schedule, and safe there: these ranks run equally many micro-batches, and the
-    last stages of their pipelines run them in the same order.
+    This is a collective within the pipeline schedule. It is safe because these ranks run equally many micro-batches,
+    and their last pipeline stages run them in the same order.
     """
     bounds = _bounds(worker, [micro_batch], [scores])
     assert bounds is not None, "only the last pipeline stage has scores"
@@ -136,7 +146,7 @@ def _score(worker: Worker, micro_batches: Sequence[MicroBatch]) -> list[Scores]:
 
 
 def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequence[Scores] | None) -> ClipBounds | None:
-    """The same on every rank of the last pipeline stage, None elsewhere; without scores every ratio is 1."""
+    """Find the bounds on all ranks of the last pipeline stage (None elsewhere); without scores every ratio is 1."""
     if not worker.groups.is_last_stage:
         return None
     behaviour_N, advantages_N, weights_N, corrections_N = (
@@ -145,7 +155,7 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
     )
     algorithm = worker.config.algorithm
     current_N = behaviour_N if scores is None else torch.cat([s.log_probs_N for s in scores])
-    contributions_N = corrections_N if algorithm.rollout_correction.active else None  # of rejected tokens 0
+    contributions_N = corrections_N if algorithm.rollout_correction.active else None  # 0 for rejected tokens
     if algorithm.clip_bounds.weights == "loss":
         contributions_N = weights_N * corrections_N
     return find_clip_bounds(
@@ -159,17 +169,17 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
 
 
 def _differ(predicted: ClipBounds | None, exact: ClipBounds | None) -> float:
-    """1 or 0; ranks without bounds learn it from the others."""
+    """Return 1 if the bounds differ and 0 if not; ranks without bounds return 0 and learn the result from others."""
     return float(predicted is not None and exact is not None and predicted.moves != exact.moves)
 
 
-def _limits(bounds: ClipBounds | None) -> Limits | None:
-    """Other pipeline stages than the last get none and need none."""
+def _as_bounds(bounds: ClipBounds | None) -> Bounds | None:
+    """Return the bounds as the loss takes them; None on all pipeline stages but the last, which need none."""
     return None if bounds is None else (bounds.low.float(), bounds.high.float())
 
 
 def _largest(values: Sequence[float], groups: ParallelGroups) -> list[float]:
-    """Of each value over all ranks."""
+    """Return the maximum of each value over all ranks."""
     largest = torch.tensor(values, dtype=torch.float64, device=local_device())
     max_over(groups.tensor, groups.data_context, groups.pipeline)(largest)
     return largest.tolist()

@@ -1,13 +1,15 @@
-"""Complete trainer state on disk: safetensors and JSON, in Hugging Face's names, so in no particular layout.
+"""Checkpoints: the complete trainer state as safetensors and JSON, under Hugging Face tensor names.
+
+A checkpoint can be loaded with any parallel layout.
 
     checkpoints/step-00000020/
-        weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file of each rank that owns tensors
-        state.json                       counters, Adam's step, the run's position in the data
-        buffered.parquet, unfinished.parquet    rollouts for later batches, where there are any
+        weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file per rank that owns tensors
+        state.json                       counters, Adam's step count, position in the prompt data
+        in_flight/                       rollouts for later batches, if there are any
 
-Before Adam's first step its moments are zero and are left out.
+Before Adam's first step its moments are zero and are not saved.
 
-The folder is written as `*.partial` and renamed when whole; what carries the final name is complete.
+The folder is written as `*.partial` and renamed when it is complete, so a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import functools
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megatron_bapo.files import flush
 from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.parallel.collectives import barrier, broadcast_object
@@ -33,8 +35,20 @@ _FOLDERS: dict[State, str] = {"main": WEIGHTS, "exp_avg": "exp_avg", "exp_avg_sq
 _NAME = re.compile(r"step-(\d{8})")
 
 
+class RolloutFiles(Protocol):
+    """Writes the rollouts for later batches into a checkpoint while the trainer's ranks write their state."""
+
+    def begin_saving(self, folder: Path) -> dict[str, Any]:
+        """Begin to write files into the folder; return the JSON state of the rollouts at this instant."""
+        ...
+
+    def finish_saving(self) -> None:
+        """Return when the files are complete and on disk."""
+        ...
+
+
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
@@ -44,14 +58,15 @@ def save_checkpoint(
     num_updates: int,
     state: dict[str, Any],
     keep: int,
-    write_more: Callable[[Path], None] | None = None,
+    rollouts: RolloutFiles | None = None,
 ) -> Path:
-    """Write `folder/step-N` after N updates, unless it is there; then delete all but the newest `keep`.
+    """Write `folder/step-N` after N updates unless it exists, then delete all but the newest `keep` checkpoints.
 
-    `state` is JSON, and `write_more` writes further files into the folder; both are of rank 0 only.
+    `state` is JSON; `rollouts` adds its `data` and writes further files. Both are used on rank 0 only.
     """
     final = folder / f"step-{num_updates:08d}"
-    # The same number of updates means the same state. Rank 0 looks: a network file system may tell ranks differently.
+    # The same number of updates means the same state. Only rank 0 checks, because ranks may see a network file system
+    # differently.
     if broadcast_object(final.exists(), worker.groups):
         return final
     partial, states = final.with_name(final.name + ".partial"), _stored(worker.optimizer.num_steps)
@@ -60,17 +75,20 @@ def save_checkpoint(
             shutil.rmtree(leftover)
         for state_name in states:
             (partial / _FOLDERS[state_name]).mkdir(parents=True)
+        if rollouts is not None:
+            state = {**state, "data": rollouts.begin_saving(partial)}
     barrier(worker.groups)
     for state_name in states:
         read = functools.partial(worker.optimizer.read, state=state_name)
         write_stage(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
-        if write_more is not None:
-            write_more(partial)
+        if rollouts is not None:
+            rollouts.finish_saving()
         write_state(partial, state, worker.optimizer.num_steps)
         flush_to_disk(partial)
         partial.rename(final)
+        flush(folder)  # the new name, before older checkpoints are deleted
         for old in checkpoints(folder)[:-keep]:
             shutil.rmtree(old)
     barrier(worker.groups)
@@ -78,9 +96,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
-    """Fill weights and moments bit for bit, whatever layout wrote them; returns the saved state.
+    """Load weights and moments bit-exactly from a checkpoint of any layout and return the saved state.
 
-    Raises UserError when a file is missing or unreadable.
+    Raises UserError if a file is missing or unreadable.
     """
     state = json.loads((checkpoint / STATE).read_text())
     if state["adam_step"] == 0:

@@ -1,7 +1,7 @@
-"""Checkpoints of the trainer and Hugging Face folders, turned into each other by one process, without a model.
+"""Conversion between trainer checkpoints and Hugging Face folders, in one process and without building a model.
 
-The checkpoint is in Hugging Face's names, whatever layout wrote it, so that tensors are copied one by one. What is
-being written is the target's name and `.partial`; it is renamed when whole, and a later call continues it.
+Checkpoints use Hugging Face tensor names, whatever layout wrote them, so tensors are copied one by one. Output is
+written to the target name plus `.partial` and renamed when it is complete; a later call resumes a partial folder.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megatron_bapo.files import make_folder
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes
-from megatron_bapo.model.weight_copy import Advance, Copied, copy_tensors, first_difference
+from megatron_bapo.model.weight_copy import Advance, CopyResult, copy_tensors, first_difference
 from megatron_bapo.trainer.checkpoint import WEIGHTS, write_state
 
 
 def checkpoint_from_hugging_face(
     source: Path, target: Path, state: dict[str, Any], *, max_file_bytes: int, advance: Advance
-) -> Copied:
-    """Write the checkpoint `target` (fp32, before the first update) of the Hugging Face folder `source`.
+) -> CopyResult:
+    """Convert the Hugging Face folder `source` to the trainer checkpoint `target` (fp32, before the first update).
 
-    `state` is what a run saves beside its weights. Raises UserError for a source that is not a whole checkpoint of a
-    supported model, a target that holds something else, and a disk without room.
+    `state` is the content of the checkpoint's state.json. Raises UserError if the source is not a complete checkpoint
+    of a supported model, if the target exists with other content, or if the disk is too small.
     """
     architecture = read_architecture(source)
 
@@ -42,10 +42,10 @@ def checkpoint_from_hugging_face(
 
 def hugging_face_from_checkpoint(
     checkpoint: Path, origin: Path, target: Path, dtype: torch.dtype, *, max_file_bytes: int, advance: Advance
-) -> Copied:
-    """Write the Hugging Face folder `target` of a checkpoint; config and tokenizer files come from `origin`.
+) -> CopyResult:
+    """Convert a trainer checkpoint to the Hugging Face folder `target`; config and tokenizer files come from `origin`.
 
-    Raises UserError as `checkpoint_from_hugging_face` does.
+    Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
 
@@ -64,7 +64,7 @@ def _convert(
     complete: Callable[[Path], None],
     max_file_bytes: int,
     advance: Advance,
-) -> Copied:
+) -> CopyResult:
     shapes = expected_shapes(architecture)
     with SafetensorsFolder(source) as tensors:
         check_tensors(tensors.shapes(), architecture, source)
@@ -87,25 +87,25 @@ def _check_existing(
     architecture: Architecture,
     dtype: torch.dtype,
     advance: Advance,
-) -> Copied:
-    """A target that is there already: it must be what would be written. Raises UserError."""
-    shapes, other = expected_shapes(architecture), f"{target} is there already and is something else"
+) -> CopyResult:
+    """Compare an existing target with what would be written. Raises UserError if they differ."""
+    shapes, other = expected_shapes(architecture), f"{target} already exists with other content"
     if not any((target / weights).glob("*.safetensors")):
-        raise UserError(f"{other}, without weights; give another --output or delete it")
+        raise UserError(f"{other}: it has no weights; choose another --output or delete it")
     with SafetensorsFolder(target / weights) as written:
         different = first_difference(written, source, shapes, dtype, lambda size: advance(2 * size))
         num_files = len(set(written.file_names().values()))
     if different is not None:
-        raise UserError(f"{other}: {different} differs; give another --output or delete it")
+        raise UserError(f"{other}: {different} differs; choose another --output or delete it")
     num_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    return Copied(len(shapes), num_bytes, num_files, num_files)
+    return CopyResult(len(shapes), num_bytes, num_files, num_files)
 
 
 def _check_room(partial: Path, num_bytes: int) -> None:
-    there = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
+    written = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     free = shutil.disk_usage(partial).free
-    if num_bytes - there > free:
+    if num_bytes - written > free:
         raise UserError(
-            f"{partial} needs {(num_bytes - there) / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB free; "
-            "free some, or write to another disk"
+            f"{partial} needs {(num_bytes - written) / 2**30:.2f} GiB and the disk has {free / 2**30:.2f} GiB free; "
+            "free disk space or write to another disk"
         )

@@ -1,4 +1,4 @@
-"""The Entropy-Clip Rule beside what happens to the entropy, if `logging.entropy_clip_rule` asks for it."""
+"""Predicted (Entropy-Clip Rule) and measured entropy change of an update, enabled by `logging.entropy_clip_rule`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from megatron_bapo.trainer.worker import Scores, Worker, score
 def predicted_entropy_change(
     micro_batch: MicroBatch, scores: Scores, low: torch.Tensor, high: torch.Tensor
 ) -> dict[str, Metric]:
-    """Per token and per unit of a logit step whose size is unknown: only sign and course can be compared.
+    """Return the predicted entropy change per token and per unit of the logit step.
 
-    Tokens that rollout correction rejects do not count.
+    The size of the step is unknown, so only sign and trend can be compared with the measurement. Tokens that rollout
+    correction rejects are excluded.
     """
     arguments = (
         scores.log_probs_N,
@@ -41,7 +42,7 @@ def predicted_entropy_change(
 def measured_entropy_change(
     worker: Worker, micro_batches: Sequence[MicroBatch], before: Sequence[Scores]
 ) -> dict[str, Metric]:
-    """In nats per token, of the same tokens' states, by a forward pass after the update; last pipeline stage only."""
+    """Measure the entropy change in nats per token with a forward pass after the update; last pipeline stage only."""
     after = score(worker, micro_batches, worker.config.rollout.temperature)
     change = sum(
         (now.entropy_N.double() - then.entropy_N).sum().item() for now, then in zip(after, before, strict=True)

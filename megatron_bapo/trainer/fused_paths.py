@@ -1,63 +1,63 @@
-"""Which fused kernels a trainer rank runs, and whether those that are the project's own work on its device."""
+"""Reports the fused kernels of a trainer rank and checks the project's own Triton kernels on its device."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.parallel.collectives import max_over
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.platform import local_device, runs_triton
-
-if TYPE_CHECKING:
-    from megatron_bapo.trainer.worker import Worker
+from megatron_bapo.trainer.optimizer import Optimizer
 
 KERNEL_TOLERANCE = 1e-4
-"""Relative to the largest element: both compute in float32, on logits from one matrix product; gradients of lower
-precision may be rounded to either side."""
+"""Allowed difference relative to the largest element. Both paths compute in float32 on logits from the same matrix
+product; gradients of lower precision may be rounded differently."""
 NUM_ROWS, VOCAB_SIZE = 4160, 4100
-"""Of the check: more than one block of a kernel, and padding behind the vocabulary."""
+"""Sizes of the check: more than one kernel block, with padding rows after the vocabulary."""
 
 log = logging.getLogger(__name__)
 
 
-def fused_paths(worker: Worker) -> dict[str, str]:
-    """Whose kernels this rank runs for what, read from the objects that run them."""
-    modules = [module for chunk in worker.model.chunks for module in chunk.gpt.modules()]
+def fused_paths(model: PolicyModel, optimizer: Optimizer, *, fused_kernels: bool) -> dict[str, str]:
+    """Return the implementation in use for each operation, read from the objects that run it."""
+    modules = [module for chunk in model.chunks for module in chunk.gpt.modules()]
     norms = {f"{type(m).__module__.split('.')[0]} {type(m).__name__}" for m in modules if "Norm" in type(m).__name__}
     return {
-        "Adam": worker.optimizer.adam_name,
+        "Adam": optimizer.adam_name,
         "norms": " and ".join(sorted(norms)),
-        "log-probs, entropy and loss": "Triton" if worker.fused_kernels else "torch",
+        "log-probs, entropy and loss": "Triton" if fused_kernels else "torch",
     }
 
 
 def kernels_work(groups: ParallelGroups, dtype: torch.dtype) -> bool:
-    """Whether Triton's kernels run on every rank's device and agree with torch's operators there; if not it is logged.
+    """Whether the Triton kernels run on every rank's device and agree with torch's operators; log a warning otherwise.
 
-    For a model of this dtype: others compile to other kernels. Collective: ranks that share a vocabulary compute alike.
+    The check is specific to the model's dtype, because each dtype compiles to different kernels. Collective: all ranks
+    use the same path.
     """
     if not runs_triton():
         return False
     problem = kernel_problem(dtype)
     if problem is not None:
-        log.warning("Triton's kernels do not work on %s, torch's operators take over: %s", local_device(), problem)
+        log.warning("Triton kernels do not work on %s, using torch operators instead: %s", local_device(), problem)
     broken = torch.tensor(float(problem is not None), device=local_device())
     max_over(groups.tensor, groups.data_context, groups.pipeline)(broken)
     return broken.item() == 0.0
 
 
 def kernel_problem(dtype: torch.dtype) -> str | None:
-    """What goes wrong when the kernels compute a small loss and its gradients on this device."""
+    """Compute a small loss and its gradients with the kernels on this device and describe what fails, if anything."""
     expected = _small_loss(dtype, fused=False)
     try:
         found = _small_loss(dtype, fused=True)
-    except Exception as error:  # compilers and drivers raise anything; the fallback is torch
+    except Exception as error:  # compilers and drivers may raise anything; torch is the fallback
         return f"{type(error).__name__}: {error}"
     for name, ours in found.items():
         limit = max(KERNEL_TOLERANCE, 2 * torch.finfo(ours.dtype).eps)
@@ -73,7 +73,7 @@ def _small_loss(dtype: torch.dtype, *, fused: bool) -> dict[str, torch.Tensor]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(local_device())
 
-    # Multiples of 1/4: whatever order a matrix product adds in, both paths round the same logits.
+    # Multiples of 1/4 make the logits independent of the summation order of the matrix product.
     hidden_TH, weight_VH = (
         normal(num, 32).mul_(4).round_().div_(4).to(dtype).requires_grad_() for num in (16, NUM_ROWS)
     )
@@ -81,7 +81,7 @@ def _small_loss(dtype: torch.dtype, *, fused: bool) -> dict[str, torch.Tensor]:
     tokens = LossTokens(-normal(16).abs(), normal(16), normal(16).abs())
     low, high = torch.tensor([0.8, 1.2], device=local_device())
     settings = AlgorithmConfig(entropy_coeff=0.1)
-    # An axis of one process calls no collective, so it needs no group.
+    # An axis of size 1 calls no collective, so it needs no group.
     alone = Axis(None, rank=0, size=1)  # pyright: ignore[reportArgumentType]
     loss, log_probs_T, entropy_T = token_loss(
         hidden_TH,

@@ -1,4 +1,4 @@
-"""What the trainer's GPUs did during a step, as metrics."""
+"""Metrics of the trainer's GPUs during a step."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from megatron_bapo.parallel.telemetry import GIB, GpuReading, Telemetry
 
 
 def gpu_step_metrics(telemetry: Telemetry | None, groups: ParallelGroups) -> dict[str, Metric]:
-    """What all ranks' GPUs did since the last call, the same on every rank; nothing without GPUs. Collective.
+    """Return the metrics of all ranks' GPUs since the last call, equal on every rank; empty without GPUs. Collective.
 
-    What no GPU tells is left out.
+    Values that no GPU reports are omitted.
     """
     if (peak_memory := take_peak_memory()) is None:
         return {}
     own = gpu_metrics(telemetry.take() if telemetry else [], peak_memory)
     num_ranks = groups.tensor.size * groups.data_context.size * groups.pipeline.size
-    return reduced_over_ranks(with_each_rank(own, groups.global_rank, num_ranks), groups)
+    return reduce_over_ranks(with_per_rank_metrics(own, groups.global_rank, num_ranks), groups)
 
 
-def with_each_rank(metrics: dict[str, Metric], rank: int, num_ranks: int) -> dict[str, Metric]:
-    """The metrics, and beside them each rank's own as `.../rank_N`: this rank's here, nothing seen of the others'."""
+def with_per_rank_metrics(metrics: dict[str, Metric], rank: int, num_ranks: int) -> dict[str, Metric]:
+    """Return the metrics plus one `.../rank_N` metric per rank: this rank's value here, neutral values for others."""
     if num_ranks == 1:
         return metrics
     by_rank = {
-        f"{name}/rank_{other}": metric if other == rank else unseen(metric)
+        f"{name}/rank_{other}": metric if other == rank else neutral_value(metric)
         for other in range(num_ranks)
         for name, metric in metrics.items()
     }
     return metrics | by_rank
 
 
-def reduced_over_ranks(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
-    """Over every rank of the mesh, not only those of the last pipeline stage; without what no rank has seen."""
+def reduce_over_ranks(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
+    """Reduce metrics over every rank of the mesh, not only the last pipeline stage; drop those without a value."""
     axes = groups.tensor, groups.data_context, groups.pipeline
     sums, maxima = (torch.from_numpy(vector).to(local_device()) for vector in to_vectors(metrics))
     sum_over(*axes)(sums)
     max_over(*axes)(maxima)
     found = from_vectors(metrics, sums.cpu().numpy(), maxima.cpu().numpy())
-    return {name: metric for name, metric in found.items() if seen(metric)}
+    return {name: metric for name, metric in found.items() if has_value(metric)}
 
 
-def seen(metric: Metric) -> bool:
+def has_value(metric: Metric) -> bool:
+    """Whether the metric contains at least one observation."""
     match metric:
         case Mean(_, weight):
             return weight > 0
@@ -57,8 +58,8 @@ def seen(metric: Metric) -> bool:
             return True
 
 
-def unseen(metric: Metric) -> Metric:
-    """What adds nothing to a metric of this kind."""
+def neutral_value(metric: Metric) -> Metric:
+    """Return the neutral element of the metric's reduction."""
     match metric:
         case Mean():
             return Mean(0.0, 0.0)
@@ -69,9 +70,10 @@ def unseen(metric: Metric) -> Metric:
 
 
 def gpu_metrics(readings: Sequence[GpuReading], peak_memory: tuple[int, int] | None) -> dict[str, Metric]:
-    """One rank's readings of a step, and torch's own (allocated, reserved) peak bytes; every rank has the same names.
+    """Return the metrics of one rank from its readings of a step and torch's (allocated, reserved) peak bytes.
 
-    Means are over readings and ranks, maxima show the worst rank, errors are summed over ranks.
+    Every rank returns the same names. Means are over readings and ranks, maxima show the worst rank, and errors are
+    summed over ranks.
     """
 
     def known(field: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""The learning rate of each update: a pure function, so a continued run needs no scheduler state."""
+"""Learning rate schedule as a pure function of the update, so a resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron_bapo.config.schema import OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, update: int, num_updates: int) -> float:
-    """The rate of one update, counted from 0, in a run of `num_updates`.
+    """Return the learning rate of one update, counted from 0, in a run of `num_updates`.
 
-    A linear warm-up, then Megatron's decay styles down to `min_lr` at `lr_decay_steps` (by default the run's end).
-    Megatron's OptimizerParamScheduler begins at rate 0, where an update teaches nothing; here everything comes one
-    update earlier.
+    The schedule is a linear warm-up followed by one of Megatron's decay styles, which reaches `min_lr` at
+    `lr_decay_steps` (default: the end of the run). It is one update ahead of Megatron's OptimizerParamScheduler, whose
+    first update has rate 0 and therefore no effect.
     """
     peak, floor, num_warmup = settings.lr, settings.min_lr, settings.lr_warmup_steps
     if update < num_warmup:
@@ -28,10 +28,10 @@ def learning_rate(settings: OptimizerConfig, update: int, num_updates: int) -> f
 
 
 def _share_left(settings: OptimizerConfig, update: int, start: int, end: int) -> float:
-    """How much of the way from `lr` down to `min_lr` is left at an update between `start` and `end`."""
+    """Return the remaining fraction of the decay from `lr` to `min_lr` at an update between `start` and `end`."""
     style = settings.lr_decay_style
     if style == "WSD":
-        assert settings.lr_wsd_decay_steps is not None, "the schema asks for it"
+        assert settings.lr_wsd_decay_steps is not None, "lr_decay_style WSD needs lr_wsd_decay_steps"
         style, start = settings.lr_wsd_decay_style, end - settings.lr_wsd_decay_steps
     done = min(max((update - start) / max(end - start, 1), 0.0), 1.0)
     if style == "linear":

@@ -1,9 +1,9 @@
-"""From trajectories to packed micro-batches.
+"""Packing of trajectories into micro-batches.
 
-Legend: T packed tokens of a micro-batch on this rank, N those of them whose label is a sampled token; S a trajectory's
-sampled tokens, which are its R response tokens but for those of an environment. A sequence of P prompt and R response
-tokens enters the model as its first P+R-1 tokens, each with its successor as label, so that no token is computed that
-predicts nothing; labels are set before context parallelism cuts the sequence.
+Legend: T packed tokens of a micro-batch on this rank; N tokens of T whose label is a sampled token; S sampled tokens of
+a trajectory: its R response tokens without those of an environment. A sequence of P prompt and R response tokens enters
+the model as its first P+R-1 tokens, each with the next token as its label, so every computed token predicts something.
+Labels are assigned before context parallelism splits the sequence.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from megatron_bapo.records import Trajectory
 
 @dataclass(frozen=True)
 class Example:
-    """One trajectory as the trainer sees it."""
+    """One trajectory with the training inputs that belong to it."""
 
     trajectory: Trajectory
     advantage: float | np.ndarray
-    """One for every sampled token, or one each [S]."""
+    """Advantage of all sampled tokens, or of each one [S]."""
     weight: float
-    """Of each sampled token in the loss; carries the global denominator."""
+    """Loss weight of each sampled token, including the normalization over the global minibatch."""
     proximal_log_probs: np.ndarray | None = None
-    """[S], the trainer's under the weights at the start of the step; then the ratio's denominator."""
+    """Log-probs [S] under the trainer's weights at the start of the step; if given, the denominator of the ratio."""
     reference_log_probs: np.ndarray | None = None
-    """[S], the frozen reference policy's."""
+    """Log-probs [S] under the reference model."""
     correction_weights: np.ndarray | None = None
-    """[S], rollout correction of the objective; 0 rejects a token."""
+    """Rollout correction [S] of the objective; 0 rejects a token."""
     recorded: tuple[int, ...] = ()
-    """Which sampled tokens the update's sample of tokens keeps."""
+    """Indices of the sampled tokens that the token reservoir keeps."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
-        """[S], of the ratio's denominator."""
+        """Log-probs [S] in the denominator of the ratio."""
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
-    def num_learned(self) -> int:
-        """Sampled tokens that rollout correction has not rejected."""
+    def num_trained_tokens(self) -> int:
+        """Number of sampled tokens that rollout correction does not reject."""
         if self.correction_weights is None:
             return self.trajectory.num_sampled
         return int(np.count_nonzero(self.correction_weights))
@@ -58,41 +58,41 @@ class Example:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Packed sequences, on this rank's device."""
+    """Packed sequences on this rank's device. Values with suffix N are aligned with `response_positions_N`."""
 
     tokens_T: torch.Tensor
     labels_T: torch.Tensor
     packed: PackedSequences
     response_positions_N: torch.Tensor
-    """Indices into T whose label is a sampled token; what follows is aligned with it."""
+    """Indices into T of the tokens whose label is a sampled token."""
     response_index_N: torch.Tensor
-    """Each one's place among all sampled tokens, the examples' one after another."""
+    """Index of the label among the sampled tokens of all examples, concatenated."""
     sequence_index_N: torch.Tensor
-    """Which of the examples it belongs to."""
+    """Index of the example."""
     num_sequences: int
     behaviour_log_probs_N: torch.Tensor
-    """Of the ratio's denominator: the rollout's, or the recomputed ones."""
+    """Log-probs in the denominator of the ratio: those of the rollout, or recomputed ones."""
     rollout_log_probs_N: torch.Tensor
     reference_log_probs_N: torch.Tensor
-    """NaN where there is no reference policy."""
+    """Log-probs under the reference model; NaN without one."""
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
     corrections_N: torch.Tensor
-    """1 without rollout correction."""
+    """Rollout correction; 1 if it is off."""
     recorded_K: torch.Tensor
-    """Indices into N of the tokens that are kept in the update's sample."""
+    """Indices into N of the tokens that the token reservoir keeps."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One sequence on one context-parallel rank."""
+    """The part of one sequence on one context-parallel rank."""
 
     tokens: np.ndarray
     labels: np.ndarray
     response_positions: np.ndarray
-    """Into `tokens`."""
+    """Indices into `tokens`."""
     response_index: np.ndarray
-    """Into the trajectory's sampled tokens."""
+    """Indices into the sampled tokens of the trajectory."""
 
 
 def _part(example: Example, padded_length: int, context: Axis) -> _Part:
@@ -100,25 +100,25 @@ def _part(example: Example, padded_length: int, context: Axis) -> _Part:
     num_responses, end = len(trajectory.response_token_ids), example.num_input_tokens
     sequence = np.zeros(padded_length + 1, np.int64)
     sequence[: end + 1] = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
-    held = zigzag(padded_length, context.rank, context.size)
+    local = zigzag(padded_length, context.rank, context.size)
     sampled = np.full(padded_length, -1)
     sampled[end - num_responses + trajectory.sampled_positions] = np.arange(trajectory.num_sampled)
-    (positions,) = np.nonzero(sampled[held] >= 0)
-    return _Part(sequence[held], sequence[held + 1], positions, sampled[held][positions])
+    (positions,) = np.nonzero(sampled[local] >= 0)
+    return _Part(sequence[local], sequence[local + 1], positions, sampled[local][positions])
 
 
 def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis, device: torch.device) -> MicroBatch:
-    """Pack this context-parallel rank's part of the examples side by side.
+    """Pack this context-parallel rank's part of the examples into a micro-batch.
 
-    What `rule` adds behind the examples is a sequence of its own, without a label; no examples at all give a
-    micro-batch of padding, which takes part in the pipeline and changes nothing.
+    Padding that `rule` adds after the examples is a separate sequence without labels. Without examples the micro-batch
+    is all padding: it passes through the pipeline and contributes nothing.
     """
     lengths = rule.padded_lengths([e.num_input_tokens for e in examples])
     parts = [_part(e, length, context) for e, length in zip(examples, lengths, strict=True)]
-    behind = rule.allocated([e.num_input_tokens for e in examples]) - sum(lengths)
-    if behind:
-        lengths = [*lengths, behind]
-    padding = np.zeros(behind // context.size, np.int64)
+    num_padding = rule.allocated([e.num_input_tokens for e in examples]) - sum(lengths)
+    if num_padding:
+        lengths = [*lengths, num_padding]
+    padding = np.zeros(num_padding // context.size, np.int64)
     starts = np.cumsum([0, *(part.tokens.size for part in parts)])
     response_starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
 
@@ -126,12 +126,12 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype)).to(device)
 
     def per_response(values: Callable[[Example], np.ndarray | float | None], default: float = 0.0) -> torch.Tensor:
-        held = []
+        local = []
         for example, part in zip(examples, parts, strict=True):
             value = values(example)
             whole = np.full(example.trajectory.num_sampled, default if value is None else value, np.float32)
-            held.append(whole[part.response_index])
-        return cat(held, np.float32)
+            local.append(whole[part.response_index])
+        return cat(local, np.float32)
 
     recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(

@@ -1,7 +1,7 @@
-"""Moves a rank's parameters and optimizer states to host memory and back, while engines use its device.
+"""Offloads a rank's parameters and optimizer states to host memory while engines use its device, and loads them back.
 
-Megatron keeps views of flat buffers in many places. So a storage is emptied and filled again in place: every view of it
-is valid afterwards, and nobody has to know.
+Megatron keeps views of flat buffers in many places. Storages are therefore emptied and refilled in place, which keeps
+all views valid.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_bapo.trainer.worker import Worker
 
 
 class Storages:
-    """Device storages that can be emptied, and be filled again with what they held, or with zeros."""
+    """Device storages that can be emptied and later refilled with their values or with zeros."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep_values: bool = True) -> None:
-        """Of tensors on this rank's device, live; those that share a storage count once."""
+        """Collect the storages of those tensors that are on this rank's device; shared storages are counted once."""
         storages = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -37,7 +37,7 @@ class Storages:
 
     @property
     def addresses(self) -> set[int]:
-        """While they are on the device."""
+        """Addresses of the storages while they are on the device."""
         return {storage.data_ptr() for storage in self._storages}
 
     def offload(self) -> None:
@@ -47,7 +47,7 @@ class Storages:
             for storage, copies in zip(self._storages, self._copies, strict=True):
                 for part, copy in _parts(storage, copies):
                     copy.copy_(part, non_blocking=True)
-        release_cached_memory()  # the copies are done before what they read is freed
+        release_cached_memory()  # waits for the copies before their source is freed
         for storage in self._storages:
             storage.resize_(0)
         release_cached_memory()
@@ -63,12 +63,12 @@ class Storages:
             else:
                 for part, copy in _parts(storage, self._copies[index]):
                     part.copy_(copy, non_blocking=True)
-        release_cached_memory()  # a copy is complete before the next offload writes where it comes from
+        release_cached_memory()  # waits for the copies before the next offload overwrites their source
         self.is_offloaded = False
 
 
 class TrainerMemory:
-    """What this rank keeps on its device between updates. Made when all of it exists."""
+    """Device memory that this rank keeps between updates. Create it after the model and the optimizer."""
 
     def __init__(self, worker: Worker, reference: PolicyModel | None = None) -> None:
         self._worker = worker
@@ -81,7 +81,7 @@ class TrainerMemory:
         self.gradients = Storages(_gradient_buffers(worker.model), keep_values=False)
 
     def offload_all_but_parameters(self) -> None:
-        """What no reader of the weights needs. Gradients are dropped, as the next update drops them anyway."""
+        """Offload everything that readers of the weights do not need. Gradients are discarded."""
         finish_param_gather([chunk.ddp for chunk in self._worker.model.chunks])
         if not self.gradients.is_offloaded:
             self._worker.optimizer.zero_grad()
@@ -105,7 +105,7 @@ def _gradient_buffers(model: PolicyModel) -> Iterator[torch.Tensor]:
 
 
 def _parts(storage: torch.UntypedStorage, copies: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each copy's part of the storage, and the copy."""
+    """Iterate over pairs of a part of the storage and its copy."""
     return zip(_bytes(storage).split([copy.numel() for copy in copies]), copies, strict=True)
 
 

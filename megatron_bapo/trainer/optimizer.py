@@ -1,7 +1,7 @@
-"""Megatron's Adam over one rank's model chunks: plain, distributed, chained for experts, or in host memory.
+"""Megatron's Adam over the model chunks of one rank: plain, distributed, chained for experts, or offloaded to the host.
 
 Megatron keeps an fp32 main parameter and two moments in a layout that depends on the optimizer: whole parameters, or
-pieces of flat buffers spread over the ranks that share them. `Optimizer.read` and `Optimizer.write` hide it.
+pieces of flat buffers sharded over the ranks that share them. `Optimizer.read` and `Optimizer.write` hide the layout.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megatron_bapo.parallel.megatron import (
 from megatron_bapo.parallel.platform import local_device
 
 State = Literal["main", "exp_avg", "exp_avg_sq"]
-"""The fp32 main parameter, and Adam's moments."""
+"""Optimizer states of a parameter: the fp32 main parameter and Adam's moments."""
 STATES: tuple[State, ...] = ("main", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class StepResult:
     grad_norm: float
-    """Global L2 norm before clipping."""
+    """Global L2 norm of the gradients before clipping."""
     skipped: bool
-    """True when a gradient was not finite: parameters and moments are as they were."""
+    """Whether the update was skipped because a gradient was not finite; parameters and moments are then unchanged."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class _Piece:
 
     adam: torch.optim.Optimizer
     handle: torch.Tensor
-    """What Adam knows the piece by: its fp32 values, or under offload the model's own piece."""
+    """Key of the piece in Adam's state: its fp32 values or, under offload, the piece of the model parameter."""
     start: int
     stop: int
-    """Elements of the flattened parameter."""
+    """Range [start, stop) in the flattened parameter."""
 
     def tensor(self, state: State) -> torch.Tensor:
-        """The piece of one state, flat, live."""
+        """Return a flat view of this piece of one state."""
         adam: Any = self.adam
         if state != "main":
             return adam.state[self.handle][state].view(-1)
@@ -66,10 +66,10 @@ class _Piece:
 
 
 class Optimizer:
-    """Adam with fp32 main parameters. Its moments exist from the start, so that they can be loaded into.
+    """Adam with fp32 main parameters. The moments are allocated at construction, so checkpoints can be loaded.
 
-    Every method is called by all ranks alike. Whether the state is spread over data-parallel ranks is read from the
-    chunks' DDP configuration.
+    All ranks must call every method in the same order. The DDP configuration of the chunks says whether the state is
+    sharded over data-parallel ranks.
     """
 
     def __init__(
@@ -84,33 +84,30 @@ class Optimizer:
         self._pieces = dict(chain.from_iterable(_pieces(member, self._chunks) for member in self._members))
         self._spans = self._gather_spans()
         for group in self._chain.param_groups:
-            # Megatron leaves this to its scheduler: norms and biases are not decayed.
+            # Megatron sets this in its scheduler, which is not used here. Norms and biases are not decayed.
             group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
-        # NCCL wants every rank of a group in the group's first operation; `read` needs only some of them.
+        # NCCL needs all ranks of a group in its first operation, and `read` involves only some of them.
         sum_over(groups.data_context, groups.expert_data)(torch.zeros(1, device=local_device()))
-        self.num_skipped = 0
-        """Updates that non-finite gradients have cost so far."""
         self.reset_moments()
 
     @property
     def adam_name(self) -> str:
-        """What steps: torch's AdamW, or the fused one of Transformer Engine or apex, whichever Megatron has found."""
+        """Name of the Adam in use: torch's AdamW, or the fused Adam of Transformer Engine or apex if installed."""
         return " and ".join(sorted({f"{type(a).__module__.split('.')[0]} {type(a).__name__}" for a in self._adams()}))
 
     def zero_grad(self) -> None:
-        """Drop all gradients; comes before the first backward pass of an update."""
+        """Zero all gradients. Call this before the first backward pass of an update."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._chain.zero_grad()
 
     def step(self, lr: float) -> StepResult:
-        """Clip and apply the gradients, unless one is not finite on some rank: then all ranks skip alike."""
+        """Clip and apply the gradients. If any gradient on any rank is not finite, all ranks skip the update."""
         for group in self._chain.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         self._chain.prepare_grads()
         norm = float(self._chain.get_grad_norm())
         if not self._finite_on_all_ranks(norm):
-            self.num_skipped += 1
             return StepResult(norm, skipped=True)
         if self._clip_grad > 0.0:
             clip_grad_by_total_norm_fp32(
@@ -124,7 +121,11 @@ class Optimizer:
         return StepResult(norm, skipped=False)
 
     def _finite_on_all_ranks(self, norm: float) -> bool:
-        """The norm counts every element once; what tensor-parallel ranks repeat is looked at on each of them here."""
+        """Whether the gradients of all ranks are finite.
+
+        The global norm counts every element once. Elements that tensor-parallel ranks replicate are checked on each of
+        these ranks.
+        """
         name = "decoupled_grad" if self._decoupled else "grad"
         own_norm = get_total_norm([getattr(parameter, name) for parameter in self._parameters()])
         finite = math.isfinite(norm) and math.isfinite(own_norm.item())
@@ -134,49 +135,49 @@ class Optimizer:
 
     @torch.no_grad()
     def read(self, parameter: torch.nn.Parameter, state: State, *, to: int = 0) -> torch.Tensor | None:
-        """One state of this rank's whole shard of a parameter, fp32 in the parameter's shape, on its device.
+        """Return one state of this rank's whole shard of a parameter, fp32, in the parameter's shape and on its device.
 
-        Collective over the ranks that share the parameter (`sharing_axis`); the result is on the axis's rank `to`, None
-        elsewhere. It may be the live tensor: do not change it.
+        Collective over the ranks that share the parameter (`sharing_axis`). Rank `to` of that axis gets the result, the
+        others get None. The result may be a view of the optimizer's memory; do not modify it.
         """
-        axis, givers = self.sharing_axis(parameter), self._givers(parameter, to)
+        axis, senders = self.sharing_axis(parameter), self._senders(parameter, to)
         own = self._own(parameter, state).to(parameter.device)
         if axis.rank != to:
-            if axis.rank in givers:
+            if axis.rank in senders:
                 send(own, axis, to=to)
             return None
         if own.numel() == parameter.numel():
             return own.view(parameter.shape)
         whole = own.new_empty(parameter.numel())
-        if to in givers:
-            whole[slice(*givers.pop(to))].copy_(own)
-        receive({rank: whole[slice(*span)] for rank, span in givers.items()}, axis)
+        if to in senders:
+            whole[slice(*senders.pop(to))].copy_(own)
+        receive({rank: whole[slice(*span)] for rank, span in senders.items()}, axis)
         return whole.view(parameter.shape)
 
     @torch.no_grad()
     def write(self, parameter: torch.nn.Parameter, state: State, tensor: torch.Tensor) -> None:
-        """Set one state from this rank's whole shard, of the parameter's shape; the main state sets the model as well.
+        """Set one state from this rank's whole shard, in the parameter's shape. The main state also sets the model.
 
-        Every rank that shares the parameter gives the same values and keeps its piece.
+        All ranks that share the parameter pass the same values, and each keeps its own piece.
         """
         assert tensor.shape == parameter.shape, f"{state} has shape {tensor.shape}, its parameter {parameter.shape}"
         if state == "main":
-            finish_param_gather(self._chunks)  # one under way would put the old values back
+            finish_param_gather(self._chunks)  # a pending gather would restore the old values
             set_values(parameter, tensor)
         if (piece := self._pieces.get(parameter)) is not None:
             piece.tensor(state).copy_(tensor.reshape(-1)[piece.start : piece.stop])
 
     def write_weights(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-        """`write` of the main state."""
+        """Set the main state, and with it the model parameter, as `write` does."""
         self.write(parameter, "main", tensor)
 
     def sharing_axis(self, parameter: torch.nn.Parameter) -> Axis:
-        """The ranks with the same shard of a parameter. Megatron marks what expert parallelism splits."""
+        """Return the axis of the ranks with the same shard of a parameter. Megatron marks expert parameters."""
         return self._groups.data_context if getattr(parameter, "allreduce", True) else self._groups.expert_data
 
     @property
     def num_steps(self) -> int:
-        """Updates that the moments have seen: Adam's bias correction counts them. Can be set."""
+        """Number of updates in the moments, which Adam's bias correction uses. Can be set."""
         return self._num_steps
 
     @num_steps.setter
@@ -186,7 +187,7 @@ class Optimizer:
             if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
                 for entry in adam.state.values():
                     entry["step"].fill_(value)
-            else:  # Transformer Engine and apex count per parameter group
+            else:  # Transformer Engine and apex keep the step count per parameter group
                 for group in adam.param_groups:
                     group["step"] = value
 
@@ -196,7 +197,7 @@ class Optimizer:
             torch_adam = isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
             for group in adam.param_groups:
                 if torch_adam:
-                    group["fused"] = True  # Megatron asks for it only under offload
+                    group["fused"] = True  # Megatron sets it only under offload
                 for parameter in group["params"]:
                     adam.state[parameter] = {name: torch.zeros_like(parameter) for name in STATES if name != "main"}
                     if torch_adam:
@@ -207,32 +208,35 @@ class Optimizer:
         self.num_steps = 0
 
     def states(self) -> Iterator[torch.Tensor]:
-        """This rank's pieces of all states, live."""
+        """Iterate over views of this rank's pieces of all states."""
         return (piece.tensor(state) for piece in self._pieces.values() for state in STATES)
 
     def _parameters(self) -> list[torch.Tensor]:
-        """What the optimizers of the chain update on this rank, with its gradients."""
+        """Return the tensors that the optimizers of the chain update on this rank; they hold the gradients."""
         return list(chain.from_iterable(member.get_parameters() for member in self._members))
 
     def _adams(self) -> Iterator[torch.optim.Optimizer]:
-        """The optimizers at the bottom: torch's, Transformer Engine's or apex's Adam."""
+        """Iterate over the innermost optimizers: the Adam of torch, Transformer Engine or apex."""
         for member in self._members:
             hybrid = isinstance(member.optimizer, HybridDeviceOptimizer)
             yield from member.optimizer.sub_optimizers if hybrid else [member.optimizer]
 
     def _own(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor:
-        """This rank's piece, empty where it has none."""
+        """Return this rank's piece of a state, which is empty if it has none."""
         piece = self._pieces.get(parameter)
         return torch.empty(0, device=parameter.device) if piece is None else piece.tensor(state)
 
-    def _givers(self, parameter: torch.nn.Parameter, to: int) -> dict[int, tuple[int, int]]:
-        """Which ranks of the sharing axis give rank `to` which elements: what it has itself, and one rank all else."""
+    def _senders(self, parameter: torch.nn.Parameter, to: int) -> dict[int, tuple[int, int]]:
+        """Return rank -> elements for the ranks of the sharing axis that provide a parameter to rank `to`.
+
+        Each piece has one sender: rank `to` itself where it holds the piece, otherwise one of the ranks that do.
+        """
         spans = self._spans[parameter]
-        giver = {span: rank for rank, span in [*enumerate(spans), (to, spans[to])] if span is not None}
-        return {rank: span for span, rank in giver.items()}
+        sender = {span: rank for rank, span in [*enumerate(spans), (to, spans[to])] if span is not None}
+        return {rank: span for span, rank in sender.items()}
 
     def _gather_spans(self) -> dict[torch.nn.Parameter, list[tuple[int, int] | None]]:
-        """The elements of every parameter that each rank of its sharing axis has a piece of."""
+        """Return for every parameter the element range of the piece on each rank of its sharing axis."""
         found: dict[torch.nn.Parameter, list[tuple[int, int] | None]] = {}
         parameters = [p for chunk in self._chunks for p in chunk.parameters() if p.requires_grad]
         for axis in (self._groups.data_context, self._groups.expert_data):
@@ -246,7 +250,9 @@ class Optimizer:
 
 def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:
     model, ddp = chunks[0].config, chunks[0].ddp_config
-    assert ddp.use_distributed_optimizer or not settings.cpu_offload, "the configuration's checks ask for both"
+    assert ddp.use_distributed_optimizer or not settings.cpu_offload, (
+        "cpu_offload needs use_distributed_optimizer; the configuration checks enforce it"
+    )
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
@@ -263,14 +269,14 @@ def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) 
         optimizer_cpu_offload=settings.cpu_offload,
         optimizer_offload_fraction=float(settings.cpu_offload),
         overlap_cpu_optimizer_d2h_h2d=settings.cpu_offload,
-        use_precision_aware_optimizer=settings.cpu_offload,  # has the offloaded Adam hold the fp32 parameters
+        use_precision_aware_optimizer=settings.cpu_offload,  # the offloaded Adam then holds the fp32 parameters
     )
-    with torch.no_grad():  # else fp32 pieces are non-leaf views, which torch's optimizers refuse
+    with torch.no_grad():  # otherwise fp32 pieces are non-leaf views, which torch's optimizers reject
         return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
 
 
 def _pieces(member: Any, chunks: list[DistributedDataParallel]) -> Iterator[tuple[torch.nn.Parameter, _Piece]]:
-    """What one optimizer of the chain updates on this rank."""
+    """Iterate over the parameters that one optimizer of the chain updates on this rank, each with its piece."""
     if isinstance(member, DistributedOptimizer):
         offloaded = isinstance(member.optimizer, HybridDeviceOptimizer)
         halves = member.shard_float16_groups if offloaded else member.shard_fp32_from_float16_groups

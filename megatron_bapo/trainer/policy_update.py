@@ -1,4 +1,4 @@
-"""One optimizer update from one minibatch: clip bounds first, then the policy gradient.
+"""One optimizer update on one minibatch: find the clip bounds, then compute the policy gradient.
 
 Legend: T packed tokens of a micro-batch on this rank, N its response tokens, C those of one chunk, H hidden size.
 """
@@ -10,16 +10,18 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatron_bapo.algorithm.importance import mismatch_sums
+from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.objectives import sequence_log_ratios
-from megatron_bapo.algorithm.policy_loss import LossTokens, counting, policy_loss, policy_statistics, supervised_loss
+from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics, supervised_loss, usable_tokens
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
-from megatron_bapo.trainer.bound_scopes import Limits, Trained, micro_batch_limits, train_within_bounds
+from megatron_bapo.trainer.bound_scopes import Bounds, PassResult, micro_batch_bounds, train_within_bounds
 from megatron_bapo.trainer.entropy_change import measured_entropy_change, predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.schedule import run_micro_batches
@@ -35,14 +37,14 @@ def update_policy(
     *,
     lr: float,
     on_policy: bool,
-    sampled_now: bool = False,
+    fresh_rollout: bool = False,
     reservoir: TokenReservoir | None = None,
 ) -> dict[str, Metric]:
-    """One update on the configured objective; this rank's metrics, empty but on the last pipeline stage.
+    """Run one update on the configured objective and return the metrics of this rank.
 
-    `on_policy` says that the trainer computed the ratio's denominators with the current weights: every ratio is 1.
-    `sampled_now` says that engines with these weights drew the tokens: what their log-probs differ by is the engine's
-    arithmetic. `reservoir` keeps a sample of the tokens. Without examples the update is skipped and changes nothing.
+    Only the last pipeline stage returns metrics. `on_policy`: the trainer computed the behaviour log-probs with the
+    current weights, so every ratio is 1. `fresh_rollout`: engines with the current weights generated the rollout, so
+    log-probs differ by arithmetic only. `reservoir` samples tokens. Without examples nothing changes.
     """
     config, algorithm, temperature = worker.config, worker.config.algorithm, worker.config.rollout.temperature
     if reservoir is not None:
@@ -52,16 +54,16 @@ def update_policy(
     micro_batches = worker.micro_batches(examples)
     share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
-    def head(limits: Limits | None, micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Trained]:
+    def head(bounds: Bounds | None, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, PassResult]:
         outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
-        if limits is None:
+        if bounds is None:
             with torch.no_grad():
                 scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
-            limits, found = micro_batch_limits(worker, micro_batch, scores)
-        low, high = limits
+            bounds, found = micro_batch_bounds(worker, micro_batch, scores)
+        low, high = bounds
         tokens = loss_tokens(worker, micro_batch, outputs)
 
-        def loss_of(log_probs_C: torch.Tensor, entropy_C: torch.Tensor, chunk: slice) -> torch.Tensor:
+        def loss_of(log_probs_C: Tensor, entropy_C: Tensor, chunk: slice) -> Tensor:
             return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm, fused=worker.fused_kernels)
 
         loss, log_probs_N, entropy_N = token_loss(
@@ -72,18 +74,18 @@ def update_policy(
         metrics = loss_metrics(loss, tokens, sums, entropy_N, log_ratio_N, share=share) | found
         if reservoir is not None:
             reservoir.add(micro_batch, log_probs_N, entropy_N)
-        if sampled_now:
+        if fresh_rollout:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         scores = Scores(log_probs_N, entropy_N)
         if config.logging.entropy_clip_rule:
             metrics |= predicted_entropy_change(micro_batch, scores, low, high)
-        return loss, Trained(metrics, scores)
+        return loss, PassResult(metrics, scores)
 
-    def train(limits: Limits | None) -> list[Trained]:
+    def train(bounds: Bounds | None) -> list[PassResult]:
         worker.optimizer.zero_grad()
-        return run_micro_batches(worker.model, micro_batches, partial(head, limits), forward_only=False)
+        return run_micro_batches(worker.model, micro_batches, partial(head, bounds), forward_only=False)
 
-    trained = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, sampled_now=sampled_now)
+    trained = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, fresh_rollout=fresh_rollout)
     metrics = merge(r.metrics for r in trained.micro_batches) | trained.metrics | length_metrics(examples)
     metrics |= update_flops(worker, examples, scored=trained.scored) | step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:
@@ -91,12 +93,10 @@ def update_policy(
     return metrics
 
 
-def loss_tokens(
-    worker: Worker, micro_batch: MicroBatch, outputs: tuple[torch.Tensor, OutputLayer, torch.Tensor]
-) -> LossTokens:
-    """What the policy loss needs of a micro-batch's tokens.
+def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, OutputLayer, Tensor]) -> LossTokens:
+    """Return the per-token inputs of the policy loss for a micro-batch.
 
-    GSPO's ratios need every log-prob of a sequence, so the output layer runs once more, before the loss.
+    GSPO ratios need all log-probs of a sequence, so for GSPO the output layer runs once more before the loss.
     """
     config = worker.config
     tokens = LossTokens(
@@ -113,7 +113,7 @@ def loss_tokens(
     log_ratio_N = log_probs_N - micro_batch.behaviour_log_probs_N
     sequence_log_ratio_N = sequence_log_ratios(
         log_ratio_N,
-        counting(log_ratio_N, tokens),
+        usable_tokens(log_ratio_N, tokens),
         micro_batch.sequence_index_N,
         micro_batch.num_sequences,
         sum_over(worker.groups.context),
@@ -122,9 +122,9 @@ def loss_tokens(
 
 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
-    """One update on the examples' negative log-likelihood; metrics as in `update_policy`."""
+    """Run one update on the negative log-likelihood of the examples; metrics are returned as in `update_policy`."""
 
-    def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def head(micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, dict[str, Metric]]:
         weights_N = micro_batch.weights_N
         loss, _, _ = token_loss(
             *response_outputs(worker, micro_batch, hidden_TH),
@@ -139,9 +139,9 @@ def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) ->
 
 
 def reduce_updates(updates: Sequence[dict[str, Metric]], groups: ParallelGroups) -> list[dict[str, Metric]]:
-    """Reduce each update's metrics over data- and context-parallel ranks on the last pipeline stage.
+    """Reduce the metrics of each update over the data- and context-parallel ranks of the last pipeline stage.
 
-    Every stage gets the result. However many updates there are, two collectives reduce them.
+    Every stage gets the result. Two collectives reduce any number of updates.
     """
     reduced = [dict[str, Metric]() for _ in updates]
     if groups.is_last_stage:
@@ -158,5 +158,5 @@ def reduce_updates(updates: Sequence[dict[str, Metric]], groups: ParallelGroups)
 
 
 def reduce_metrics(metrics: dict[str, Metric], groups: ParallelGroups) -> dict[str, Metric]:
-    """`reduce_updates` of one update."""
+    """Reduce the metrics of one update as `reduce_updates` does."""
     return reduce_updates([metrics], groups)[0]

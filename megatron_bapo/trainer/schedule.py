@@ -1,4 +1,4 @@
-"""Runs micro-batches through Megatron's pipeline schedule."""
+"""Runs micro-batches through the pipeline schedule of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_bapo.trainer.micro_batches import MicroBatch
 
 Result = TypeVar("Result")
 Head = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Result]]
-"""(micro-batch, hidden states [T, H] of the model's end) -> (loss to differentiate, result to return).
+"""(micro-batch, final hidden states [T, H]) -> (loss to differentiate, result to return).
 
-Under sequence parallelism the hidden states are this rank's share of the tokens."""
+Under sequence parallelism the hidden states cover this rank's share of the tokens."""
 
 
 def run_micro_batches(
     model: PolicyModel, micro_batches: Sequence[MicroBatch], head: Head[Result], *, forward_only: bool
 ) -> list[Result]:
-    """The head's results in micro-batch order on the last pipeline stage, an empty list on the others.
+    """Return the results of the head in micro-batch order on the last pipeline stage, an empty list on the others.
 
-    Without `forward_only`, gradients are summed over micro-batches and over data- and context-parallel ranks; the loss
-    must carry its own global denominator.
+    Without `forward_only`, gradients are summed over micro-batches and over data- and context-parallel ranks. The head
+    must therefore return a loss that is normalized over the global minibatch.
     """
 
     def on_hidden(micro_batch: MicroBatch, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
@@ -47,7 +47,7 @@ def run_micro_batches(
         data_iterator=[iter(micro_batches) for _ in model.chunks],
         model=[chunk.ddp for chunk in model.chunks],
         num_microbatches=len(micro_batches),
-        seq_length=1,  # not read: packed micro-batches announce their own shapes
+        seq_length=1,  # unused: packed micro-batches communicate their own shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )

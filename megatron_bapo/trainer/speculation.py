@@ -1,4 +1,4 @@
-"""Whether to train a minibatch by predicted clip bounds or to score it first."""
+"""Decides whether to train a minibatch under predicted clip bounds or to score it first."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from statistics import fmean, median
 from typing import Final
 
 RECENT_UPDATES: Final = 32
-"""Updates whose predictions make up the miss rate."""
+"""Number of updates in the miss rate."""
 MIN_MEASURED: Final = 3
-"""Updates that are scored first of all, to learn what scoring costs."""
+"""Number of updates that are scored at the start to measure the cost of scoring."""
 SCORE_EVERY: Final = 64
-"""Updates after which one is scored in any case, because costs change."""
+"""Number of updates after which one is scored in any case, because costs change."""
 
 
 class Speculation:
-    """The record of predictions and costs so far. Every rank keeps the same one and so comes to the same decisions.
+    """History of predictions and costs. All ranks keep the same history and therefore make the same decisions.
 
-    A right prediction saves the scoring pass, a wrong one costs a second training pass: predicting pays as long as the
-    miss rate is below the scoring pass's share of a training pass. Predictions are compared in scored updates, too.
+    A correct prediction saves the scoring pass, and a wrong one costs a second training pass. Speculation therefore
+    pays while the miss rate is below the cost of scoring in training passes. Scored updates also check the prediction.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,13 @@ class Speculation:
 
     @property
     def pays(self) -> bool:
+        """Whether to train the next minibatch under predicted bounds."""
         if len(self._scoring_costs) < MIN_MEASURED or self._num_unscored >= SCORE_EVERY:
             return False
         return fmean(self._misses) < median(self._scoring_costs)
 
     def record(self, *, missed: bool, scoring_cost: float | None = None) -> None:
-        """One update: whether the prediction was wrong, and, if it was scored, the scoring in training passes."""
+        """Record one update: whether its prediction missed and, if it was scored, the cost in training passes."""
         self._misses.append(missed)
         self._num_unscored += 1
         if scoring_cost is not None:

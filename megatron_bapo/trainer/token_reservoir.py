@@ -1,6 +1,6 @@
-"""A sample of every update's tokens, for the paper's Figures 5 and 10 (arXiv 2510.18927).
+"""Random sample of the tokens of every update, for the paper's Figures 5 and 10 (arXiv 2510.18927).
 
-Legend: N sampled tokens of a micro-batch on this rank, K the chosen ones of them.
+Legend: N sampled tokens of a micro-batch on this rank; K those of them in the reservoir.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 
 @dataclass
 class TokenReservoir:
-    """The chosen tokens of one step's updates, on the devices until they are gathered.
+    """Chosen tokens of the updates of one step; they stay on the devices until they are gathered.
 
-    The choice is made from the whole minibatch, before it is split: it depends on the seed, not on the layout.
+    Tokens are chosen from the whole minibatch before it is split, so the choice depends on the seed, not on the layout.
     """
 
     num_tokens: int
-    """Of each update."""
+    """Number of tokens per update."""
     seed: tuple[int, ...]
     _update: int = 0
     _chosen: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def choose(self, examples: Sequence[Example]) -> list[Example]:
-        """Begin an update: its examples, with the chosen tokens marked."""
+        """Begin an update and return its examples with the chosen tokens marked."""
         self._update += 1
         starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
         rng = np.random.default_rng((*self.seed, self._update))
@@ -43,14 +43,14 @@ class TokenReservoir:
         ]
 
     def add(self, micro_batch: MicroBatch, log_probs_N: torch.Tensor, entropy_N: torch.Tensor) -> None:
-        """Keep a micro-batch's chosen tokens; a repeated pass over it replaces the first one's."""
+        """Store the chosen tokens of a micro-batch; a repeated pass replaces those of the first one."""
         columns = (log_probs_N - micro_batch.behaviour_log_probs_N, log_probs_N.exp(), entropy_N)
         values = torch.stack([*columns, micro_batch.advantages_N.sign()])[:, micro_batch.recorded_K]
         update_K = torch.full_like(values[:1], self._update)
         self._chosen[self._update, id(micro_batch)] = torch.cat([update_K, values])
 
     def gather(self, groups: ParallelGroups) -> TokenTable:
-        """All ranks' tokens on every rank, in an order that does not depend on the layout."""
+        """Return the tokens of all ranks on every rank, in an order that does not depend on the layout."""
         table = None
         if groups.is_last_stage:
             own = [part.cpu().numpy() for part in self._chosen.values()]

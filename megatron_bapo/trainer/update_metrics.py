@@ -1,4 +1,4 @@
-"""What an update reports.
+"""Metrics of an update.
 
 Legend: N response tokens of a micro-batch on this rank.
 """
@@ -14,7 +14,8 @@ import torch
 
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, Outcome
 from megatron_bapo.algorithm.importance import MismatchSums, clamped_log_ratio
-from megatron_bapo.algorithm.policy_loss import LossTokens, PolicyLossSums, counting
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import PolicyLossSums, usable_tokens
 from megatron_bapo.metrics.values import Last, Max, Mean, Metric, Sum
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.optimizer import StepResult
@@ -31,40 +32,41 @@ def loss_metrics(
     *,
     share: float,
 ) -> dict[str, Metric]:
-    """Of one micro-batch. `share` is 1 / (the minibatch's micro-batches on all data- and context-parallel ranks).
+    """Return the loss metrics of one micro-batch.
 
-    Losses add up over these, and so do their shares, to 1: the minibatch's metric is the loss that is optimised.
+    `share` is 1 / (number of micro-batches of the minibatch on all data- and context-parallel ranks). Losses add up
+    over these micro-batches, and the shares add up to 1, so the metric of the minibatch is the loss that is optimized.
     """
     fields = [getattr(sums, field.name) for field in dataclasses.fields(sums)]
-    ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(~counting(log_ratio_N, tokens), 0.0)
+    ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(~usable_tokens(log_ratio_N, tokens), 0.0)
     largest = torch.cat([ratio_N, ratio_N.new_zeros(1)]).amax()
     own = [entropy_N.double().sum(), loss.detach().double(), largest]
     entropy, total, max_ratio, *values = torch.stack([*own, *fields]).tolist()
-    of = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
-    num = of["num_tokens"]
+    totals = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
+    num = totals["num_tokens"]
     return {
         "actor/loss": Mean(total, share),
         "actor/entropy": Mean(entropy, entropy_N.numel()),
-        "actor/ppo_kl": Mean(of["k1_kl"], num),
-        "actor/ppo_kl_k3": Mean(of["k3_kl"], num),
-        "actor/pg_clipfrac": Mean(of["num_clipped_low"] + of["num_clipped_high"], num),
-        "actor/pg_clipfrac_lower": Mean(of["num_clipped_low"], num),
-        "actor/pg_clipfrac_upper": Mean(of["num_clipped_high"], num),
-        "actor/pg_clipfrac_dual": Mean(of["num_clipped_dual"], num),
-        "actor/kl_loss": Mean(of["kl_loss"], share),
-        "actor/positive_token_share": Mean(of["num_positive"], of["num_positive"] + of["num_negative"]),
-        "actor/positive_loss_share": Mean(of["positive_sum"], of["positive_sum"] + of["negative_sum"]),
-        "actor/num_positive_tokens": Sum(of["num_positive"]),
-        "actor/num_negative_tokens": Sum(of["num_negative"]),
-        "actor/num_dropped_tokens": Sum(of["num_dropped"]),
+        "actor/ppo_kl": Mean(totals["k1_kl"], num),
+        "actor/ppo_kl_k3": Mean(totals["k3_kl"], num),
+        "actor/pg_clipfrac": Mean(totals["num_clipped_low"] + totals["num_clipped_high"], num),
+        "actor/pg_clipfrac_lower": Mean(totals["num_clipped_low"], num),
+        "actor/pg_clipfrac_upper": Mean(totals["num_clipped_high"], num),
+        "actor/pg_clipfrac_dual": Mean(totals["num_clipped_dual"], num),
+        "actor/kl_loss": Mean(totals["kl_loss"], share),
+        "actor/positive_token_share": Mean(totals["num_positive"], totals["num_positive"] + totals["num_negative"]),
+        "actor/positive_loss_share": Mean(totals["positive_sum"], totals["positive_sum"] + totals["negative_sum"]),
+        "actor/num_positive_tokens": Sum(totals["num_positive"]),
+        "actor/num_negative_tokens": Sum(totals["num_negative"]),
+        "actor/num_dropped_tokens": Sum(totals["num_dropped"]),
         "actor/ratio_max": Max(max_ratio),
     }
 
 
 def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
-    """Mean response length of a minibatch's trajectories with A > 0 and with A < 0.
+    """Return the mean response length of a minibatch's trajectories with A > 0 and with A < 0.
 
-    Every rank counts the whole minibatch: adding ranks up changes no mean.
+    Every rank counts the whole minibatch, so the reduction over ranks does not change the means.
     """
     present = [e for e in examples if e.weight != 0]
     lengths = {
@@ -75,7 +77,7 @@ def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
-    """How far the engine's log-probs are from the trainer's under the same weights, in verl's and NeMo-RL's names."""
+    """Return metrics of the train/rollout mismatch under the same weights, under verl's and NeMo-RL's names."""
     num = float(sums.num_tokens)
     return {
         "training/rollout_probs_diff_mean": Mean(float(sums.abs_prob_diff_sum), num),
@@ -108,7 +110,7 @@ def bounds_metrics(bounds: ClipBounds | None) -> dict[str, Metric]:
 
 
 def speculation_metrics(*, speculated: bool, missed: bool) -> dict[str, Metric]:
-    """Whether predicted bounds were trained by at once, and whether the prediction, used or not, was right."""
+    """Return whether the update trained under predicted bounds, and whether the prediction, used or not, was right."""
     return {
         "actor/bapo_speculated": Mean(float(speculated), 1.0),
         "actor/bapo_speculation_hit": Mean(float(not missed), 1.0),
@@ -116,7 +118,7 @@ def speculation_metrics(*, speculated: bool, missed: bool) -> dict[str, Metric]:
 
 
 def step_metrics(step: StepResult | None, lr: float) -> dict[str, Metric]:
-    """Of an update's optimizer step; None where an empty minibatch left none to take."""
+    """Return the metrics of an optimizer step; `step` is None if an empty minibatch left nothing to do."""
     metrics: dict[str, Metric] = {
         "actor/skipped_updates": Mean(float(step is None or step.skipped), 1.0),
         "actor/empty_minibatches": Mean(float(step is None), 1.0),

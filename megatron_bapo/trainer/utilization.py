@@ -1,8 +1,8 @@
-"""What a step's training asks of the trainer's devices, and what they give: model FLOPs and their rate.
+"""Model FLOPs of a training step and the resulting utilization of the trainer's devices.
 
-A forward and backward pass that gradients come from is counted as three forward passes, a scoring pass as one, and so
-is a training pass by clip bounds that turn out wrong: only its ratios are of use. What recomputation, padding and masks
-add is no work of the model's.
+A forward and backward pass whose gradients are used counts as three forward passes, and a scoring pass as one. A
+training pass under mispredicted clip bounds also counts as one, because only its ratios are used. Extra work for
+recomputation, padding and masks is not counted as model FLOPs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ MODEL_FLOPS = "perf/model_flops"
 
 
 def scoring_flops(worker: Worker, examples: Sequence[Example], num_passes: float) -> dict[str, Metric]:
-    """Of so many forward passes over the examples, by the whole trainer."""
+    """Return the model FLOPs of `num_passes` forward passes over the examples, summed over the whole trainer."""
     lengths = [example.num_input_tokens for example in examples]
     return {MODEL_FLOPS: Sum(num_passes * forward_pass_flops(worker.model.architecture, lengths))}
 
 
 def update_flops(worker: Worker, examples: Sequence[Example], *, scored: bool) -> dict[str, Metric]:
-    """Of one update on a minibatch, scored before or not; this rank's part of what data-parallel ranks add up."""
+    """Return this rank's term of the FLOPs of one update; the sum over data- and context-parallel ranks is the total.
+
+    `scored` says that a scoring pass preceded the training pass.
+    """
     num_passes = TRAINING_PASSES + scored + worker.config.logging.entropy_clip_rule
     return scoring_flops(worker, examples, num_passes / worker.groups.data_context.size)
 
@@ -33,11 +36,11 @@ def update_flops(worker: Worker, examples: Sequence[Example], *, scored: bool) -
 def utilization_metrics(
     model_flops: Metric, seconds: float, num_ranks: int, device_name: str | None
 ) -> dict[str, Metric]:
-    """The rate of each trainer rank in 1e12 FLOPs a second, and its share of the device's dense bfloat16 peak.
+    """Return the TFLOP/s of each trainer rank and, for a GPU of known peak, the share of its dense bfloat16 peak (MFU).
 
-    The latter only where the device is a GPU whose peak is known. `seconds` are those of training.
+    `seconds` is the training time.
     """
-    assert isinstance(model_flops, Sum), "FLOPs add up"
+    assert isinstance(model_flops, Sum), f"model FLOPs must be a Sum metric, not {type(model_flops).__name__}"
     rate = model_flops.value / (seconds * num_ranks)
     metrics: dict[str, Metric] = {"perf/tflops_per_gpu": Last(rate / 1e12)}
     peak = None if device_name is None else peak_flops(device_name)

@@ -1,4 +1,4 @@
-"""The trainer's side of each of `weight_sync.transport`: how a policy version gets from these ranks to the engines."""
+"""Trainer side of the weight transports (`weight_sync.transport`): delivers policy versions to the engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_bapo.model.weight_layouts import (
     EngineLayout,
     Placement,
     engine_route,
-    every_gpu_a_host,
+    one_host_per_gpu,
     weight_plan,
 )
 from megatron_bapo.model.weight_slices import LocalSlices
@@ -28,18 +28,19 @@ from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.transport import WeightStore
 
 Load = Callable[[], int]
-"""Has every engine load the version; returns when all have."""
+"""Makes every engine load the version; returns the number of bytes when all have loaded it."""
 
 
 class WeightTransport(Protocol):
-    """Holds the plan, made once, and where its slices lie in this rank's parameters."""
+    """Delivers policy versions by a plan that is computed once."""
 
     plan: WeightPlan
 
     def deliver(self, policy_version: int, load: Load | None) -> int:
-        """Bring the parameters to every engine as `policy_version`. Collective; what `load` returns, elsewhere 0.
+        """Deliver the parameters to every engine as `policy_version` and return what `load` returns.
 
-        `load` is None on all ranks but the main one. Parameters may change afterwards.
+        Collective. `load` is None on all ranks but the main one, and these ranks return 0. The parameters may change
+        after the call.
         """
         ...
 
@@ -47,9 +48,9 @@ class WeightTransport(Protocol):
 def weight_transport(
     worker: Worker, folder: Path, sender_hosts: Sequence[int], engine_hosts: Sequence[int]
 ) -> WeightTransport:
-    """The configured one; `folder` is that of this host's weight store.
+    """Return the configured transport; `folder` is the folder of this host's weight store.
 
-    `sender_hosts` are the trainer ranks' hosts by rank, `engine_hosts` those that have engines.
+    `sender_hosts` is the host of each trainer rank, and `engine_hosts` are the hosts that have engines.
     """
     match worker.config.weight_sync.transport:
         case "store":
@@ -61,7 +62,7 @@ def weight_transport(
 
 
 class WeightPublisher:
-    """Through the weight store of this rank's host."""
+    """Delivers weights through the weight store of this rank's host."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class WeightPublisher:
         sender_hosts: Sequence[int] | None = None,
         engine_hosts: Sequence[int] = (TRAINER_HOST,),
     ) -> None:
-        """Without `sender_hosts` all trainer ranks are on one host."""
+        """Prepare the plan; without `sender_hosts` all trainer ranks are on one host."""
         self.store = store
         self._model, self._groups = worker.model, worker.groups
         self._slices = LocalSlices(worker.model, worker.groups)
@@ -83,36 +84,36 @@ class WeightPublisher:
     def deliver(self, policy_version: int, load: Load | None) -> int:
         self.publish(policy_version)
         num_bytes = 0 if load is None else load()
-        barrier(self._groups)  # until then engines may want what changed since the version before
+        barrier(self._groups)  # until here engines may request differences to the previous version
         if self._is_first_on_host:
             self.store.discard_before(policy_version)
         return num_bytes
 
     def publish(self, policy_version: int) -> int:
-        """Write a version: every rank its slices, nothing is gathered; then each host's first rank commits.
+        """Write a version to the stores of the trainer's hosts and return the number of bytes that this rank wrote.
 
-        The bytes of this rank.
+        Every rank writes its own slices, without a gather; then the first rank of each host commits the version.
         """
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
         num_bytes = self.store.write(policy_version, self.plan, self._groups.global_rank, self._slices)
         barrier(self._groups)
         if self._is_first_on_host:
             self.store.commit(policy_version, self.plan, self._host)
-        barrier(self._groups)  # a rank that went on to the next version would take this one for given up
+        barrier(self._groups)  # a rank that started the next version early would treat this one as abandoned
         return num_bytes
 
 
 class ParameterSharing:
-    """Engines on the trainer's GPUs read the parameters where they are."""
+    """Shares parameter memory with engines on the same GPUs (CUDA IPC)."""
 
     def __init__(self, worker: Worker, folder: Path) -> None:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
         self._slices = LocalSlices(worker.model, worker.groups)
-        self.plan = _plan(worker, every_gpu_a_host(worker.config))
+        self.plan = _plan(worker, one_host_per_gpu(worker.config))
 
     def deliver(self, policy_version: int, load: Load | None) -> int:
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
-        release_cached_memory()  # which waits for the optimizer's last step
+        release_cached_memory()  # also waits for the optimizer step
         rank = self._groups.global_rank
         offer_parameters(self._folder, policy_version, self.plan, rank, self._slices, share_storage)
         barrier(self._groups)
@@ -123,13 +124,13 @@ class ParameterSharing:
 
 
 class SliceStreaming:
-    """Trainer ranks send to engine ranks, over a process group that both join at the first version."""
+    """Sends slices from trainer ranks to engine ranks over a process group that both join at the first version."""
 
     def __init__(self, worker: Worker, folder: Path) -> None:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
         self._slices = LocalSlices(worker.model, worker.groups)
         self._route = engine_route(worker.config, folder, 0)
-        self.plan = _plan(worker, every_gpu_a_host(worker.config))
+        self.plan = _plan(worker, one_host_per_gpu(worker.config))
 
     @cached_property
     def _group(self) -> Any:
@@ -147,7 +148,7 @@ class SliceStreaming:
             send_slices(self.plan, rank, self._slices, self._group, local_device())
             num_bytes = 0 if loading is None else loading.result()
         finally:
-            executor.shutdown(wait=False)  # an engine that waits for a dead sender must not keep this rank
+            executor.shutdown(wait=False)  # an engine that waits for a dead sender must not block this rank
         barrier(self._groups)
         withdraw(self._folder, policy_version, rank)
         return num_bytes

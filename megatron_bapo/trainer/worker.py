@@ -1,4 +1,4 @@
-"""One trainer rank: its part of the model, its optimizer, and what it does with them between updates."""
+"""State of one trainer rank (model shard and optimizer), micro-batch construction, and forward-only scoring."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class Worker:
     model: PolicyModel
     optimizer: Optimizer
     fused_kernels: bool = False
-    """Whether Triton's kernels compute log-probs, entropy and loss."""
+    """Whether Triton kernels compute log-probs, entropy and loss."""
     speculation: Speculation = field(default_factory=Speculation)
 
     def micro_batches(self, examples: Sequence[Example]) -> list[MicroBatch]:
-        """This rank's micro-batches of a minibatch; every rank gets the same number of them."""
+        """Return this rank's micro-batches of a minibatch. Every rank gets the same number of micro-batches."""
         return self.lay_out(examples, self.plan(examples))
 
     def plan(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Which examples each micro-batch of this rank has.
+        """Return the example indices of each micro-batch of this rank, longest example first.
 
-        The longest comes first: attention runs on neighbours of like length together.
+        Sorting groups sequences of similar length, which attention processes as one batch.
         """
         plan = self.plans(examples)[self.groups.data.rank]
         return [sorted(indices, key=lambda index: -examples[index].num_input_tokens) for indices in plan]
 
     def plans(self, examples: Sequence[Example]) -> Plan:
-        """Which examples the micro-batches of each data-parallel rank have."""
+        """Return the example indices of each micro-batch of every data-parallel rank."""
         return pack(
             [example.num_input_tokens for example in examples],
             self.config.max_micro_batch_tokens,
@@ -63,26 +63,27 @@ class Worker:
         )
 
     def lay_out(self, examples: Sequence[Example], plan: list[list[int]]) -> list[MicroBatch]:
+        """Build the micro-batches of a plan on this rank's device."""
         rule, context = self.config.padding_rule, self.groups.context
         return [to_micro_batch([examples[i] for i in indices], rule, context, local_device()) for indices in plan]
 
 
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, load: bool = True) -> Worker:
-    """Build this rank's part of the policy and load the Hugging Face weights of `model_path`.
+    """Build this rank's shard of the policy and load the Hugging Face weights of `model_path`.
 
-    Without `load` the weights are fresh ones, and `model_path` needs only a config.json.
+    Without `load` the weights are randomly initialized, and `model_path` needs only a config.json.
     """
     model = build_policy(config, model_path, groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     if load:
-        # Through the optimizer, whose fp32 values then are the file's and not what the model rounds them to.
+        # Load through the optimizer, so its fp32 values are those of the file rather than the model's rounded ones.
         load_hugging_face(model, model_path, groups, write=optimizer.write_weights)
     fused_kernels = config.trainer.fused_kernels and kernels_work(groups, model.config.params_dtype)
     return Worker(config, groups, model, optimizer, fused_kernels)
 
 
 def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
-    """This rank's part of a frozen policy with the weights of `model_path`: no gradients, no optimizer."""
+    """Build this rank's shard of the frozen reference model, with the weights of `model_path` and no optimizer."""
     model = build_policy(config, model_path, groups, frozen=True)
     load_hugging_face(model, model_path, groups)
     return model
@@ -90,7 +91,7 @@ def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -
 
 @dataclass(frozen=True)
 class Scores:
-    """Of this rank's response tokens of one micro-batch."""
+    """Log-probs and entropy of this rank's response tokens of one micro-batch."""
 
     log_probs_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -99,12 +100,12 @@ class Scores:
 def response_outputs(
     worker: Worker, micro_batch: MicroBatch, hidden_TH: torch.Tensor, model: PolicyModel | None = None
 ) -> tuple[torch.Tensor, OutputLayer, torch.Tensor]:
-    """Hidden states [N, H], output layer and labels [N] that the log-probs of the response tokens come from.
+    """Return the inputs of the log-probs of the response tokens: hidden states [N, H], output layer and labels [N].
 
-    Of the policy, or of another `model` of its layout.
+    The output layer is that of the policy, or of another `model` with the same layout.
     """
     weight_VH, tensor = (model or worker.model).output_weight(), worker.groups.tensor
-    # Each rank's rows of the output weight contribute to a token's gradient; both regions add them up.
+    # Every tensor-parallel rank's rows of the output weight contribute to a token's gradient; both mappings sum them.
     if worker.config.parallel.sequence_parallel:
         hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor.group)
     else:
@@ -120,9 +121,9 @@ def response_outputs(
 def score(
     worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float, model: PolicyModel | None = None
 ) -> list[Scores]:
-    """A forward-only pass of the policy, or of another `model` of its layout.
+    """Run a forward-only pass of the policy, or of another `model` with the same layout.
 
-    One entry per micro-batch on the last pipeline stage, none on the others.
+    Returns one entry per micro-batch on the last pipeline stage and an empty list on the others.
     """
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
@@ -136,9 +137,10 @@ def score(
 def score_trajectories(
     worker: Worker, trajectories: Sequence[Trajectory], temperature: float, model: PolicyModel | None = None
 ) -> list[np.ndarray]:
-    """Log-probs of each trajectory's sampled tokens, float32 [S] each, on every rank.
+    """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, on every rank.
 
-    The policy's, or those of another `model` of its layout. Collective; the work is spread over data-parallel ranks.
+    They are computed with the policy, or with another `model` of the same layout. Collective: data-parallel ranks share
+    the work.
     """
     examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
     starts = np.cumsum([0, *(trajectory.num_sampled for trajectory in trajectories)])
@@ -147,15 +149,15 @@ def score_trajectories(
     micro_batches = worker.lay_out(examples, plan)
     scores = score(worker, micro_batches, temperature, model)
     for indices, micro_batch, scored in zip(plan, micro_batches, scores, strict=False):
-        places = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in indices)])
-        held = torch.from_numpy(places).to(log_probs.device)[micro_batch.response_index_N]
-        log_probs[held] = scored.log_probs_N
+        offsets = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in indices)])
+        local = torch.from_numpy(offsets).to(log_probs.device)[micro_batch.response_index_N]
+        log_probs[local] = scored.log_probs_N
     sum_over(worker.groups.data_context)(log_probs)
     return np.split(broadcast_from_last_stage(log_probs, worker.groups).cpu().numpy(), starts[1:-1])
 
 
 def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:
-    """Log-prob at temperature 1 of each token but the first, float32 [len - 1], on every rank."""
+    """Return the log-prob at temperature 1 of each token except the first, float32 [len - 1], on every rank."""
     size = len(token_ids) - 1
     probe = Trajectory(
         prompt_token_ids=token_ids[:1],

@@ -1,27 +1,30 @@
-"""Which trainer rank gives which part of which tensor to which host, computed once from both layouts.
+"""The weight transfer plan: which trainer rank sends which part of each tensor to which host.
 
-A part is a box: rows (and columns) of a Hugging Face tensor. What a trainer rank holds is cut where engine ranks cut
-the tensor, so that an engine rank reads whole boxes only, and every box goes once to each host where an engine rank
-needs it. Boxes with the same way make buckets, the unit of transfer and of checksums.
+The plan is computed once from the layouts of the trainer and the engines. A part is a box: rows (and columns) of a
+Hugging Face tensor. The shards of trainer ranks are split at the shard borders of engine ranks, so an engine rank reads
+whole boxes only, and every box is sent once to each host where an engine rank needs it. Boxes of a layer with the same
+sender, hosts and readers form buckets, the unit of transfer and of checksums. The buckets follow the layers, because an
+engine has to keep the tensors of every incomplete layer in addition to its weights.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import Any
 
 Shape = tuple[int, ...]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 NUM_THREADS = 2
-"""Buckets that a process works on at a time."""
+"""Number of buckets that a process works on at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """A box and the ranks that hold it, or need it: of the trainer, or of every engine."""
+    """A box and the ranks that have it (trainer) or need it (every engine)."""
 
     box: Box
     ranks: tuple[int, ...]
 
 
 Shards = Mapping[str, Sequence[Shard]]
-"""By Hugging Face's tensor names."""
+"""Shards by Hugging Face tensor name."""
 
 
 @dataclass(frozen=True)
@@ -71,55 +74,58 @@ class Slice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slices that one trainer rank gives to the same hosts, for the same engine ranks."""
+    """Slices that one trainer rank sends to the same hosts for the same engine ranks."""
 
     sender: int
     hosts: tuple[int, ...]
     readers: tuple[int, ...]
-    """Ranks of every engine that has them on one of these hosts."""
+    """Ranks, within each engine, that read the bucket on these hosts."""
     slices: tuple[Slice, ...]
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class WeightPlan:
+    """Buckets of one weight transfer, identical for every version."""
+
     shapes: Mapping[str, Shape]
-    """Of the whole tensors."""
+    """Shapes of the whole tensors."""
     dtype: str
-    """Of all tensors, as PyTorch spells it, without `torch.`."""
+    """Dtype of all tensors: PyTorch's name without `torch.`."""
     sender_hosts: tuple[int, ...]
-    """The host of each trainer rank."""
+    """Host of each trainer rank."""
     reader_layout: str
-    """Name of the layout of the engines that the readers' numbers belong to."""
+    """Name of the engine layout to which the reader ranks refer."""
     buckets: tuple[Bucket, ...]
 
     def sent_by(self, rank: int) -> list[int]:
-        """Numbers of the buckets that a trainer rank writes, once each, to its own host's store."""
+        """Return the numbers of the buckets that a trainer rank sends, or writes once to its own host's store."""
         return [i for i, bucket in enumerate(self.buckets) if bucket.sender == rank]
 
     def needed_on(self, host: int) -> list[int]:
-        """Numbers of the buckets that a host's store must get, each from one sender."""
+        """Return the numbers of the buckets that a host must receive, each from one sender."""
         return [i for i, bucket in enumerate(self.buckets) if host in bucket.hosts]
 
     def stored_on(self, host: int) -> list[int]:
-        """Numbers of the buckets that lie in a host's store: those that it needs and those that its ranks give away."""
+        """Return the numbers of the buckets in a host's store: those that it needs and those that its ranks send."""
         return [i for i, bucket in enumerate(self.buckets) if host in (*bucket.hosts, self.sender_hosts[bucket.sender])]
 
     def read_by(self, reader: int, host: int) -> list[int]:
-        """Numbers of the buckets that an engine rank reads from its host's store."""
+        """Return the numbers of the buckets that an engine rank reads from its host's store."""
         return [i for i in self.needed_on(host) if reader in self.buckets[i].readers]
 
     def num_bytes(self, buckets: Sequence[int]) -> int:
+        """Return the total size of the buckets with these numbers."""
         return sum(self.buckets[i].num_bytes for i in buckets)
 
     @property
     def total_bytes(self) -> int:
-        """Of one copy of the model."""
+        """Size of one copy of the model."""
         return sum(map(math.prod, self.shapes.values())) * ITEM_BYTES[self.dtype]
 
     @cached_property
     def digest(self) -> str:
-        """Tells plans apart."""
+        """Digest that identifies the plan."""
         return blake2b(json.dumps(self.to_json()).encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -156,25 +162,25 @@ class WeightPlan:
 def make_plan(
     shapes: Mapping[str, Shape],
     dtype: str,
-    held: Shards,
-    needed: Shards,
+    trainer_shards: Shards,
+    engine_shards: Shards,
     *,
     sender_hosts: Sequence[int],
     reader_hosts: Sequence[Sequence[int]],
     reader_layout: str,
     bucket_bytes: int,
 ) -> WeightPlan:
-    """The plan that brings every tensor from the trainer ranks that hold its shards to the hosts that need them.
+    """Plan the transfer of every tensor from the trainer ranks that have its shards to the hosts that need them.
 
-    `sender_hosts` gives each trainer rank's host, `reader_hosts` for each rank of an engine the hosts on which some
-    engine has it. A sender on the destination host is taken before others; otherwise the least busy.
+    `sender_hosts` is the host of each trainer rank, and `reader_hosts` lists for each rank of an engine the hosts of
+    that rank over all engines. A sender on the destination host is preferred, then the one with the fewest bytes.
     """
     assignment = _Assignment(sender_hosts)
-    open_buckets: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _OpenBucket] = defaultdict(_OpenBucket)
     buckets: list[Bucket] = []
-    for name in shapes:
-        for shard in held[name]:
-            for box, readers in _cut(shard.box, needed[name], bucket_bytes // ITEM_BYTES[dtype]):
+    for _, layer in groupby(_by_layer(shapes), _layer):
+        open_buckets: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _OpenBucket] = defaultdict(_OpenBucket)
+        for name, shard in ((tensor, shard) for tensor in layer for shard in trainer_shards[tensor]):
+            for box, readers in _cut(shard.box, engine_shards[name], bucket_bytes // ITEM_BYTES[dtype]):
                 num_bytes = box.size * ITEM_BYTES[dtype]
                 hosts = sorted({host for reader in readers for host in reader_hosts[reader]})
                 for sender, destinations in assignment.senders(shard.ranks, hosts, num_bytes).items():
@@ -185,8 +191,19 @@ def make_plan(
                         bucket = open_buckets[key] = _OpenBucket()
                     bucket.slices.append(Slice(name, box))
                     bucket.num_bytes += num_bytes
-    buckets += [Bucket(*key, tuple(bucket.slices), bucket.num_bytes) for key, bucket in open_buckets.items()]
+        buckets += [Bucket(*key, tuple(bucket.slices), bucket.num_bytes) for key, bucket in open_buckets.items()]
     return WeightPlan(dict(shapes), dtype, tuple(sender_hosts), reader_layout, tuple(buckets))
+
+
+def _layer(name: str) -> int | None:
+    """Return the layer number in a Hugging Face tensor's name, None for embeddings and the like."""
+    found = re.search(r"\blayers\.(\d+)\.", name)
+    return None if found is None else int(found[1])
+
+
+def _by_layer(names: Iterable[str]) -> list[str]:
+    """Sort names by layer; tensors without a layer come first."""
+    return sorted(names, key=lambda name: -1 if (number := _layer(name)) is None else number)
 
 
 @dataclass
@@ -195,9 +212,9 @@ class _OpenBucket:
     num_bytes: int = 0
 
 
-def _cut(box: Box, needed: Sequence[Shard], max_size: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """The box in pieces of at most `max_size` elements, or one row, each with the readers that need all of it."""
-    readers_of = [(shard.box, shard.ranks) for shard in needed]
+def _cut(box: Box, engine_shards: Sequence[Shard], max_size: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """Split a box into pieces of at most `max_size` elements, or one row, each with the readers that need all of it."""
+    readers_of = [(shard.box, shard.ranks) for shard in engine_shards]
     borders = []
     for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
         cuts = {cut for part, _ in readers_of for cut in (part.start[dim], part.stop[dim]) if low < cut < high}
@@ -220,7 +237,7 @@ def _rows(box: Box, max_size: int) -> Iterator[Box]:
 
 
 class _Assignment:
-    """Chooses senders, and knows how many bytes each has got to send."""
+    """Assigns senders and tracks the bytes that each rank and host has to send."""
 
     def __init__(self, sender_hosts: Sequence[int]) -> None:
         self._host = sender_hosts
@@ -228,7 +245,7 @@ class _Assignment:
         self._host_bytes = dict.fromkeys(sender_hosts, 0)
 
     def senders(self, holders: Sequence[int], hosts: Sequence[int], num_bytes: int) -> dict[int, list[int]]:
-        """Sender -> the destination hosts that get the bytes from it; at most one sender on a host."""
+        """Return sender -> destination hosts for one box; at most one sender per host is used."""
         by_host: dict[int, list[int]] = defaultdict(list)
         for rank in holders:
             by_host[self._host[rank]].append(rank)

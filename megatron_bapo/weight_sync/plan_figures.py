@@ -1,41 +1,51 @@
-"""What a plan amounts to: bytes per link, memory, and seconds at given bandwidths."""
+"""Cost estimates of a weight transfer plan: bytes per link, memory, and seconds at given bandwidths."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_THREADS, Shards, WeightPlan
+
+CONNECTION_BYTES_S = 1.8e9
+"""Measured bandwidth of a transfer over one TCP connection that the network does not limit, in bytes per second. One
+core sends and one receives. Source: bench.weight_transfer_between_hosts."""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Of every host, in bytes per second."""
+    """Bandwidths of every host, in bytes per second."""
 
     network: float
-    """In each direction."""
+    """Network bandwidth in each direction."""
     memory: float
-    """Of copies into shared memory."""
+    """Bandwidth of copies into shared memory."""
+    connection: float = CONNECTION_BYTES_S
+    """Bandwidth of one TCP connection, over which a host receives from the one before it in the chain."""
 
 
 @dataclass(frozen=True)
 class PlanFigures:
+    """Bytes, memory and time of one weight transfer."""
+
     links: dict[tuple[int, int], int]
-    """(trainer rank, host) -> bytes that the host gets from the rank."""
+    """(trainer rank, host) -> bytes of the rank that the host receives, directly or from another host."""
     reads: dict[tuple[int, int], int]
-    """(host, engine rank) -> bytes that the rank of an engine there reads from the host's store."""
+    """(host, engine rank) -> bytes that the engine rank on this host reads from the host's store."""
     peak_bytes: tuple[int, ...]
-    """Of each trainer rank: its parameters, and as many of its largest bucket as it fills at a time."""
+    """Peak memory of each trainer rank: its parameters plus the buckets that it fills at a time."""
     network_bytes: int
-    """Between hosts, all together."""
+    """Total bytes between hosts."""
     seconds: float
-    """Until every host has all bytes: the slowest host's copies into its store, then its slowest transfer."""
+    """Time until every host has all bytes: the slowest copy into a host's store, then the slowest transfer."""
 
 
 def plan_figures(
-    plan: WeightPlan, held: Shards, reader_hosts: Sequence[Sequence[int]], bandwidth: Bandwidth
+    plan: WeightPlan, trainer_shards: Shards, reader_hosts: Sequence[Sequence[int]], bandwidth: Bandwidth
 ) -> PlanFigures:
+    """Estimate the costs of a plan; `trainer_shards` are the shards in the memory of the trainer ranks."""
     links: Counter[tuple[int, int]] = Counter()
     reads: Counter[tuple[int, int]] = Counter()
     written: Counter[int] = Counter()
@@ -46,17 +56,18 @@ def plan_figures(
         source = plan.sender_hosts[bucket.sender]
         written[source] += bucket.num_bytes
         largest_bucket[bucket.sender] = max(largest_bucket[bucket.sender], bucket.num_bytes)
+        chain = [source, *(host for host in bucket.hosts if host != source)]
+        for sending, receiving in pairwise(chain):  # every host passes the bucket on to the next one
+            outgoing[sending] += bucket.num_bytes
+            incoming[receiving] += bucket.num_bytes
         for host in bucket.hosts:
             links[bucket.sender, host] += bucket.num_bytes
-            if host != source:
-                outgoing[source] += bucket.num_bytes
-                incoming[host] += bucket.num_bytes
             for reader in bucket.readers:
                 if host in reader_hosts[reader]:
                     reads[host, reader] += bucket.num_bytes
     copying = max(written.values()) / bandwidth.memory
-    sending = max([*outgoing.values(), *incoming.values(), 0]) / bandwidth.network
-    parameters = _parameter_bytes(plan, held)
+    sending = max([*outgoing.values(), *incoming.values(), 0]) / min(bandwidth.network, bandwidth.connection)
+    parameters = _parameter_bytes(plan, trainer_shards)
     return PlanFigures(
         links=dict(sorted(links.items())),
         reads=dict(sorted(reads.items())),
@@ -66,9 +77,9 @@ def plan_figures(
     )
 
 
-def _parameter_bytes(plan: WeightPlan, held: Shards) -> list[int]:
+def _parameter_bytes(plan: WeightPlan, trainer_shards: Shards) -> list[int]:
     num_bytes = [0] * len(plan.sender_hosts)
-    for shards in held.values():
+    for shards in trainer_shards.values():
         for shard in shards:
             for rank in shard.ranks:
                 num_bytes[rank] += shard.box.size * ITEM_BYTES[plan.dtype]

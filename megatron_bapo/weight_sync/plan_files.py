@@ -1,7 +1,7 @@
-"""Files through which trainer ranks and engines on one host agree on a version; each appears whole or not at all.
+"""Files through which trainer ranks announce a version to the engines on a host. Each file is written atomically.
 
 <folder>/plan-<digest>.json      a plan
-         00000007-rank-0.json    what a trainer rank announces of a version: the plan, and how to get its part
+         00000007-rank-0.json    announcement of a version by a trainer rank: the plan and how to read its slices
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from megatron_bapo.weight_sync.plan import WeightPlan
 
 
 def write_json(path: Path, content: object) -> None:
-    aside = path.with_suffix(f".{os.getpid()}.partial")
-    aside.write_text(json.dumps(content))
-    aside.replace(path)
+    """Write a JSON file atomically."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
 
 
 def write_plan(folder: Path, plan: WeightPlan) -> None:
+    """Write a plan to the folder unless it is there already."""
     if not (path := _plan_path(folder, plan.digest)).exists():
         write_json(path, plan.to_json())
 
 
 def read_plan(folder: Path, digest: str) -> WeightPlan:
+    """Read the plan with this digest from the folder."""
     return _read_plan(_plan_path(folder, digest))
 
 
 def announce(folder: Path, version: int, rank: int, plan: WeightPlan, **content: object) -> None:
+    """Announce a version for a trainer rank; `content` says how to read its slices."""
     write_plan(folder, plan)
     write_json(_path(folder, version, rank), {"plan": plan.digest, **content})
 
 
 def announced(folder: Path, version: int, rank: int) -> dict[str, Any]:
-    """Raises RunError when the rank has announced no such version."""
+    """Return a rank's announcement of a version. Raises RunError if there is none."""
     try:
         return json.loads(_path(folder, version, rank).read_text())
     except FileNotFoundError:
@@ -45,11 +49,12 @@ def announced(folder: Path, version: int, rank: int) -> dict[str, Any]:
 
 
 def withdraw(folder: Path, version: int, rank: int) -> None:
+    """Withdraw a rank's announcement of a version."""
     _path(folder, version, rank).unlink(missing_ok=True)
 
 
 def announced_plan(folder: Path, version: int) -> WeightPlan:
-    """That of a version which the first trainer rank has announced."""
+    """Return the plan of a version that trainer rank 0 has announced."""
     return read_plan(folder, announced(folder, version, 0)["plan"])
 
 
@@ -59,7 +64,7 @@ def _plan_path(folder: Path, digest: str) -> Path:
 
 @cache
 def _read_plan(path: Path) -> WeightPlan:
-    """Its name is its digest, so it never changes."""
+    """Read and cache a plan; a plan never changes, because its file name is its digest."""
     return WeightPlan.from_json(json.loads(path.read_text()))
 
 

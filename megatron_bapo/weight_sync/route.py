@@ -1,4 +1,4 @@
-"""Where an engine gets its weights from."""
+"""Description of how an engine receives its weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, Literal, Self
 
 @dataclass(frozen=True)
 class WeightRoute:
+    """Transport of the weights to one engine, and its parameters."""
+
     folder: Path
-    """The weight store, or where trainer ranks announce what they have."""
+    """Folder of the weight store, or of the announcements of trainer ranks."""
     transport: Literal["store", "cuda_ipc", "nccl"] = "store"
     first_place: int = 0
-    """Number of the engine's first rank among the plan's hosts, where every rank is a host of its own."""
+    """Index of the engine's first rank among the hosts of the plan, if every rank is a separate host."""
     num_places: int = 0
-    """Trainer ranks and engine ranks together; they form the group of `nccl`."""
+    """Number of trainer and engine ranks, which form the process group of `nccl`."""
     timeout_s: float = 900.0
-    """Of that group's operations."""
+    """Timeout of the operations of that group."""
 
     @property
     def rendezvous(self) -> str:

@@ -1,10 +1,10 @@
-"""The trainer's parameters, read by other processes of the host where they are: no copy, and nothing is staged.
+"""Zero-copy weight transfer on one host: engines read the trainer's parameters in place, without staging.
 
-Each trainer rank announces for a version how its storages are opened, and where in them the slices lie that the plan
-has it give away. In such a plan every GPU is a host of its own, so that an engine rank reads from its own GPU whatever
-the trainer rank there has, and the rest from the other GPUs.
+For each version, every trainer rank announces how to open its storages and where in them the slices lie that the plan
+assigns to it. In these plans every GPU is a separate host, so an engine rank reads from its own GPU whatever the
+trainer rank there has, and the rest from other GPUs.
 
-Parameters must not change between the writing of the files and the last engine's answer.
+Parameters must not change from the announcement until the last engine has finished reading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Open = Callable[[list[Any]], torch.UntypedStorage]
 def offer_parameters(
     folder: Path, version: int, plan: WeightPlan, rank: int, read: Callable[[Slice], torch.Tensor], share: Share
 ) -> int:
-    """Write a rank's file; `read` gives views of parameters. The bytes that others may read."""
+    """Announce the slices of a rank and return their number of bytes; `read` returns views of parameters."""
     storages: dict[int, int] = {}
     shared: list[list[Any]] = []
     slices: dict[int, list[Any]] = {}
@@ -48,7 +48,10 @@ def offer_parameters(
 
 
 class SharedParameters:
-    """Reads what trainer ranks offer, for the engine rank on the GPU `place`, which knows it as `device`."""
+    """Reads the parameters that trainer ranks announce, for the engine rank on GPU number `place` of the plan.
+
+    `device` is the torch device of that GPU in this process.
+    """
 
     def __init__(self, folder: Path, place: int, open_storage: Open, device: torch.device) -> None:
         self._folder, self._place, self._open, self._device = folder, place, open_storage, device
@@ -57,25 +60,25 @@ class SharedParameters:
         return announced_plan(self._folder, version)
 
     def verify(self, version: int) -> int:
-        """Compare fingerprints; the number of bytes. Raises RunError when one differs."""
+        """Compare fingerprints and return the number of bytes. Raises RunError if a fingerprint differs."""
         plan = self.plan(version)
         for number, part, view, expected in self._slices(version, plan):
             found = fingerprint(view).tolist()
             if found != expected:
                 raise RunError(
                     f"{part.name} of policy version {version}, read from trainer rank {plan.buckets[number].sender}, "
-                    f"is not what that rank has: checksum {found} in the place of {expected}"
+                    f"differs from that rank's parameter: expected checksum {expected}, found {found}"
                 )
         return plan.num_bytes(plan.needed_on(self._place))
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of which this engine rank needs a part, that part filled in."""
+        """Iterate over the tensors of which this engine rank needs a part; only that part is initialized."""
         plan = self.plan(version)
         slices = ((part, view) for _, part, view, _ in self._slices(version, plan))
         yield from whole_tensors(plan, plan.needed_on(self._place), slices, self._device)
 
     def finish(self, version: int) -> None:
-        """The trainer waits for all engines before it changes its parameters."""
+        """Do nothing: the trainer waits for all engines before it changes its parameters."""
 
     def _slices(self, version: int, plan: WeightPlan) -> Iterator[tuple[int, Slice, torch.Tensor, list[int]]]:
         offers: dict[int, dict[str, Any]] = {}

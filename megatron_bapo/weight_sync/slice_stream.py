@@ -1,9 +1,9 @@
-"""Buckets from trainer ranks straight to engine ranks, over a process group of both.
+"""Point-to-point weight transfer: buckets from trainer ranks to engine ranks over a process group of both.
 
-In such a plan every rank of both sides is a host of its own, numbered as in the group: the trainer's first, then the
-engines', engine by engine. So each engine rank gets its own slices only, and copies for several engines come from
-different replicas. Both ends go through their buckets in the plan's order: of all unfinished buckets the first one's
-sender and receivers have nothing else to wait for, so that no order of arrival locks them.
+In these plans every rank is a separate host, numbered as in the group: trainer ranks first, then the ranks of each
+engine. Each engine rank therefore receives only its own slices, and copies for several engines come from different
+replicas. Both sides process their buckets in plan order. Deadlocks are impossible: the sender and the receivers of the
+first unfinished bucket never wait for any other bucket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKSUM_BYTES = 16
 
 
 class Group(Protocol):
-    """One of torch.distributed's backends, e.g. ProcessGroupNCCL."""
+    """Interface of torch.distributed's backends, for example ProcessGroupNCCL."""
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> Any: ...
 
@@ -31,17 +31,17 @@ class Group(Protocol):
 def send_slices(
     plan: WeightPlan, rank: int, read: Callable[[Slice], torch.Tensor], group: Group, device: torch.device
 ) -> int:
-    """Send what a trainer rank gives; the number of bytes. One bucket is on its way while the next one is packed."""
-    underway: list[Any] = []
+    """Send the buckets of a trainer rank and return the number of bytes. Sending overlaps with packing the next one."""
+    pending: list[Any] = []
     num_bytes = 0
     for number in plan.sent_by(rank):
         bucket = plan.buckets[number]
         message = pack(plan, bucket, read, device)
-        for work in underway:
+        for work in pending:
             work.wait()
-        underway = [group.send([message], host, 0) for host in bucket.hosts]
+        pending = [group.send([message], host, 0) for host in bucket.hosts]
         num_bytes += bucket.num_bytes * len(bucket.hosts)
-    for work in underway:
+    for work in pending:
         work.wait()
     return num_bytes
 
@@ -49,9 +49,9 @@ def send_slices(
 def receive_slices(
     plan: WeightPlan, rank: int, group: Group, device: torch.device
 ) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """What the engine rank `rank` of the group needs, checked; a bucket is on its way while the last one is used.
+    """Receive and verify the slices that rank `rank` of the group needs; the next bucket is received meanwhile.
 
-    Raises RunError for a bucket that did not arrive as it was sent.
+    Raises RunError if a bucket arrives damaged.
     """
     following = None
     for number in [*plan.needed_on(rank), None]:
@@ -67,33 +67,33 @@ def receive_slices(
 
 
 def message_bytes(bucket: Bucket) -> int:
-    """The slices, padded so that the checksum behind them is aligned."""
+    """Return the size of a message: the slices, padding that aligns the checksum, and the checksum."""
     return bucket.num_bytes + -bucket.num_bytes % 8 + CHECKSUM_BYTES
 
 
 def pack(plan: WeightPlan, bucket: Bucket, read: Callable[[Slice], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A bucket's slices one after the other, and their fingerprint; uint8."""
+    """Pack the slices of a bucket and their fingerprint into one uint8 message."""
     message = torch.zeros(message_bytes(bucket), dtype=torch.uint8, device=device)
-    for part, place in zip(bucket.slices, _places(plan, bucket, message), strict=True):
+    for part, target in zip(bucket.slices, _views(plan, bucket, message), strict=True):
         value = read(part)
-        assert value.dtype == place.dtype, f"{part.name} is {value.dtype}"
-        place.copy_(value)
+        assert value.dtype == target.dtype, f"{part.name} is {value.dtype}, not the plan's {target.dtype}"
+        target.copy_(value)
     message[-CHECKSUM_BYTES:].view(torch.int64).copy_(fingerprint(message[:-CHECKSUM_BYTES]))
     return message
 
 
 def unpack(plan: WeightPlan, bucket: Bucket, message: torch.Tensor) -> Iterator[tuple[Slice, torch.Tensor]]:
-    """Views of the slices. Raises RunError when the fingerprint is another."""
+    """Iterate over views of the slices in a message. Raises RunError if the fingerprint does not match."""
     expected, found = message[-CHECKSUM_BYTES:].view(torch.int64), fingerprint(message[:-CHECKSUM_BYTES])
     if not torch.equal(expected, found):
         raise RunError(
-            f"weights from trainer rank {bucket.sender} ({bucket.slices[0].name}, ...) did not arrive as they were "
-            f"sent: checksum {found.tolist()} in the place of {expected.tolist()}"
+            f"weights from trainer rank {bucket.sender} ({bucket.slices[0].name}, ...) arrived damaged: expected "
+            f"checksum {expected.tolist()}, found {found.tolist()}"
         )
-    yield from zip(bucket.slices, _places(plan, bucket, message), strict=True)
+    yield from zip(bucket.slices, _views(plan, bucket, message), strict=True)
 
 
-def _places(plan: WeightPlan, bucket: Bucket, message: torch.Tensor) -> Iterator[torch.Tensor]:
+def _views(plan: WeightPlan, bucket: Bucket, message: torch.Tensor) -> Iterator[torch.Tensor]:
     start, dtype, item_bytes = 0, getattr(torch, plan.dtype), ITEM_BYTES[plan.dtype]
     for part in bucket.slices:
         end = start + part.box.size * item_bytes

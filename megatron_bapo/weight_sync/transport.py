@@ -1,15 +1,15 @@
-"""The weight store: policy versions in a folder of shared memory, from the trainer's ranks to a host's engines.
+"""The weight store: policy versions in a shared-memory folder, written by trainer ranks and read by a host's engines.
 
-    <folder>/plan-<digest>.json             what the versions' buckets consist of
+    <folder>/plan-<digest>.json             slices of each bucket
              00000007/weights.safetensors   whole tensors; every writer fills in its slices
-                      rank-0.json           checksums of one writer's buckets, written after them
-                      COMMITTED.json        checksums of all buckets: from here on the version exists
-             spare.safetensors              the file of an older version, for the next one
+                      rank-0.json           checksums of one writer's buckets, written after the buckets
+                      COMMITTED.json        checksums of all buckets; the version exists once this file does
+             spare.safetensors              file of a discarded version, reused by the next one
 
-Both kinds of manifest appear whole or not at all (written aside, then renamed) and every bucket carries a BLAKE3
-checksum, so a process may be killed at any moment: what it left is never read. Two files take turns, because fresh
-shared memory costs several times a copy: a version that is given up loses its manifest first, and whoever reads a
-version looks for its manifest again afterwards. Nothing is flushed to disk: nothing needs to outlive the host.
+Both kinds of manifest are written to a temporary file and renamed, and every bucket has an XXH3 checksum. A process
+may therefore be killed at any moment: incomplete data is never read. Two files alternate, because fresh shared memory
+costs several times as much as a copy. A discarded version first loses its manifest, and every reader checks for the
+manifest again after reading. Nothing is flushed to disk, because nothing needs to outlive the host.
 """
 
 from __future__ import annotations
@@ -27,53 +27,63 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from blake3 import blake3
+from xxhash import xxh3_128
 
 from megatron_bapo.errors import RunError
+from megatron_bapo.owned_folder import OwnedFolder
 from megatron_bapo.weight_sync.plan import NUM_THREADS, Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import read_plan, write_json, write_plan
-from megatron_bapo.weight_sync.version_file import VersionReader, VersionWriter, create, file_bytes, raw_bytes
+from megatron_bapo.weight_sync.version_file import (
+    MappedFile,
+    MappedFiles,
+    VersionReader,
+    VersionWriter,
+    create,
+    file_bytes,
+    raw_bytes,
+)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "megatron-bapo-"
 COMMITTED = "COMMITTED.json"
 WEIGHTS = "weights.safetensors"
 SPARE = "spare.safetensors"
-OWNER = "OWNER.lock"
 FILES = "FILES.lock"
 
 T = TypeVar("T")
 Read = Callable[[Slice], torch.Tensor]
 Checksums = dict[int, str]
-"""Number of the bucket in the plan -> BLAKE3 of its slices' bytes, hex."""
+"""Bucket number in the plan -> XXH3-128 digest of the bytes of its slices, hex."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a committed version consists of."""
+    """Contents of a committed version."""
 
     version: int
     plan: str
     """Digest of the plan."""
     host: int
-    """This store's host in the plan."""
+    """Number of this store's host in the plan."""
     checksums: Checksums
 
 
-class Filling:
-    """Writes buckets into the file of a version, several threads at once if need be, and keeps their checksums."""
+class BucketWriter:
+    """Writes buckets into the file of a version, from several threads if needed, and records their checksums."""
 
     def __init__(self, plan: WeightPlan, file: VersionWriter) -> None:
-        self._plan, self._file = plan, file
+        self._plan, self._file, self.mapped = plan, file, file.mapped
         self.checksums: Checksums = {}
 
     def write(self, number: int, tensors: Iterable[torch.Tensor]) -> int:
-        """Write the values of a bucket's slices, one copied at a time; the number of bytes."""
-        hasher, num_bytes = blake3(), 0
+        """Write the slices of a bucket, copying one at a time, and return the number of bytes."""
+        hasher, num_bytes = xxh3_128(), 0
         for part, tensor in zip(self._plan.buckets[number].slices, tensors, strict=True):
             value = tensor.detach().cpu().contiguous()
-            assert str(value.dtype) == f"torch.{self._plan.dtype}", f"{part.name} is {value.dtype}"
-            assert value.shape == part.box.shape, f"{part} came as {list(value.shape)}"
+            assert str(value.dtype) == f"torch.{self._plan.dtype}", (
+                f"{part.name} is {value.dtype}, not the plan's dtype"
+            )
+            assert value.shape == part.box.shape, f"{part} has the shape {list(value.shape)}"
             hasher.update(raw_bytes(value))
             self._file.write(part, value)
             num_bytes += value.nbytes
@@ -82,78 +92,80 @@ class Filling:
 
 
 class WeightStore:
-    """A view of one store's folder. Every process opens its own; the one that created the folder closes it."""
+    """The store in one folder. Every process opens its own instance; the creator of the folder closes it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._owner_lock: int | None = None
+        self._owned: OwnedFolder | None = None
+        self._mapped_files = MappedFiles()
 
     @classmethod
     def create(cls, parent: Path | None = None) -> Self:
-        """A new, private folder under `parent`: by default shared memory, or the temporary folder where there is none.
+        """Create a store in a new private folder under `parent`: by default shared memory or else the temporary folder.
 
-        Folders of owners that were killed are removed from there first, because they hold whole models in memory.
+        Folders of killed owners in `parent` are removed first, because they occupy memory for whole models.
         """
         if parent is None:
             parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        _remove_abandoned(parent)
-        store = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
-        store._owner_lock = _try_lock(store.folder / OWNER)
+        owned = OwnedFolder(PREFIX, parent)
+        store = cls(owned.path)
+        store._owned = owned
         return store
 
     def close(self) -> None:
-        """Remove the folder. What engines have mapped stays readable to them."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._owner_lock is not None:
-            os.close(self._owner_lock)
-            self._owner_lock = None
+        """Remove the folder. Engines can still read files that they have mapped."""
+        if self._owned is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        else:
+            self._owned.close()
 
     def versions(self) -> list[int]:
-        """The committed versions, oldest first."""
+        """Return the committed versions, oldest first."""
         return sorted(int(manifest.parent.name) for manifest in self.folder.glob(f"*/{COMMITTED}"))
 
     def write(self, version: int, plan: WeightPlan, rank: int, read: Read) -> int:
-        """Write what a trainer rank gives to its host's store; the number of bytes.
+        """Write the buckets of a trainer rank to its host's store and return the number of bytes.
 
-        `read` gives the value of a slice, on any device; `NUM_THREADS` of them are copied at a time. Raises RunError
-        when the version is not newer than the committed ones, or memory does not suffice.
+        `read` returns the value of a slice, on any device; `NUM_THREADS` slices are copied at a time. Raises RunError
+        if the version is not newer than the committed ones, or if memory is insufficient.
         """
-        with self.filling(version, plan, plan.sender_hosts[rank], f"rank-{rank}") as filling:
-            return sum(in_threads(lambda i: filling.write(i, map(read, plan.buckets[i].slices)), plan.sent_by(rank)))
+        with self.bucket_writer(version, plan, plan.sender_hosts[rank], f"rank-{rank}") as writer:
+            return sum(in_threads(lambda i: writer.write(i, map(read, plan.buckets[i].slices)), plan.sent_by(rank)))
 
     @contextmanager
-    def filling(self, version: int, plan: WeightPlan, host: int, writer_name: str) -> Iterator[Filling]:
-        """Write buckets of a version one by one; they count once all that this writer has to write is there."""
+    def bucket_writer(self, version: int, plan: WeightPlan, host: int, writer_name: str) -> Iterator[BucketWriter]:
+        """Yield a writer for the buckets of a version. They become valid when the context ends without an error."""
         self._refuse_stale(version)
         folder = self._version_folder(version)
         manifest = folder / f"{writer_name}.json"
-        # A writer that starts over must not be taken for complete meanwhile.
+        # A writer that starts over must not look complete in the meantime.
         manifest.unlink(missing_ok=True)
         self._prepare(version, plan, host)
         write_plan(self.folder, plan)
-        with closing(VersionWriter(folder / WEIGHTS, plan.shapes, plan.dtype)) as file:
-            yield (filling := Filling(plan, file))
-        write_json(manifest, {"plan": plan.digest, "checksums": filling.checksums})
+        path = folder / WEIGHTS
+        with closing(VersionWriter(path, self._mapped_files.map(path, plan.shapes, plan.dtype))) as file:
+            yield (writer := BucketWriter(plan, file))
+        write_json(manifest, {"plan": plan.digest, "checksums": writer.checksums})
 
     def commit(self, version: int, plan: WeightPlan, host: int = 0) -> Manifest:
-        """Make a version readable, once all that this host needs is there.
+        """Make a version readable after all buckets that this host needs have been written.
 
-        Raises RunError when the version is not newer than the committed ones, or a bucket is missing.
+        Raises RunError if the version is not newer than the committed ones, or if a bucket is missing.
         """
         self._refuse_stale(version)
         checksums = self.written(version, plan)
         if missing := sorted(set(plan.needed_on(host)) - checksums.keys()):
             senders = sorted({plan.buckets[number].sender for number in missing})
             raise RunError(
-                f"policy version {version} is incomplete: nothing complete from trainer rank "
-                f"{', '.join(map(str, senders))}; every writer must have returned from its write before the commit"
+                f"policy version {version} is incomplete: buckets are missing from trainer rank "
+                f"{', '.join(map(str, senders))}; every writer must finish its write before the commit"
             )
         content = {"version": version, "plan": plan.digest, "host": host, "checksums": checksums}
         write_json(self._version_folder(version) / COMMITTED, content)
         return self.manifest(version)
 
     def written(self, version: int, plan: WeightPlan) -> Checksums:
-        """The buckets that are completely written by this plan, committed or not."""
+        """Return the buckets that are completely written under this plan, committed or not."""
         parts = [_read_json(file) for file in self._version_folder(version).glob("*.json") if file.name != COMMITTED]
         return {
             int(number): checksum
@@ -163,56 +175,57 @@ class WeightStore:
         }
 
     def manifest(self, version: int) -> Manifest:
-        """What a version consists of; RunError when it is not committed."""
+        """Return the manifest of a version. Raises RunError if it is not committed."""
         try:
             content = _read_json(self._version_folder(version) / COMMITTED)
         except FileNotFoundError:
             raise RunError(
-                f"policy version {version} is not committed; {self.folder} holds {self.versions()}"
+                f"policy version {version} is not committed; {self.folder} contains {self.versions()}"
             ) from None
         checksums = {int(number): checksum for number, checksum in content["checksums"].items()}
         return Manifest(content["version"], content["plan"], content["host"], checksums)
 
     def plan(self, version: int) -> WeightPlan:
-        """The plan that a committed version was written by."""
+        """Return the plan under which a committed version was written."""
         return read_plan(self.folder, self.manifest(version).plan)
 
     def open(self, version: int) -> VersionReader:
-        """The file of a version, complete or not."""
+        """Open the file of a version, complete or not."""
         return VersionReader(self._version_folder(version) / WEIGHTS)
 
-    def verify(self, version: int, reader: int | None = None) -> int:
-        """Compare the checksums of the buckets that an engine rank reads, or of all; the number of bytes.
+    def map(self, version: int) -> MappedFile:
+        """Return the mapping of a committed version's file, for reading."""
+        plan = self.plan(version)
+        return self._mapped_files.map(self._version_folder(version) / WEIGHTS, plan.shapes, plan.dtype)
 
-        Raises RunError for a version that is not committed, and for a bucket that is damaged.
+    def verify(self, version: int, reader: int | None = None) -> int:
+        """Verify the checksums of the buckets that an engine rank reads, or of all buckets; return the number of bytes.
+
+        Raises RunError if the version is not committed or a bucket is damaged.
         """
         manifest, plan = self.manifest(version), self.plan(version)
         numbers = _read_numbers(plan, manifest.host, reader)
         try:
             file = self.open(version)
-        except Exception as error:  # safetensors has an error class of its own for a file that was cut
+        except Exception as error:  # safetensors has its own error class for truncated files
             raise self._damaged(version, "the file", error) from error
 
         def verify_bucket(number: int) -> int:
-            hasher, num_bytes = blake3(), 0
-            for part in plan.buckets[number].slices:
-                hasher.update(data := raw_bytes(file.slice(part)))
-                num_bytes += len(data)
-            found = hasher.hexdigest()
+            found = checksum(map(file.slice, plan.buckets[number].slices))
             if found != manifest.checksums[number]:
                 names = ", ".join(sorted({part.name for part in plan.buckets[number].slices})[:3])
                 raise self._damaged(
                     version, f"bucket {number} ({names}, ...)", f"expected {manifest.checksums[number]}, found {found}"
                 )
-            return num_bytes
+            return plan.buckets[number].num_bytes
 
         return sum(in_threads(verify_bucket, numbers))
 
     def read(self, version: int, reader: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a committed version that an engine rank needs, memory-mapped, neighbours of a layer together.
+        """Iterate over the tensors of a committed version that an engine rank needs, memory-mapped and sorted by name.
 
-        Of each tensor only that rank's part is sure to be there, without `reader` all that this host has. `verify`
-        comes before it, `manifest` afterwards: a version that is still there was not overwritten.
+        Only that rank's part of each tensor is guaranteed to be valid, or without `reader` the part that this host has.
+        Call `verify` before and `manifest` after: a version that is still committed was not overwritten.
         """
         manifest, plan = self.manifest(version), self.plan(version)
         numbers = _read_numbers(plan, manifest.host, reader)
@@ -221,14 +234,14 @@ class WeightStore:
             yield name, file.tensor(name)
 
     def discard_before(self, version: int) -> None:
-        """Give up older versions, unfinished ones included; the newest committed one always stays."""
+        """Discard older versions, including unfinished ones; the newest committed version is always kept."""
         keep = min([version, *self.versions()[-1:]])
         with self._files_locked():
             for folder in self._before(keep):
-                self._give_up(folder)
+                self._discard(folder)
 
-    def _give_up(self, folder: Path) -> None:
-        # Half a version must not look like one, and what is overwritten must not look unchanged.
+    def _discard(self, folder: Path) -> None:
+        # The commit marker goes first: a partial or overwritten version must not look committed.
         (folder / COMMITTED).unlink(missing_ok=True)
         for manifest in folder.glob("*.json"):
             manifest.unlink()
@@ -237,11 +250,11 @@ class WeightStore:
         shutil.rmtree(folder)
 
     def _before(self, version: int) -> list[Path]:
-        """The folders of older versions. There are others: vLLM's temporary files have their place here, too."""
+        """Return the folders of older versions; vLLM's temporary files in the same folder are excluded."""
         return [folder for folder in self.folder.iterdir() if folder.name.isdigit() and int(folder.name) < version]
 
     def _prepare(self, version: int, plan: WeightPlan, host: int) -> None:
-        """Make the version's file, by the first of its writers."""
+        """Create the file of a version if no other writer has."""
         path = self._version_folder(version) / WEIGHTS
         with self._files_locked():
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -249,27 +262,27 @@ class WeightStore:
                 return
             for older in self._before(version):
                 if not (older / COMMITTED).exists():
-                    self._give_up(older)  # its writers were killed
+                    self._discard(older)  # its writers were killed
             size, spare = file_bytes(plan.shapes, plan.dtype), self.folder / SPARE
             if spare.exists() and spare.stat().st_size != size:
                 spare.unlink()
-            aside = spare if spare.exists() else path.with_suffix(".partial")
+            partial = spare if spare.exists() else path.with_suffix(".partial")
             names = {part.name for number in plan.stored_on(host) for part in plan.buckets[number].slices}
             try:
-                create(aside, plan.shapes, plan.dtype, sorted(names))
+                create(partial, plan.shapes, plan.dtype, sorted(names))
             except OSError as error:
-                aside.unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
                 free_bytes = shutil.disk_usage(self.folder).free
                 raise RunError(
-                    f"the weight store needs {size / 2**20:.0f} MiB for policy version {version}, {self.folder} has "
-                    f"{free_bytes / 2**20:.0f} MiB left ({error.strerror}); give shared memory more room (in a "
-                    "container: --shm-size, at least twice the model's size)"
+                    f"the weight store needs {size / 2**20:.0f} MiB for policy version {version}, but {self.folder} "
+                    f"has {free_bytes / 2**20:.0f} MiB left ({error.strerror}); increase shared memory (in a "
+                    "container: --shm-size, at least twice the model size)"
                 ) from None
-            aside.rename(path)
+            partial.rename(path)
 
     @contextmanager
     def _files_locked(self) -> Iterator[None]:
-        """Writers are processes of their own; the kernel releases the lock of one that dies."""
+        """Hold the lock of the store's files against other writer processes; the kernel releases it when one dies."""
         descriptor = os.open(self.folder / FILES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -283,7 +296,7 @@ class WeightStore:
     def _refuse_stale(self, version: int) -> None:
         newest = max(self.versions(), default=None)
         if newest is not None and version <= newest:
-            raise RunError(f"policy version {version} is stale: the store already has {newest}, and versions only grow")
+            raise RunError(f"policy version {version} is stale: the store already has {newest}; versions must increase")
 
     def _damaged(self, version: int, what: str, why: object) -> RunError:
         return RunError(
@@ -291,9 +304,20 @@ class WeightStore:
         )
 
 
+def checksum(slices: Iterable[torch.Tensor]) -> str:
+    """Return the XXH3-128 digest of the concatenated bytes of slices in host memory, as hexadecimal digits."""
+    hasher = xxh3_128()
+    for value in slices:
+        hasher.update(raw_bytes(value.contiguous()))
+    return hasher.hexdigest()
+
+
 def in_threads(task: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
-    """What the task gives for each number; raises the first error. Checksums and copies do not hold Python's lock."""
-    with ThreadPoolExecutor(NUM_THREADS) as pool:  # of one call: a process that is forked later has no threads
+    """Run the task for each number in threads and return the results; checksums and copies release the GIL.
+
+    Raises the first error of a task.
+    """
+    with ThreadPoolExecutor(NUM_THREADS) as pool:  # per call, so that a process forked later inherits no threads
         return list(pool.map(task, numbers))
 
 
@@ -303,25 +327,3 @@ def _read_numbers(plan: WeightPlan, host: int, reader: int | None) -> Sequence[i
 
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text())
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(FileNotFoundError):  # another process may be tidying up, too
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / OWNER).is_file():
-                continue
-            lock = _try_lock(folder / OWNER)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
-
-
-def _try_lock(path: Path) -> int | None:
-    """An exclusive lock that the kernel releases with the process, or None when another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor

@@ -1,4 +1,4 @@
-"""One version of the weights as a safetensors file of whole tensors, which writers fill slice by slice, in place."""
+"""The safetensors file of one version of the weights: whole tensors, which writers fill in place, slice by slice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F
 
 
 def table_of_contents(shapes: Mapping[str, Shape], dtype: str) -> bytes:
-    """What a safetensors file begins with: its length, then JSON, padded to whole words."""
+    """Return the header of a safetensors file: its length, then JSON padded to a multiple of 8 bytes."""
     contents: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -31,15 +31,16 @@ def table_of_contents(shapes: Mapping[str, Shape], dtype: str) -> bytes:
 
 
 def file_bytes(shapes: Mapping[str, Shape], dtype: str) -> int:
+    """Return the size of the file in bytes."""
     size = sum(map(math.prod, shapes.values())) * ITEM_BYTES[dtype]
     return len(table_of_contents(shapes, dtype)) + size
 
 
 def create(path: Path, shapes: Mapping[str, Shape], dtype: str, present: Sequence[str]) -> None:
-    """Make the file with room for the tensors in `present`; the others' places are holes.
+    """Create the file and allocate space for the tensors in `present`; the other tensors are holes.
 
-    An existing file of the right size is taken as it is: its pages are there already, which for fresh ones of shared
-    memory takes several times as long as filling them. Raises OSError when there is no room.
+    An existing file of the right size is reused, because its pages are already allocated; allocating fresh shared
+    memory takes several times as long as writing it. Raises OSError if there is no space.
     """
     header = table_of_contents(shapes, dtype)
     size = file_bytes(shapes, dtype)
@@ -47,53 +48,102 @@ def create(path: Path, shapes: Mapping[str, Shape], dtype: str, present: Sequenc
     try:
         os.ftruncate(descriptor, size)
         os.pwrite(descriptor, header, 0)
-        end, wanted = len(header), set(present)
-        for name, shape in shapes.items():
-            start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-            if name in wanted:
-                # A page that is missing when a mapping is written to would kill the process.
-                os.posix_fallocate(descriptor, start, end - start)
+        starts = tensor_starts(shapes, dtype)
+        for name in present:
+            # Without allocation, writing to a mapping kills the process when memory runs out.
+            if num_bytes := math.prod(shapes[name]) * ITEM_BYTES[dtype]:
+                os.posix_fallocate(descriptor, starts[name], num_bytes)
     finally:
         os.close(descriptor)
 
 
-class VersionWriter:
-    """Writes slices into a created file. Closed by `close`."""
+def tensor_starts(shapes: Mapping[str, Shape], dtype: str) -> dict[str, int]:
+    """Return the position in the file of each tensor's first byte."""
+    starts, end = {}, len(table_of_contents(shapes, dtype))
+    for name, shape in shapes.items():
+        starts[name] = end
+        end += math.prod(shape) * ITEM_BYTES[dtype]
+    return starts
 
-    def __init__(self, path: Path, shapes: Mapping[str, Shape], dtype: str) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._mapping: mmap.mmap | None = mmap.mmap(self._descriptor, 0)
+
+class MappedFile:
+    """A created file, mapped into memory: its bytes and its slices as tensors that share the file's memory."""
+
+    def __init__(self, descriptor: int, shapes: Mapping[str, Shape], dtype: str) -> None:
+        """`descriptor` is of the file, opened for reading and writing; it may be closed afterwards."""
         self._shapes, self._dtype = shapes, dtype
-        self._starts: dict[str, int] = {}
-        end = len(table_of_contents(shapes, dtype))
-        for name, shape in shapes.items():
-            self._starts[name] = end
-            end += math.prod(shape) * ITEM_BYTES[dtype]
+        self._starts = tensor_starts(shapes, dtype)
+        self._mapping = mmap.mmap(descriptor, 0)
+
+    def contains(self, shapes: Mapping[str, Shape], dtype: str) -> bool:
+        """Whether the file has tensors of these names, shapes and dtype, in this order."""
+        return [*self._shapes.items()] == [*shapes.items()] and self._dtype == dtype
+
+    def bytes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the bytes of the file from `start` to `stop`: uint8 [stop - start]."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=stop - start, offset=start)
+
+    def slice(self, part: Slice) -> torch.Tensor:
+        """Return a slice, which is a strided view unless the slice is contiguous."""
+        shape, dtype = self._shapes[part.name], getattr(torch, self._dtype)
+        flat = torch.frombuffer(self._mapping, dtype=dtype, count=math.prod(shape), offset=self._starts[part.name])
+        return view_of(flat.view(shape), part.box)
+
+    def span(self, part: Slice) -> tuple[int, int] | None:
+        """Return the positions of a contiguous slice's first byte and of the byte after its last; else None."""
+        shape, box = self._shapes[part.name], part.box
+        if box.shape[1:] != shape[1:]:
+            return None
+        item_bytes = ITEM_BYTES[self._dtype]
+        start = self._starts[part.name] + (box.start[0] if shape else 0) * math.prod(shape[1:]) * item_bytes
+        return start, start + box.size * item_bytes
+
+
+class MappedFiles:
+    """Maps the files of a store and keeps the mappings, because the first access to each page of a mapping is slow.
+
+    A store alternates between two files, which are renamed for each version.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, MappedFile] = {}
+
+    def map(self, path: Path, shapes: Mapping[str, Shape], dtype: str) -> MappedFile:
+        """Return the mapping of a created file."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            inode = os.fstat(descriptor).st_ino  # is not reused for another file as long as this one is mapped
+            file = self._files.pop(inode, None)
+            if file is None or not file.contains(shapes, dtype):
+                file = MappedFile(descriptor, shapes, dtype)
+        finally:
+            os.close(descriptor)
+        newest = [*self._files.items()][-1:]
+        self._files = dict([*newest, (inode, file)])
+        return file
+
+
+class VersionWriter:
+    """Writes slices into a created file until `close` is called."""
+
+    def __init__(self, path: Path, mapped: MappedFile) -> None:
+        """`mapped` is the mapping of the file at `path`."""
+        self._descriptor, self.mapped = os.open(path, os.O_RDWR | os.O_CLOEXEC), mapped
 
     def write(self, part: Slice, value: torch.Tensor) -> None:
-        """`value` is a contiguous tensor in host memory, of the box's shape and the file's dtype."""
-        shape = self._shapes[part.name]
-        if part.box.shape[1:] == shape[1:]:
-            row = math.prod(shape[1:]) * ITEM_BYTES[self._dtype]
-            start = self._starts[part.name] + (part.box.start[0] if shape else 0) * row
-            _write_all(self._descriptor, raw_bytes(value), start)
+        """Write a slice; `value` is contiguous, in host memory, and has the box's shape and the file's dtype."""
+        if (span := self.mapped.span(part)) is not None:
+            # Writing is faster than copying into a mapping, whose pages would be faulted in one by one.
+            _write_all(self._descriptor, raw_bytes(value), span[0])
         else:
-            view_of(self._tensor(part.name), part.box).copy_(value)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        assert self._mapping is not None, "the file is closed"
-        shape = self._shapes[name]
-        dtype = getattr(torch, self._dtype)
-        flat = torch.frombuffer(self._mapping, dtype=dtype, count=math.prod(shape), offset=self._starts[name])
-        return flat.view(shape)
+            self.mapped.slice(part).copy_(value)
 
     def close(self) -> None:
-        self._mapping = None
         os.close(self._descriptor)
 
 
 class VersionReader:
-    """The tensors of a file, memory-mapped: what is never looked at is never read."""
+    """Memory-mapped tensors of a file; only accessed parts are read."""
 
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, "pt")
@@ -102,19 +152,20 @@ class VersionReader:
         return self._file.get_tensor(name)
 
     def slice(self, part: Slice) -> torch.Tensor:
-        """A contiguous tensor; a view of the mapping where the slice lies in one place."""
+        """Return a slice as a contiguous tensor, which is a view of the mapping if the slice is contiguous."""
         return view_of(self.tensor(part.name), part.box).contiguous()
 
 
 def view_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return a view of the box of a tensor."""
     for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor in host memory, without a copy."""
-    # Tensor.numpy() would make the storage one that cannot be resized, and trainer/offload.py resizes them.
+    """Return the bytes of a contiguous tensor in host memory, without a copy."""
+    # Tensor.numpy() makes a storage non-resizable, but trainer/offload.py resizes storages.
     return np.from_dlpack(tensor.detach().reshape(-1).view(torch.uint8)).data
 
 

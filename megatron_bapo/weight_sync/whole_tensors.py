@@ -1,4 +1,4 @@
-"""Puts slices together to whole tensors, of which vLLM's loaders cut out their parts."""
+"""Assembles slices into whole tensors, from which vLLM's weight loaders take their parts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_bapo.weight_sync.version_file import view_of
 def whole_tensors(
     plan: WeightPlan, numbers: Sequence[int], slices: Iterable[tuple[Slice, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the given buckets on a device, once its slices are there; elsewhere it is uninitialised.
+    """Yield every tensor of the given buckets on a device once its slices have arrived; other parts are uninitialized.
 
-    Values are copied: vLLM may hold what it gets until a layer is complete, and the slices' memory is not its own, nor
-    need it be of the same GPU.
+    Values are copied, because vLLM may keep a tensor until its layer is complete, and the memory of the slices belongs
+    to another owner and possibly to another GPU.
     """
     missing = Counter(part.name for number in numbers for part in plan.buckets[number].slices)
     unfinished: dict[str, torch.Tensor] = {}
@@ -28,17 +28,17 @@ def whole_tensors(
         missing[part.name] -= 1
         if not missing[part.name]:
             yield part.name, unfinished.pop(part.name)
-    assert not unfinished, f"slices of {', '.join(unfinished)} did not come"
+    assert not unfinished, f"slices of {', '.join(unfinished)} did not arrive"
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Two sums over a tensor's bytes in row-major order, int64 [2], computed where the tensor is.
+    """Return two sums over a tensor's bytes in row-major order, int64 [2], computed on the tensor's device.
 
-    The second sum weighs each word by its place, as Fletcher's checksum does. What BLAKE3 finds in host memory these
-    find in a GPU's: lost, changed and swapped words, and slices that were read from another place.
+    The second sum weights each word by its position, as in Fletcher's checksum. These sums do on a GPU what BLAKE3 does
+    in host memory: they detect lost, changed and swapped words, and slices read from a wrong location.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = torch.cat([data, data.new_zeros(-len(data) % 4)]) if len(data) % 4 else data
     values = words.view(torch.int32).to(torch.int64)
-    places = torch.arange(1, len(values) + 1, device=values.device)
-    return torch.stack([values.sum(), (values * places).sum()])
+    positions = torch.arange(1, len(values) + 1, device=values.device)
+    return torch.stack([values.sum(), (values * positions).sum()])

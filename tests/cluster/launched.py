@@ -1,4 +1,4 @@
-"""The run that tests/cluster starts by the scripts of launch/, and how it is followed."""
+"""The run that tests/cluster start with the scripts in launch/, and functions that watch its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_bapo.metrics.sinks import read_rows
 from tests.e2e.test_training import CONFIG as SMALLEST
 
-# Nulls take back what the smallest run of tests/e2e has.
+# Null values remove settings of the smallest run of tests/e2e.
 CONFIG = """
 extends: smallest.yaml
 data: {validation: null}
@@ -22,14 +22,14 @@ weight_sync: {full_every: 2}
 logging: {dump_rollouts: null}
 """
 LAUNCH = Path(__file__).parents[2] / "launch"
-START_LIMIT_S = 240
+START_LIMIT_S = 600
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(LAUNCH.parent),
     "BAPO_PYTHON": sys.executable,
     "BAPO_OBJECT_STORE_BYTES": str(100 << 20),
     "BAPO_HEAD_TIMEOUT_S": "6",
-    # Ray would take a minute to give up a silent host.
+    # By default Ray takes a minute to declare an unreachable host dead.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -59,6 +59,6 @@ def train_steps(run_dir: Path) -> list[int]:
 def wait_for_step(run_dir: Path, step: int, logs: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while step not in train_steps(run_dir):
-        shown = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in logs.rglob("*.log"))
-        assert time.monotonic() < deadline, f"step {step} did not come\n{shown}"
+        tails = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in logs.rglob("*.log"))
+        assert time.monotonic() < deadline, f"step {step} did not finish in time\n{tails}"
         time.sleep(0.2)

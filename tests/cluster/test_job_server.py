@@ -1,4 +1,4 @@
-"""A run as a job of a Ray cluster: submitted to its job server, seen in its log, and stopped with its state saved."""
+"""A run as a Ray job: submitted to the job server, followed in its log, and stopped with its state saved."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.cluster.launched import ENVIRONMENT, LAUNCH, train_steps, wait_for_step, write_config, write_token
 
-LIMIT_S = 60
+LIMIT_S = 180
 
 
 def free_ports(num: int) -> list[int]:
@@ -33,10 +33,10 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def job_server(folder: Path) -> Iterator[dict[str, str]]:
-    """A Ray head with a job server on the loopback interface: what `ray job` has to have in its environment."""
+    """Start a Ray head with a job server on the loopback interface; yields the environment that `ray job` needs."""
     port, job_port = free_ports(2)
     token = {"RAY_AUTH_TOKEN_PATH": str(write_token(folder))}
-    temporary = tempfile.mkdtemp(prefix="bapo-")  # short: Ray's sockets are in it
+    temporary = tempfile.mkdtemp(prefix="bapo-")  # a short path, because Ray creates its sockets there
     head = {"RAY_ADDRESS": f"127.0.0.1:{port}", "BAPO_JOB_PORT": str(job_port), "RAY_TMPDIR": temporary}
     with (folder / "node.log").open("wb") as log:
         command = str(LAUNCH / "ray_node.sh")
@@ -55,7 +55,7 @@ def job_server(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def ray_job(environment: dict[str, str], *arguments: object) -> subprocess.Popen:
-    """A running subcommand of `ray job`."""
+    """Start a subcommand of `ray job`."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 

@@ -1,11 +1,12 @@
-"""A run over two hosts, with and without Slurm: it completes, is preempted and continues, and survives no lost host.
+"""A run on two hosts, with and without Slurm: it completes, is preempted and continues, and ends if a host is lost.
 
-The hosts are network namespaces with addresses of their own; each has a trainer rank, the second one the engine, so
-weights go from both hosts' stores to that of the engine's.
+The hosts are network namespaces with their own addresses. Each has a trainer rank and the second also the engine, so
+weights are copied from both hosts' stores to the engine's store.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -39,15 +40,16 @@ HETEROGENEOUS = "{gpus_per_node: 0, gpu: null, num_nodes: 1, rollout_nodes: {gpu
 RECIPE = LAUNCH.parent / "configs" / "recipes" / "r1-distill-qwen-32b_64gpus.yaml"
 PROMPTS = ("skywork_or1_math.parquet", "aime_2024.parquet")
 BLIP_S = 7.0
-# Ray closes a silent connection within 5 s (by default 30), so that the blip ends calls; it gives a host up 12 s later.
-IMPATIENT = {
+# Ray closes a silent connection within 5 s (by default 30), so that the short network failure ends calls; it declares a
+# host dead 12 s later.
+SHORT_TIMEOUTS = {
     "RAY_grpc_keepalive_time_ms": "2000",
     "RAY_grpc_keepalive_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "12",
     "BAPO_HEAD_TIMEOUT_S": "12",
 }
-LOSS_LIMIT_S = 60
-"""From the loss of a host to the end of everything on both."""
+LOSS_LIMIT_S = 180
+"""Limit from the loss of a host to the end of all processes on both hosts."""
 
 
 def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0) -> None:
@@ -64,7 +66,7 @@ def weight_stores() -> set[Path]:
     return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
 
 
-def test_a_short_cut_of_the_cable_changes_nothing_a_killed_rank_restarts_the_run_and_a_lost_host_ends_it_by_name(
+def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and_ends_naming_a_lost_host(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     run_dir, token, stores_before = tmp_path / "run", write_token(tmp_path), weight_stores()
@@ -75,9 +77,10 @@ def test_a_short_cut_of_the_cable_changes_nothing_a_killed_rank_restarts_the_run
         environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
         with (tmp_path / f"node-{rank}.log").open("wb") as log:
             command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), str(config)]
-            environment |= ENVIRONMENT | IMPATIENT
+            environment |= ENVIRONMENT | SHORT_TIMEOUTS
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path))
     wait_for_step(run_dir, 2, tmp_path)
+    check_only_ray_listens_on_all_interfaces(hosts)
     hosts.cut_cable()
     time.sleep(BLIP_S)
     before = max(train_steps(run_dir))
@@ -97,14 +100,33 @@ def test_a_short_cut_of_the_cable_changes_nothing_a_killed_rank_restarts_the_run
     messages = [(tmp_path / f"node-{rank}.log").read_text() for rank in (0, 1)]
     assert f"node {hosts.addresses[1]} is lost" in messages[0]
     assert "Traceback" not in messages[0]
-    assert f"node {hosts.addresses[1]} has had no answer from the head {hosts.addresses[0]}" in messages[1]
+    assert not re.search(r"^\[\S+ \S+ E ", messages[0], re.MULTILINE), "error lines of Ray's library"
+    assert f"node {hosts.addresses[1]} has had no reply from the head {hosts.addresses[0]}" in messages[1]
     assert on_both(hosts) == {}
     assert weight_stores() <= stores_before
     check_weights_crossed(run_dir)
 
 
+def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
+    """Ray's own servers ask for the token. Torch's store and everything else listens on the host's address."""
+    by_command: dict[str, set[str]] = {}
+    for host, address in enumerate(hosts.addresses):
+        sockets = subprocess.run([*hosts.on(host), "ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+        for line in sockets.splitlines():
+            listening = line.split()[3].rpartition(":")[0].replace(address, "own")
+            command = " ".join(psutil.Process(int(line.split("pid=")[1].split(",")[0])).cmdline())
+            by_command.setdefault(command, set()).add(listening)
+    on_all = {command for command, listening in by_command.items() if listening & {"*", "0.0.0.0", "[::]"}}
+    # The launcher and the main rank are Ray workers, too.
+    workers = ("/gcs_server ", "/raylet ", "ray::", "-m megatron_bapo train ", "controller.trainer_rank ")
+    assert [command for command in on_all if not any(worker in command for worker in workers)] == []
+    assert not any("Dashboard" in command or "client.server" in command for command in by_command), by_command
+    (store,) = {tuple(found) for command, found in by_command.items() if "cluster.rendezvous" in command}
+    assert store == ("own",)
+
+
 def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
-    """That of the second host: all parts start again on both, from the newest checkpoint."""
+    """Kill the rank of the second host: all parts restart on both hosts, from the newest checkpoint."""
     before, restarts = on_both(hosts), run_dir / "restarts.jsonl"
     rank = next(p for p in hosts.processes(1) if "megatron_bapo.controller.trainer_rank" in before[p].cmdline()[:4])
     os.kill(rank, signal.SIGKILL)
@@ -113,8 +135,9 @@ def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
         assert time.monotonic() < deadline, (logs / "node-0.log").read_text()
         time.sleep(0.1)
     wait_for_step(run_dir, max(train_steps(run_dir)) + 1, logs)
-    assert ["was ended by SIGKILL" in restart["reason"] for restart in read_rows(restarts)] == [True]
-    started = {process.name() for pid, process in on_both(hosts).items() if pid not in before}
+    assert ["was killed by SIGKILL" in restart["reason"] for restart in read_rows(restarts)] == [True]
+    # While a method runs, Ray adds its name to the process title.
+    started = {process.name().split(".")[0] for pid, process in on_both(hosts).items() if pid not in before}
     assert started >= {"ray::NodeAgent", "ray::Engine", "ray::RolloutService"}
 
 
@@ -125,12 +148,12 @@ def check_weights_crossed(run_dir: Path) -> None:
 
 
 def bapo(cluster: SlurmCluster, *arguments: object, expected: int = 0) -> str:
-    """What the project's command prints on the first host."""
+    """Run the project's command on the first host; return its output."""
     done = subprocess.run(
         [*cluster.hosts.on(0), sys.executable, "-m", "megatron_bapo", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         cwd=cluster.folder,
         env={**ENVIRONMENT, **cluster.environment, "COLUMNS": "200"},
     )
@@ -153,11 +176,11 @@ def wait_for_state(cluster: SlurmCluster, job: str, state: str, limit_s: float) 
     deadline = time.monotonic() + limit_s
     while (found := state_of(cluster, job)) != state:
         logs = "\n".join(path.read_text()[-3000:] for path in cluster.folder.rglob(f"{job}*.log"))
-        assert time.monotonic() < deadline, f"job {job} is {found}, and not {state}\n{logs}"
+        assert time.monotonic() < deadline, f"job {job} is {found}, not {state}\n{logs}"
         time.sleep(0.5)
 
 
-def test_a_slurm_job_is_preempted_and_continues_and_ends_with_its_node_and_a_heterogeneous_one_finishes_the_run(
+def test_a_slurm_job_continues_after_preemption_fails_with_a_lost_node_and_a_heterogeneous_job_finishes_the_run(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
     tmp_path.chmod(0o755)
@@ -199,7 +222,7 @@ def submitted(cluster: SlurmCluster, config: Path, *arguments: object) -> str:
 
 
 def write_inputs(model: Path, data: Path) -> None:
-    """A tokenizer, weights that nobody reads, and prompts: what is looked at before a run is queued."""
+    """Write what is checked before a run is queued: a tokenizer, an empty weight file and prompts."""
     tokenizer = byte_tokenizer(["a", "b"])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model)
@@ -211,7 +234,7 @@ def write_inputs(model: Path, data: Path) -> None:
 
 
 def _check_a_32b_run_is_queued(cluster: SlurmCluster) -> None:
-    """A recipe as it is, on a cluster whose GPU nodes are away: refused while files are missing, then it waits."""
+    """Submit a recipe to a cluster whose GPU nodes are down: it is refused without its files, and then queued."""
     cluster.environment["SBATCH_PARTITION"] = "gpu"
     refused = bapo(cluster, "submit", RECIPE, "--cluster", "h100", expected=2)
     model, data = cluster.folder / "models" / "DeepSeek-R1-Distill-Qwen-32B", cluster.folder / "data"
@@ -226,7 +249,7 @@ def _check_a_32b_run_is_queued(cluster: SlurmCluster) -> None:
 
 
 def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
-    """The job saves its state when it is preempted, queues again, and goes on from there."""
+    """The job saves its state when it is preempted, is queued again, and continues from there."""
     wait_for_step(run_dir, 1, run_dir)
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait_for_state(cluster, job, "PENDING", LOSS_LIMIT_S)
@@ -234,14 +257,14 @@ def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
     saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]
     assert saved == max(train_steps(run_dir))
     assert "the state is saved" in (run_dir / "slurm" / f"{job}.log").read_text()
-    # Slurm would wait two minutes; within the second in which the job was taken off a node, the node refuses it.
+    # Slurm would wait two minutes; in the second in which the job was removed from a node, the node refuses it.
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     wait_for_step(run_dir, saved + 1, run_dir)
     assert train_steps(run_dir)[: saved + 1] == list(range(1, saved + 2))
 
 
 def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
-    """Slurmd of the second node and all that runs there are killed: the job says so, and the node comes back."""
+    """Kill slurmd and all processes of the second node: the job's log names the node, and the node comes back."""
     for pid in cluster.hosts.processes(1):
         os.kill(pid, signal.SIGKILL)
     log, message = run_dir / "slurm" / f"{job}.log", f"node {cluster.hosts.addresses[1]} is lost"
@@ -249,7 +272,7 @@ def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
     while message not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.5)
-    cluster.start_node(1)  # Slurm, too, waits for it
+    cluster.start_node(1)  # Slurm waits for the node before it ends the job
     wait_for_state(cluster, job, "FAILED", 2 * LOSS_LIMIT_S)
     assert message in bapo(cluster, "logs", job)
     cluster.wait_for("2 idle", "sinfo", "--noheader", "--partition=all", "--format=%D %t")

@@ -48,14 +48,14 @@ PartitionName=gpu Nodes=g[1-8] MaxTime=INFINITE State=UP
 
 
 class TwoHosts:
-    """Names and addresses; a command runs on a host by the prefix `on`."""
+    """Names and addresses of the hosts; the prefix `on` runs a command on a host."""
 
     def __init__(self) -> None:
         self.names = tuple(f"bapo-{side}-{os.getpid()}" for side in "ab")
         self.addresses = ("10.77.0.1", "10.77.0.2")
 
     def on(self, host: int) -> list[str]:
-        # `ip netns exec` would hide the control groups, which slurmd wants.
+        # `ip netns exec` would hide the control groups, which slurmd needs.
         return ["nsenter", f"--net=/run/netns/{self.names[host]}"]
 
     def processes(self, host: int) -> list[int]:
@@ -95,7 +95,7 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 class SlurmCluster:
-    """Debian's Slurm with a node on each host."""
+    """A cluster of Debian's Slurm with a node on each host."""
 
     def __init__(self, hosts: TwoHosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
@@ -115,7 +115,7 @@ class SlurmCluster:
         self.start(name, *self.hosts.on(host), "slurmd", "-D", "-N", name)
 
     def call(self, *command: str) -> str:
-        """What a Slurm command prints."""
+        """Run a Slurm command; return its output."""
         done = subprocess.run(
             [*self.hosts.on(0), *command],
             capture_output=True,
@@ -126,23 +126,23 @@ class SlurmCluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def wait_for(self, what: str, *command: str, limit_s: float = 30.0) -> None:
-        """Until a command's output has this in it."""
-        deadline, found = time.monotonic() + limit_s, ""
-        while what not in found:
-            assert time.monotonic() < deadline, f"{' '.join(command)} gives {found!r}, and not {what!r}"
+    def wait_for(self, expected: str, *command: str, limit_s: float = 30.0) -> None:
+        """Wait until a command's output contains `expected`."""
+        deadline, output = time.monotonic() + limit_s, ""
+        while expected not in output:
+            assert time.monotonic() < deadline, f"{' '.join(command)} prints {output!r}, not {expected!r}"
             time.sleep(0.3)
             with suppress(AssertionError):
-                found = self.call(*command)
+                output = self.call(*command)
 
 
 @contextmanager
 def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
-    """With munged, slurmctld and two slurmd of its own: configuration, state and sockets are in `folder`."""
+    """Start a Slurm cluster with its own munged, slurmctld and two slurmd; its files are in `folder`."""
     cluster = SlurmCluster(hosts, folder)
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(parents=True)
-    munge = Path(tempfile.mkdtemp(prefix="bapo-munge-"))  # where its user may go
+    munge = Path(tempfile.mkdtemp(prefix="bapo-munge-"))  # a folder that the user munge can access
     munge.chmod(0o755)
     shutil.chown(munge, "munge", "munge")
     first, second = hosts.addresses

@@ -1,4 +1,4 @@
-"""A reward function with faults: each file in the folder `planted` costs one answer what its name says."""
+"""A reward function with faults: each file in the folder `planted` makes one call fail in the way that it names."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""A real vLLM engine against Hugging Face, on tiny Qwen3 checkpoints: tied embeddings, and experts."""
+"""A real vLLM engine compared with Hugging Face, on tiny Qwen3 checkpoints with tied embeddings and with experts."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -24,9 +24,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from megatron_bapo.cluster.engine_actor import EngineActor, EnginePlacement
+from megatron_bapo.cluster.ray_cluster import local_cluster
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.controller.cluster import local_cluster
-from megatron_bapo.controller.engine_fleet import EngineActor, EngineHome, place_engine
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
 from megatron_bapo.rollout.messages import EngineLost
@@ -40,8 +40,9 @@ from tests.unit.weight_sync.examples import publish
 VOCABULARY = ["<eos>", *map(chr, range(ord(" "), ord("~") + 1))]
 END = VOCABULARY.index("<eos>")
 NUMBERS = count()
+REQUEST_TIMEOUT_S = 60.0
 LONG_PROMPT = np.arange(1, 81, dtype=np.int32)
-"""Fills two blocks of the engine's prefix cache."""
+"""A prompt that fills two blocks of the engine's prefix cache."""
 
 
 SHAPE = {
@@ -52,7 +53,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    # Qwen's recipe for long context: 256 tokens, though the model was made for 64.
+    # Qwen's YaRN recipe: a context of 256 tokens for a model that was trained with 64.
     "max_position_embeddings": 64,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
@@ -82,7 +83,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Running:
-    """An engine, the Hugging Face model whose weights it should have, and the loop that the engine lives on."""
+    """An engine, the Hugging Face model whose weights it should have, and a function that runs its coroutines."""
 
     engine: Engine
     model: PreTrainedModel
@@ -108,7 +109,7 @@ class Running:
         self.assert_engine_has_the_models_weights()
 
     def log_probs(self, token_ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
-        """[S - 1] by Hugging Face."""
+        """Return log-probs [S - 1] computed with Hugging Face."""
         tokens = torch.from_numpy(token_ids).long()
         with torch.no_grad():
             logits = self.model(tokens[None]).logits[0, :-1] / temperature
@@ -133,12 +134,12 @@ def request(
     prompt: np.ndarray, *, n: int = 4, temperature: float = 1.0, seed: int = 7, top_p: float = 1.0, top_k: int = -1
 ) -> GenerationRequest:
     return GenerationRequest(
-        f"request {next(NUMBERS)}", prompt, n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed
+        f"request {next(NUMBERS)}", (prompt,), n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed
     )
 
 
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors by the names of a checkpoint, which are not those of the model's own parameters."""
+    """Return the model's tensors under their checkpoint names, which differ from its parameter names."""
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")
@@ -148,7 +149,7 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
     create_checkpoint(folder, config)
     store = WeightStore.create()
-    settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=60)
+    settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=REQUEST_TIMEOUT_S)
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
         for name, value in engine_environment().items():
             environment.setenv(name, value)
@@ -183,15 +184,15 @@ def test_sampled_log_probs_equal_hugging_faces_at_the_sampling_temperature(run: 
     run.assert_sampled_log_probs_are_the_models(generated, prompt, temperature)
 
 
-def test_truncated_samples_come_with_log_probs_of_the_truncated_distribution(run: Running):
-    """The reason why training refuses to truncate: the trainer's log-probs are those of the whole distribution."""
+def test_truncated_samples_have_log_probs_of_the_truncated_distribution(run: Running):
+    """Training refuses truncation for this reason: the trainer's log-probs are those of the whole distribution."""
     prompt = np.asarray([5, 9, 2], np.int32)
-    answers = run.wait_for(run.engine.generate_many([request(prompt, top_k=1), request(prompt, top_p=0.5, n=8)]))
-    greedy, nucleus = (np.stack([completion.log_probs[0] for completion in answer.completions]) for answer in answers)
+    outputs = run.wait_for(run.engine.generate_many([request(prompt, top_k=1), request(prompt, top_p=0.5, n=8)]))
+    greedy, nucleus = (np.stack([completion.log_probs[0] for completion in output.completions]) for output in outputs)
     assert greedy.tolist() == [0.0] * 4
-    firsts = np.asarray([completion.token_ids[0] for completion in answers[1].completions])
+    firsts = np.asarray([completion.token_ids[0] for completion in outputs[1].completions])
     whole = np.asarray([run.log_probs(np.append(prompt, first))[-1] for first in firsts])
-    assert (nucleus > whole + 0.3).all()  # less than 0.7 of the mass is kept
+    assert (nucleus > whole + 0.3).all()  # less than 0.7 of the probability mass is kept
 
 
 def test_scores_equal_hugging_faces(run: Running):
@@ -200,7 +201,15 @@ def test_scores_equal_hugging_faces(run: Running):
     np.testing.assert_allclose(score.log_probs, run.log_probs(LONG_PROMPT), atol=ENGINE_LOG_PROB, rtol=0)
 
 
-def test_an_answer_that_stops_ends_with_the_end_token_and_its_text_leaves_it_out(run: Running):
+def test_tokens_decoded_after_a_scored_sequence_have_the_same_log_probs_by_prefill(run: Running):
+    plain, score = run.wait_for(run.engine.score(LONG_PROMPT)), run.wait_for(run.engine.score(LONG_PROMPT, 8))
+    np.testing.assert_allclose(score.log_probs, plain.log_probs, atol=ENGINE_LOG_PROB, rtol=0)
+    assert len(score.decoded_log_probs) == len(score.rescored_log_probs) == 8
+    assert len({*score.decoded_log_probs.tolist()}) > 1
+    np.testing.assert_allclose(score.decoded_log_probs, score.rescored_log_probs, atol=ENGINE_LOG_PROB, rtol=0)
+
+
+def test_a_completion_that_stops_ends_with_the_end_token_and_its_text_omits_it(run: Running):
     generated = run.generate(np.asarray([3, 4], np.int32), n=64)
     stopped = [completion for completion in generated.completions if completion.finish_reason == "stop"]
     full = [completion for completion in generated.completions if completion.finish_reason == "length"]
@@ -233,11 +242,11 @@ def test_another_seed_and_another_completion_give_other_samples(run: Running):
     assert len({completion.token_ids.tobytes() for completion in completions}) == len(completions)
 
 
-def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(run: Running):
+def test_more_prompt_tokens_than_fit_one_engine_step_are_processed(run: Running):
     requests = [request(np.roll(LONG_PROMPT, shift), seed=shift) for shift in range(60)]
-    answers = run.wait_for(run.engine.generate_many(requests))
-    assert [len(answer.completions) for answer in answers] == [4] * 60
-    run.assert_sampled_log_probs_are_the_models(answers[-1], requests[-1].prompt_token_ids)
+    outputs = run.wait_for(run.engine.generate_many(requests))
+    assert [len(output.completions) for output in outputs] == [4] * 60
+    run.assert_sampled_log_probs_are_the_models(outputs[-1], requests[-1].prompt_token_ids)
 
 
 def test_after_each_load_the_engine_has_the_new_weights_and_no_stale_prefix(run: Running):
@@ -248,9 +257,9 @@ def test_after_each_load_the_engine_has_the_new_weights_and_no_stale_prefix(run:
         assert run.wait_for(run.engine.score(LONG_PROMPT)).policy_version == version
 
 
-def test_weights_that_are_stale_uncommitted_or_incomplete_are_refused_and_the_engine_serves_on(run: Running):
-    with pytest.raises(RunError, match="does not go back to 2"):
-        run.wait_for(run.engine.load_weights(2))
+def test_stale_uncommitted_or_incomplete_weights_are_refused_and_the_engine_keeps_serving(run: Running):
+    with pytest.raises(RunError, match="has policy version 2; it does not go back to version 1"):
+        run.wait_for(run.engine.load_weights(1))
     with pytest.raises(RunError, match="version 99 is not committed"):
         run.wait_for(run.engine.load_weights(99))
     complete = exported(run.model)
@@ -270,12 +279,12 @@ def test_weights_that_are_stale_uncommitted_or_incomplete_are_refused_and_the_en
     run.assert_engine_has_the_models_weights()
 
 
-def test_weights_are_not_exchanged_under_requests_in_flight(run: Running):
+def test_weights_are_not_updated_while_requests_are_in_flight(run: Running):
     async def load_while_generating() -> None:
         generating = asyncio.ensure_future(run.engine.generate(request(LONG_PROMPT)))
         await asyncio.sleep(0)
         try:
-            with pytest.raises(RunError, match=r"1 batch\(es\) in flight"):
+            with pytest.raises(RunError, match=r"1 call\(s\) in flight"):
                 await run.engine.load_weights(50)
         finally:
             await generating
@@ -283,19 +292,19 @@ def test_weights_are_not_exchanged_under_requests_in_flight(run: Running):
     run.wait_for(load_while_generating())
 
 
-def test_what_an_answer_has_so_far_is_told_while_it_grows(run: Running):
+def test_progress_returns_the_tokens_of_requests_in_flight(run: Running):
     async def watched() -> tuple[Generated, list[Generated]]:
-        asked = replace(request(LONG_PROMPT, n=3), max_tokens=120)
-        generating, told = asyncio.ensure_future(run.engine.generate(asked)), []
+        long_request = replace(request(LONG_PROMPT, n=3), max_tokens=120)
+        generating, partial_outputs = asyncio.ensure_future(run.engine.generate(long_request)), []
         while not generating.done():
-            told += (await run.engine.progress()).values()
+            partial_outputs += (await run.engine.progress()).values()
             await asyncio.sleep(0.005)
         assert await run.engine.progress() == {}
-        return await generating, told
+        return await generating, partial_outputs
 
-    generated, told = run.wait_for(watched())
+    generated, partial_outputs = run.wait_for(watched())
     for position, whole in enumerate(generated.completions):
-        pieces = [one.completions[position] for one in told]
+        pieces = [output.completions[position] for output in partial_outputs]
         token_ids = np.concatenate([piece.token_ids for piece in pieces])
         log_probs = np.concatenate([piece.log_probs for piece in pieces])
         assert 0 < len(token_ids) <= len(whole.token_ids)
@@ -305,14 +314,33 @@ def test_what_an_answer_has_so_far_is_told_while_it_grows(run: Running):
     run.assert_sampled_log_probs_are_the_models(generated, LONG_PROMPT)
 
 
-def test_a_damaged_version_is_refused_and_the_engine_serves_the_old_one_on(run: Running):
+def test_an_abort_also_ends_requests_that_arrive_with_it(run: Running):
+    """vLLM queues requests that arrive while it is paused; served when it resumes, they would delay a weight update."""
+
+    async def aborted() -> list[Generated]:
+        first = asyncio.ensure_future(run.engine.generate(replace(request(LONG_PROMPT, n=8), max_tokens=100)))
+        while not await run.engine.progress():
+            await asyncio.sleep(0.005)
+        aborting = asyncio.ensure_future(run.engine.abort())
+        await asyncio.sleep(0)  # vLLM has been told to pause
+        late = [asyncio.ensure_future(run.engine.generate(request(LONG_PROMPT, n=n))) for n in (1, 2, 4)]
+        await aborting
+        return await asyncio.gather(first, *late)
+
+    first, *late = run.wait_for(aborted())
+    assert "abort" in {completion.finish_reason for completion in first.completions}
+    assert {completion.finish_reason for output in late for completion in output.completions} == {"abort"}
+    assert len(run.generate(LONG_PROMPT).completions[0].token_ids) > 0
+
+
+def test_a_damaged_version_is_refused_and_the_engine_keeps_serving_the_old_one(run: Running):
     run.perturb(seed=60)
     run.publish(60)
     damaged = run.store.folder / "00000060" / "weights.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(RunError, match=r"60 was not loaded, 2 serves on: .* is damaged: bucket"):
+    with pytest.raises(RunError, match=r"60 was not loaded, the engine keeps version 2: .* is damaged: bucket"):
         run.wait_for(run.engine.load_weights(60))
     assert run.generate(LONG_PROMPT).policy_version == 2
     run.publish(61)
@@ -320,47 +348,93 @@ def test_a_damaged_version_is_refused_and_the_engine_serves_the_old_one_on(run: 
     run.assert_engine_has_the_models_weights()
 
 
-def test_after_a_version_that_is_given_up_under_the_engines_hands_it_serves_nothing(
+def test_calls_that_are_sent_again_have_no_further_effect(run: Running):
+    """Ray sends a call again when its connection was interrupted, during the call or after it."""
+
+    async def twice(call: Callable[[], Awaitable[Any]]) -> Any:
+        first, second = await asyncio.gather(call(), call())
+        assert first == second == await call()
+        return first
+
+    assert run.wait_for(run.engine.start(Path(), RolloutConfig(), "", 0, 0, WeightRoute(Path()))).kv_cache_tokens > 0
+    assert run.wait_for(twice(lambda: run.engine.sleep(1))) is None
+    with pytest.raises(RunError, match="the engine sleeps"):
+        run.generate(LONG_PROMPT)
+    assert run.wait_for(twice(run.engine.wake)) is None
+    run.perturb(seed=62)
+    run.publish(62)
+    assert run.wait_for(twice(lambda: run.engine.load_weights(62))) > 0
+    run.assert_engine_has_the_models_weights()
+
+
+def test_an_engine_serves_nothing_after_a_version_was_discarded_while_it_was_loaded(
     run: Running, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its file is taken for a newer version, so what a worker has read of it may be a mixture."""
-    run.publish(62)
+    """The version's file is reused for a newer version, so a worker may have read a mixture of both."""
     run.publish(63)
+    run.publish(64)
     load = run.engine._server.load
 
-    async def too_late(version: int) -> None:
-        run.store.discard_before(63)
+    async def discard_and_load(version: int) -> None:
+        run.store.discard_before(64)
         await load(version)
 
-    monkeypatch.setattr(run.engine._server, "load", too_late)
-    with pytest.raises(RunError, match=r"62 was not loaded, the engine stops serving: .*62 is not committed"):
-        run.wait_for(run.engine.load_weights(62))
+    monkeypatch.setattr(run.engine._server, "load", discard_and_load)
+    with pytest.raises(RunError, match=r"63 was not loaded, the engine stops serving: .*63 is not committed"):
+        run.wait_for(run.engine.load_weights(63))
     with pytest.raises(RunError, match="no known weights"):
         run.generate(LONG_PROMPT)
     with pytest.raises(RunError, match="no known weights"):
         run.wait_for(run.engine.score(LONG_PROMPT))
     with pytest.raises(RunError, match="no known weights"):
-        run.wait_for(run.engine.load_weights(63))
+        run.wait_for(run.engine.load_weights(64))
 
 
-def test_a_mixture_of_experts_takes_over_new_weights(tmp_path: Path):
-    with running_engine(tmp_path, EXPERTS) as run:
-        run.assert_engine_has_the_models_weights()
-        for version in (1, 2):
-            run.change_weights(version)
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_engine(tmp_path_factory.mktemp("experts"), EXPERTS) as run:
+        yield run
 
 
-def test_under_ray_a_cancelled_request_is_let_go_of_and_a_dead_core_is_a_lost_engine(tmp_path: Path):
+def test_a_mixture_of_experts_loads_new_weights(experts: Running):
+    experts.assert_engine_has_the_models_weights()
+    for version in (1, 2):
+        experts.change_weights(version)
+
+
+def test_a_core_that_is_killed_while_it_loads_weights_is_a_lost_engine_at_once(experts: Running):
+    """vLLM lets the call wait forever; without a check of the core the engine would be lost only after the timeout."""
+    experts.publish(3)
+
+    async def load_and_kill() -> None:
+        facts = await experts.engine.start(Path(), RolloutConfig(), "", 0, 0, WeightRoute(Path()))
+        processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
+        # The other engine of these tests belongs to this process, too.
+        core = max((p for p in processes if "EngineCore" in p.name()), key=lambda process: process.create_time())
+        core.suspend()  # so that the load is in progress
+        loading = asyncio.ensure_future(experts.engine.load_weights(3))
+        await asyncio.sleep(0.5)
+        assert await experts.engine.progress() == {}
+        core.kill()
+        with pytest.raises(EngineLost, match=r"version 3 was not loaded, the engine stops serving: vLLM's core ended"):
+            await asyncio.wait_for(loading, REQUEST_TIMEOUT_S / 2)
+        with pytest.raises(EngineLost, match="no known weights"):
+            await experts.engine.load_weights(3)
+
+    experts.wait_for(load_and_kill())
+
+
+def test_under_ray_a_cancelled_request_is_released_and_a_dead_core_is_a_lost_engine(tmp_path: Path):
     create_checkpoint(tmp_path / "model", DENSE)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     settings = config(run_dir=str(tmp_path), model__create=None, model__path=str(tmp_path / "model"))
     (tmp_path / "logs").mkdir()
     store, lost = WeightStore.create(), []
 
-    async def use(handle: Any, start: Any) -> None:
-        router, engine = Router(lambda name, _: lost.append(name)), EngineActor("engine 0", handle, settings.rollout)
-        facts = await engine.started(start)
-        router.add(engine.name, engine, facts.kv_cache_tokens)
+    async def use(engine: EngineActor) -> None:
+        router = Router(lambda name, _: lost.append(name))
+        router.add(engine.name, engine, await engine.started())
+        facts = await engine.start_call
         call = asyncio.ensure_future(router.generate(replace(request(LONG_PROMPT, n=64), max_tokens=100)))
         while not await engine.progress():
             await asyncio.sleep(0.005)
@@ -368,7 +442,7 @@ def test_under_ray_a_cancelled_request_is_let_go_of_and_a_dead_core_is_a_lost_en
         await router.drain(30.0)
         assert call.cancelled()
         publish(store, 1, exported(model))
-        await engine.load_weights(1)  # refused while the engine works on anything
+        await engine.load_weights(1)  # raises an error while requests are in flight
         _, generated = await router.generate(request(LONG_PROMPT))
         assert generated.policy_version == 1
         assert lost == []
@@ -381,6 +455,6 @@ def test_under_ray_a_cancelled_request_is_let_go_of_and_a_dead_core_is_a_lost_en
 
     with local_cluster(1, 80, "engine"):
         try:
-            asyncio.run(use(*place_engine(settings, 0, EngineHome(store.folder, ()), "engine 0")))
+            asyncio.run(use(EngineActor(settings, 0, EnginePlacement(store.folder, ()))))
         finally:
             store.close()

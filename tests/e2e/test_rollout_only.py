@@ -1,4 +1,4 @@
-"""Rollouts without a trainer, as `--rollouts-from` then reads them."""
+"""`train --rollout-only` writes rollouts that `--rollouts-from` can train on."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.e2e.test_training import finish, start
 NUM_STEPS = 3
 
 
-def test_rollouts_without_a_trainer_are_batches_to_train_on_and_are_continued(tmp_path: Path) -> None:
+def test_a_rollout_only_run_writes_batches_to_train_on_and_can_be_continued(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     folder = run_dir / "rollouts"
     code, output, errors = finish(start(run_dir, "--rollout-only", f"trainer.total_steps={NUM_STEPS}"))

@@ -1,4 +1,4 @@
-"""The whole loop on real parts: Ray, a vLLM engine, reward workers, two trainer ranks; interrupted, resumed, broken."""
+"""Whole runs, some resumed or failing, with real parts: Ray, a vLLM engine, reward workers and two trainer ranks."""
 
 import gzip
 import ipaddress
@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
+from tests.e2e.small_disk import fill, free, small_disk
 from tests.parallel.tensors import load_folder
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.metrics.wandb_files import read_wandb
@@ -47,15 +49,24 @@ checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true}}
 """
 WANDB = ("logging.wandb.project=e2e", "logging.wandb.mode=offline")
-RUN_LIMIT_S = 240
-OF_ENGINES_AND_CLOCKS = ("rollout/", "weight_sync/", "timing_s/", "perf/throughput", "perf/tflops_per_gpu", "perf/cpu_")
+RUN_LIMIT_S = 600
+ENGINE_AND_TIMING_METRICS = (
+    "rollout/",
+    "weight_sync/",
+    "timing_s/",
+    "perf/throughput",
+    "perf/tflops_per_gpu",
+    "perf/cpu_",
+)
 
 
-def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
+def start(run_dir: Path, *overrides: str, log: IO[str] | None = None) -> subprocess.Popen:
+    """Start a run; with `log` it prints there."""
     config = run_dir.parent / f"{run_dir.name}.yaml"
     config.write_text(CONFIG.format(run_dir=run_dir))
     command = [sys.executable, "-m", "megatron_bapo", "train", str(config), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=run_dir.parent)
+    out = log or subprocess.PIPE
+    return subprocess.Popen(command, stdout=out, stderr=out, text=True, cwd=run_dir.parent)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
@@ -69,28 +80,28 @@ def train_steps(run_dir: Path) -> list[int]:
 
 
 def groups_of_step(run_dir: Path, step: int) -> set[tuple]:
-    """The step's prompts with the tokens of their answers."""
-    answers: dict[str, list] = {}
+    """Return the step's prompt ids with the tokens of their responses."""
+    responses: dict[str, list] = {}
     for row in pq.read_table(run_dir / f"rollouts/step-{step:08d}.parquet").to_pylist():
-        answers.setdefault(row["prompt_id"], []).append(tuple(row["response_token_ids"]))
-    return {(prompt_id, *tokens) for prompt_id, tokens in answers.items()}
+        responses.setdefault(row["prompt_id"], []).append(tuple(row["response_token_ids"]))
+    return {(prompt_id, *tokens) for prompt_id, tokens in responses.items()}
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:
     deadline = time.monotonic() + RUN_LIMIT_S
     while step not in train_steps(run_dir):
-        assert time.monotonic() < deadline, f"step {step} did not come"
+        assert time.monotonic() < deadline, f"step {step} did not finish in time"
         time.sleep(0.2)
 
 
 def family_of(process: subprocess.Popen) -> list[psutil.Process]:
-    """The launcher and everything that it has started: Ray, engines, reward workers, trainer ranks."""
+    """Return the launcher and all processes that it has started: Ray, engines, reward workers, trainer ranks."""
     launcher = psutil.Process(process.pid)
     return [launcher, *launcher.children(recursive=True)]
 
 
 def weight_stores(family: list[psutil.Process]) -> set[Path]:
-    """The folders in shared memory that these processes work with."""
+    """Return the weight stores, folders in shared memory, that these processes use."""
     stores = set()
     for process in family:
         with suppress(psutil.Error):
@@ -101,16 +112,16 @@ def weight_stores(family: list[psutil.Process]) -> set[Path]:
 
 
 def leftovers(family: list[psutil.Process], stores: set[Path]) -> list[str]:
-    """What of a run is still there after its end: processes and weight stores."""
+    """Return the processes and weight stores of a run that are left after its end."""
     assert stores, "a run has a weight store"
     _, alive = psutil.wait_procs(family, timeout=10)
-    # A zombie has ended; only its new parent has not asked how.
+    # A zombie has ended; its new parent has not read its exit code yet.
     alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     return [*map(str, alive), *(str(store) for store in stores if store.exists())]
 
 
 def open_to_the_network(family: list[psutil.Process]) -> list[str]:
-    """Listening sockets that other machines could reach."""
+    """Return the listening sockets that other machines could reach."""
     return [
         f"{process.cmdline()}: {connection.laddr}"
         for process in family
@@ -121,16 +132,17 @@ def open_to_the_network(family: list[psutil.Process]) -> list[str]:
 
 
 def vllms_sockets(family: list[psutil.Process]) -> set[Path]:
-    """Their names are UUIDs."""
+    """Return vLLM's Unix sockets, whose names are UUIDs."""
     paths = {Path(connection.laddr) for process in family for connection in process.net_connections("unix")}
     return {path for path in paths if re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", path.name)}
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """A run that Ctrl-C stops after its first step and that the same command then completes, but for the weights' way.
+    """A run that Ctrl-C stops after its first step and that a second command completes with another weight transport.
 
-    At first trainer ranks send to the engine; then it loads from a store of its own. Groups are trained on twice.
+    At first the trainer ranks send weights to the engine; then the engine loads them from its own store. Groups are
+    trained on twice.
     """
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
     process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *WANDB)
@@ -154,7 +166,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     }
 
 
-def test_ctrl_c_saves_says_how_to_resume_and_leaves_nothing_running(resumed: dict) -> None:
+def test_ctrl_c_saves_the_state_names_the_resume_command_and_leaves_nothing_running(resumed: dict) -> None:
     code, output, errors = resumed["first"]
     assert code == 130, output + errors
     assert "python -m megatron_bapo train" in output
@@ -166,8 +178,8 @@ def test_nothing_listens_beyond_the_loopback_interface(resumed: dict) -> None:
     assert resumed["listening"] == []
 
 
-def test_vllms_temporary_files_are_in_the_weight_store_which_goes_with_the_run(resumed: dict) -> None:
-    """Where they are also after an engine was killed."""
+def test_vllms_temporary_files_are_in_the_weight_store_and_removed_with_it(resumed: dict) -> None:
+    """So they are removed even if an engine is killed."""
     assert resumed["sockets"]
     assert {socket.parent for socket in resumed["sockets"]} <= resumed["stores"]
     assert resumed["rendezvous"]
@@ -183,10 +195,10 @@ def test_the_same_command_continues_and_completes(resumed: dict) -> None:
     assert len(groups_of_step(resumed["run_dir"], last) & groups_of_step(resumed["run_dir"], last + 1)) == 4
 
 
-def test_every_sync_is_proven_by_the_probe(resumed: dict) -> None:
+def test_every_weight_update_passes_the_probe(resumed: dict) -> None:
     rows = [row["metrics"] for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "train"]
     assert all(0 <= row["weight_sync/probe_diff_max"] < ENGINE_LOG_PROB for row in rows)
-    # Told of batches that the present weights sampled, which is the first one.
+    # Recorded for batches that the current weights sampled, which is the first one.
     assert rows[0]["training/rollout_probs_diff_max"] < ENGINE_LOG_PROB
     versions = [row["training/policy_version"] for row in rows]
     assert versions == sorted(set(versions))
@@ -203,7 +215,7 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
 
 @pytest.fixture(scope="module")
 def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of its own on the rollouts of the resumed one."""
+    """A new run that trains on the recorded rollouts of the resumed run."""
     run_dir = tmp_path_factory.mktemp("e2e") / "replayed"
     profiled = "logging.profile_steps=[2,3]", "logging.profile_ranks=[1]"
     process = start(run_dir, "--rollouts-from", str(resumed["run_dir"] / "rollouts"), *profiled)
@@ -214,11 +226,11 @@ def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, replayed: Path) -> None:
-    """Whatever does not tell of engines, clocks or held-out prompts; the repeated run was not interrupted."""
+def test_training_on_recorded_rollouts_repeats_the_run_bit_by_bit(resumed: dict, replayed: Path) -> None:
+    """All metrics but those of engines, timing and held-out prompts are equal; the second run was not interrupted."""
     original, repeated = (
         [
-            {name: value for name, value in row["metrics"].items() if not name.startswith(OF_ENGINES_AND_CLOCKS)}
+            {name: value for name, value in row["metrics"].items() if not name.startswith(ENGINE_AND_TIMING_METRICS)}
             for row in read_rows(run_dir / "metrics.jsonl")
             if row["phase"] != "validation"
         ]
@@ -231,14 +243,55 @@ def test_a_training_from_its_rollouts_repeats_the_run_bit_by_bit(resumed: dict, 
     assert all(torch.equal(weights[name], same[name]) for name in weights)
 
 
-def test_the_steps_and_ranks_that_are_asked_for_are_profiled(replayed: Path) -> None:
+def test_a_full_disk_ends_the_run_at_once_with_a_message_and_the_same_command_continues_it(
+    resumed: dict, tmp_path: Path
+) -> None:
+    """The run's log is on the full disk, too."""
+    with small_disk(tmp_path / "disk", mib=24) as disk:
+        run_dir, log = disk / "run", disk / "log"
+        arguments = ("--rollouts-from", str(resumed["run_dir"] / "rollouts"), "checkpoint.every_steps=1")
+        with log.open("w") as file:
+            process = start(run_dir, *arguments, log=file)
+            deadline = time.monotonic() + RUN_LIMIT_S
+            while not list((run_dir / "checkpoints").glob("step-????????")):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            fill(disk)
+            assert process.wait(timeout=RUN_LIMIT_S) == 1
+        (message,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+        assert "No space left on device" in message
+        assert f"{run_dir} has 0 MiB free of 24 MiB" in message
+        saved = max((run_dir / "checkpoints").iterdir())
+        assert f"{saved.name}, after step {json.loads((saved / 'state.json').read_text())['step']}, is kept" in message
+        assert "Traceback" not in log.read_text()
+        assert not (run_dir / "restarts.jsonl").exists()
+        fill(disk)
+        config = run_dir.parent / f"{run_dir.name}.yaml"
+        full = subprocess.run(
+            [sys.executable, "-m", "megatron_bapo", "train", str(config), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=RUN_LIMIT_S,
+            cwd=tmp_path,
+        )
+        assert full.returncode == 1, full.stderr
+        assert "No space left on device" in full.stderr
+        assert "Traceback" not in full.stderr
+        free(disk)
+        code, output, errors = finish(start(run_dir, *arguments))
+        assert code == 0, output + errors
+        assert train_steps(run_dir) == [1, 2, 3, 4]
+
+
+def test_the_configured_steps_and_ranks_are_profiled(replayed: Path) -> None:
     files = sorted((replayed / "profile").iterdir())
     assert [file.name for file in files] == ["step-2-rank-1.json.gz", "step-3-rank-1.json.gz"]
     events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
     assert {"step", "update", "aten::mm"} <= {event.get("name") for event in events}
 
 
-def test_every_step_says_what_its_training_computed_and_how_fast(replayed: Path) -> None:
+def test_every_step_reports_its_flops_and_flops_per_second(replayed: Path) -> None:
     rows = [row["metrics"] for row in read_rows(replayed / "metrics.jsonl") if row["phase"] == "train"]
     for row in rows:
         rate = row["perf/model_flops"] / row["timing_s/update"] / 2
@@ -294,7 +347,7 @@ def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: 
             assert values["critic/score/mean"] == row["metrics"]["critic/score/mean"]
 
 
-def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> None:
+def test_a_changed_configuration_is_refused_for_an_existing_run(resumed: dict) -> None:
     code, _, errors = finish(start(resumed["run_dir"], "optimizer.lr=1e-5"))
     assert code == 2
     assert "optimizer.lr" in errors
@@ -304,7 +357,7 @@ def test_a_changed_configuration_is_not_mixed_into_the_run(resumed: dict) -> Non
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """How runs ended that cannot succeed, side by side: a run that starts leaves cores idle."""
+    """The results of runs that must fail, started at the same time because a starting run leaves cores idle."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "broken_reward.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
@@ -337,8 +390,8 @@ def test_a_failed_weight_probe_ends_the_run_at_once_with_its_numbers(broken: dic
     assert not (broken["folder"] / "probe" / "restarts.jsonl").exists()
 
 
-def test_a_decoupled_run_with_a_reference_policy_completes_and_reports_its_corrections(tmp_path: Path) -> None:
-    """While the engine generates, the policy, its optimizer and the reference are in host memory."""
+def test_a_decoupled_run_with_a_reference_model_completes_and_reports_its_corrections(tmp_path: Path) -> None:
+    """While the engine generates, the policy, its optimizer and the reference model are in host memory."""
     process = start(
         tmp_path / "run",
         *("trainer.total_steps=2", "warm_start.num_steps=2", "evaluation.n=1", "evaluation.top_k=5"),
@@ -355,8 +408,10 @@ def test_a_decoupled_run_with_a_reference_policy_completes_and_reports_its_corre
         assert abs(row["rollout_corr/rollout_is_mean"] - 1) < ENGINE_LOG_PROB
         assert row["rollout_corr/rollout_rs_masked_fraction"] == 0
         assert row["training/rollout_probs_diff_max"] < ENGINE_LOG_PROB
-        assert row["critic/rewards/mean"] <= row["critic/score/mean"] - 0.1  # most answers of four tokens are overlong
-    # The first step starts from the reference itself, the second does not.
+        assert (
+            row["critic/rewards/mean"] <= row["critic/score/mean"] - 0.1
+        )  # most responses of four tokens are overlong
+    # In the first step the policy equals the reference model, in the second it does not.
     assert abs(rows[0]["actor/reward_kl_penalty"]) < ENGINE_LOG_PROB < abs(rows[1]["actor/reward_kl_penalty"])
     assert rows[1]["actor/kl_loss"] > 0
     initial, reference = (load_folder(tmp_path / "run" / folder) for folder in ("initial_model", "reference"))

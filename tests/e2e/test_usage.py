@@ -1,4 +1,4 @@
-"""What processes hold does not grow with the number of steps."""
+"""The resource usage of a run's processes does not grow with the number of steps."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from tests.e2e.usage import watched_run
 
 NUM_PROMPTS, NUM_STEPS = 24, 12
 MIB_PER_STEP = 2.0
-"""Metrics, caches and allocators settle, but for vLLM's, later than this run ends: `python -m tests.e2e.usage` goes on
-for longer."""
+"""Limit of the memory growth. Caches and allocators settle only after this run has ended; `python -m tests.e2e.usage`
+runs longer."""
 
 
-def test_requests_processes_files_and_memory_do_not_pile_up(tmp_path: Path) -> None:
+def test_requests_processes_files_and_memory_do_not_grow_over_time(tmp_path: Path) -> None:
     run = watched_run(tmp_path, NUM_PROMPTS, NUM_STEPS)
     growths = run.growths()
     assert [growth.role for growth in growths].count("engine") == 2
@@ -21,5 +21,8 @@ def test_requests_processes_files_and_memory_do_not_pile_up(tmp_path: Path) -> N
         assert growth.files <= 2, growth
         assert growth.threads <= 2, growth
     half = NUM_STEPS // 2
-    for counts in (run.num_shared, run.num_processes):  # more only for a moment, such as in the middle of a sync
+    for counts in (
+        run.num_shared,
+        run.num_processes,
+    ):  # the counts may rise for a moment, such as during a weight update
         assert min(counts[half:]) <= max(counts[:half])

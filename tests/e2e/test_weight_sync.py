@@ -1,4 +1,4 @@
-"""Trainers of several layouts, and real vLLM engines of one and two ranks, three syncs each, training between."""
+"""Weight updates from trainers of several layouts to real vLLM engines of one and two ranks."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ NUM_SYNCS = 3
 
 
 def versions_of(trainer: str) -> dict[int, str]:
-    """The versions that a trainer publishes, and the engine layout that each is for."""
+    """Return the versions that a trainer publishes, and the engine layout of each."""
     model = TRAINERS[trainer][0]
     before = [name for name in TRAINERS if TRAINERS[name][0] == model]
     engines = PUBLISHED_FOR[model]
@@ -84,7 +84,7 @@ def versions_of(trainer: str) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Published:
-    """What the trainers left, before any engine was started."""
+    """Checkpoints and published weights of all trainers."""
 
     root: Path
     stores: dict[str, WeightStore]
@@ -129,10 +129,10 @@ def test_every_rank_writes_the_plans_bytes(published: Published, trainer: str) -
 
 @contextmanager
 def running(published: Published, model: str, engine_name: str) -> Iterator[tuple[Engine, Any]]:
-    """An engine that starts from the checkpoint, and a way to wait for what it does."""
+    """Start an engine from the checkpoint; yields it and a function that runs its coroutines."""
     settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINES[engine_name])
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        # The last lets a function of this file run in vLLM's workers.
+        # The last variable lets vLLM's workers run a function of this file.
         for name, value in {**engine_environment(), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
             environment.setenv(name, value)
 
@@ -152,7 +152,7 @@ def running(published: Published, model: str, engine_name: str) -> Iterator[tupl
 
 
 def parameter_bytes(worker: Any) -> dict[str, bytes]:
-    """Of one of vLLM's workers."""
+    """Return the bytes of each parameter of one of vLLM's workers."""
     named = worker.model_runner.get_model().named_parameters()
     return {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, value in named}
 
@@ -160,7 +160,7 @@ def parameter_bytes(worker: Any) -> dict[str, bytes]:
 def without_the_others_parts(
     tensors: dict[str, torch.Tensor], plan: WeightPlan, reader: int
 ) -> dict[str, torch.Tensor]:
-    """NaN wherever an engine rank needs nothing."""
+    """Return the tensors with NaN in all parts that an engine rank does not need."""
     poisoned = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
     for number in plan.read_by(reader, host=0):
         for part in plan.buckets[number].slices:
@@ -172,15 +172,15 @@ def without_the_others_parts(
 def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     published: Published, model: str, engine_name: str, record_property: Any
 ) -> None:
-    """Every other version is written for another layout of engines, and this one falls back on loading it whole: the
-    same weights give the same bits. A rank reads the plan's bytes and no others."""
+    """Every other version is published for another engine layout, so that this engine loads all of it; the same weights
+    must give the same bits. Otherwise a rank reads only the plan's bytes."""
     store = published.stores[model]
     num_ranks = ENGINES[engine_name]["tensor_parallel_size"]
     layout = EngineLayout(num_ranks).name
     with running(published, model, engine_name) as (engine, wait_for):
         for trainer in [name for name, (of, _) in TRAINERS.items() if of == model]:
             scores = load_file(published.root / trainer / "scores.safetensors")
-            answers, worst = {}, 0.0
+            log_probs, worst = {}, 0.0
             for version in versions_of(trainer):
                 plan = store.plan(version)
                 direct = plan.reader_layout == layout
@@ -190,17 +190,17 @@ def test_after_each_sync_the_engine_has_the_trainers_log_probs(
                     if direct
                     else num_ranks * plan.total_bytes
                 )
-                answer = wait_for(engine.score(scores["sequence"].numpy()))
-                assert answer.policy_version == version
-                difference = np.abs(answer.log_probs - scores[str(version)].numpy()).max()
+                score = wait_for(engine.score(scores["sequence"].numpy()))
+                assert score.policy_version == version
+                difference = np.abs(score.log_probs - scores[str(version)].numpy()).max()
                 worst = max(worst, float(difference))
                 assert difference < ENGINE_LOG_PROB
-                answers[version] = answer.log_probs
+                log_probs[version] = score.log_probs
             record_property("weight_sync", (trainer, engine_name, worst))
-            first, *_, last = answers
+            first, *_, last = log_probs
             for version in range(first, last, 2):  # the same weights by two plans
-                np.testing.assert_array_equal(answers[version], answers[version + 1])
-            assert np.abs(answers[first] - answers[last]).max() > 100 * ENGINE_LOG_PROB, "training changed nothing"
+                np.testing.assert_array_equal(log_probs[version], log_probs[version + 1])
+            assert np.abs(log_probs[first] - log_probs[last]).max() > 100 * ENGINE_LOG_PROB, "training changed nothing"
         if num_ranks == 2:
             _check_that_ranks_read_only_their_parts(store, engine, wait_for, layout)
             _check_a_worker_killed_while_it_loads(store, engine, wait_for)
@@ -212,7 +212,7 @@ def _check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, 
     tensors = {key: value.clone() for key, value in store.read(newest)}
     server: Any = engine._server
 
-    def held() -> list[dict[str, bytes]]:
+    def worker_parameters() -> list[dict[str, bytes]]:
         return wait_for(server._llm.collective_rpc(parameter_bytes))
 
     def load(version: int, content: dict[str, torch.Tensor]) -> None:
@@ -223,15 +223,15 @@ def _check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, 
 
     first = newest + 1
     load(first, tensors)
-    expected = held()
+    expected = worker_parameters()
     for reader in (0, 1):
         load(first + 1 + reader, without_the_others_parts(tensors, plan, reader))
-        assert held()[reader] == expected[reader]
-        assert held()[1 - reader] != expected[1 - reader]
+        assert worker_parameters()[reader] == expected[reader]
+        assert worker_parameters()[1 - reader] != expected[1 - reader]
 
 
 def _check_a_worker_killed_while_it_loads(store: WeightStore, engine: Engine, wait_for: Any) -> None:
-    """The rest of the engine never serves what may be a mixture."""
+    """The rest of the engine must not serve weights that may be a mixture."""
     newest = store.versions()[-1]
     plan, tensors = store.plan(newest), dict(store.read(newest))
     for rank in range(len(plan.sender_hosts)):

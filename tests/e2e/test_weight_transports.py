@@ -1,6 +1,6 @@
-"""A real two-rank vLLM engine gets weights straight from trainer ranks: from their memory, and over a process group.
+"""A real two-rank vLLM engine gets weights directly from trainer ranks: from their memory and through a process group.
 
-On a CPU the memory is shared memory and the group is gloo's; everything else is what GPUs run.
+On a CPU these are shared memory and a gloo group; all other code is the same as on GPUs.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 
 
 class Trainer:
-    """Four trainer ranks, TP2 x DP2, as threads: a Hugging Face model whose slices each gives as the plan says."""
+    """Four trainer ranks, TP2 x DP2, as threads; each offers its slices of a Hugging Face model."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +84,7 @@ Running = tuple[Engine, Callable[[Awaitable[Any]], Any]]
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
-    """The engine and a way to wait for it."""
+    """The engine and a function that runs its coroutines."""
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
         for name, value in engine_environment().items():
             environment.setenv(name, value)
@@ -105,14 +105,14 @@ def running(folder: Path) -> Iterator[Running]:
             wait_for(engine.shutdown())
 
 
-def assert_in_step(running: Running, trainer: Trainer, version: int) -> None:
+def assert_in_sync(running: Running, trainer: Trainer, version: int) -> None:
     engine, wait_for = running
-    answer = wait_for(engine.score(SEQUENCE))
-    assert answer.policy_version == version
-    assert np.abs(answer.log_probs - trainer.log_probs()).max() < ENGINE_LOG_PROB
+    score = wait_for(engine.score(SEQUENCE))
+    assert score.policy_version == version
+    assert np.abs(score.log_probs - trainer.log_probs()).max() < ENGINE_LOG_PROB
 
 
-def test_an_engine_reads_the_trainers_parameters_where_they_are(folder: Path, running: Running) -> None:
+def test_an_engine_reads_the_trainers_parameters_from_their_memory(folder: Path, running: Running) -> None:
     engine, wait_for = running
     trainer, ranks = Trainer(folder), range(TRAINER.world_size)
     plan = trainer.plan(colocated=True)
@@ -127,16 +127,19 @@ def test_an_engine_reads_the_trainers_parameters_where_they_are(folder: Path, ru
         assert wait_for(engine.load_weights(version)) == sum(plan.num_bytes(plan.needed_on(gpu)) for gpu in (0, 1))
         for rank in ranks:
             withdraw(folder.parent, version, rank)
-        assert_in_step(running, trainer, version)
+        assert_in_sync(running, trainer, version)
     with pytest.raises(RunError, match="trainer rank 0 has not announced policy version 4"):
         wait_for(engine.load_weights(4))
     offer(4)
-    trainer.train(seed=4)  # it must not, while engines read
-    with pytest.raises(RunError, match=r"4 was not loaded, 3 serves on: .* is not what that rank has: checksum"):
+    trainer.train(seed=4)  # the trainer must not train while engines read
+    with pytest.raises(
+        RunError,
+        match=r"4 was not loaded, the engine keeps version 3: .* differs from that rank's parameter: expected",
+    ):
         wait_for(engine.load_weights(4))
     offer(5)
     wait_for(engine.load_weights(5))
-    assert_in_step(running, trainer, 5)
+    assert_in_sync(running, trainer, 5)
 
 
 def test_trainer_ranks_send_each_engine_rank_its_slices(folder: Path, running: Running) -> None:
@@ -161,13 +164,13 @@ def test_trainer_ranks_send_each_engine_rank_its_slices(folder: Path, running: R
             received = wait_for(engine.load_weights(version))
             sent = sum(future.result() for future in sending)
         assert sent == received == sum(plan.num_bytes(plan.needed_on(host)) for host in (4, 5))
-        assert_in_step(running, trainer, version)
+        assert_in_sync(running, trainer, version)
 
 
-def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_it_loads(
+def test_an_engine_serves_nothing_while_it_sleeps_and_after_level_2_until_it_loads_weights(
     folder: Path, running: Running
 ) -> None:
-    """What vLLM frees is another matter: its CPU build frees nothing."""
+    """This tests the engine's state only: vLLM's CPU build frees no memory."""
     engine, wait_for = running
     trainer = Trainer(folder)
     plan = trainer.plan(colocated=True)
@@ -180,7 +183,8 @@ def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_
 
     load(10)
     wait_for(engine.sleep(1))
-    for work in (engine.score(SEQUENCE), engine.sleep(1)):
+    wait_for(engine.sleep(1))
+    for work in (engine.score(SEQUENCE), engine.sleep(2)):
         with pytest.raises(RunError, match="sleeps: it has no memory for weights and kv_cache; wake it first"):
             wait_for(work)
     with pytest.raises(RunError, match="sleeps: it has no memory for weights; wake it first"):
@@ -189,23 +193,23 @@ def test_an_engine_that_sleeps_serves_nothing_and_without_weights_nothing_until_
     with pytest.raises(RunError, match="no memory for kv_cache"):
         wait_for(engine.score(SEQUENCE))
     wait_for(engine.wake())
-    assert_in_step(running, trainer, 10)
+    assert_in_sync(running, trainer, 10)
     wait_for(engine.wake())
 
     wait_for(engine.sleep(2))
     wait_for(engine.wake())
     for work in (engine.score(SEQUENCE), engine.sleep(1)):
-        with pytest.raises(RunError, match="slept at level 2, which loses its weights; load a policy version first"):
+        with pytest.raises(RunError, match="slept at level 2, which discards its weights; load a policy version first"):
             wait_for(work)
-    with pytest.raises(RunError, match="has policy version 10; it does not go back to 10"):
+    with pytest.raises(RunError, match="has policy version 10; it does not go back to version 10"):
         load(10)
     trainer.train(seed=12)
     load(12)
-    assert_in_step(running, trainer, 12)
+    assert_in_sync(running, trainer, 12)
 
 
 def test_vllms_cpu_build_refuses_to_sleep(folder: Path) -> None:
-    """And so does device_problems, before anything is started."""
+    """`device_problems` refuses this, too, before anything is started."""
     settings = RolloutConfig(colocate=True, sleep_level=1)
     starting = Engine().start(folder, settings, "float32", max_model_len=64, seed=0, route=WeightRoute(folder.parent))
     with pytest.raises(UserError, match="Sleep mode is not supported on current platform"):
@@ -214,7 +218,7 @@ def test_vllms_cpu_build_refuses_to_sleep(folder: Path) -> None:
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("shape", [(256, 128), (200, 300), (3, 5)])
-def test_fp8_blocks_are_those_that_vllm_makes(shape: tuple[int, int], power_of_two: bool) -> None:
+def test_fp8_blocks_equal_those_of_vllm(shape: tuple[int, int], power_of_two: bool) -> None:
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,6 +1,6 @@
-"""What the processes of a run hold, step by step.
+"""Resource usage of a run's processes after each step: memory, open files and threads.
 
-`python -m tests.e2e.usage --prompts 200 --steps 20` prints how it grows over such a run.
+`python -m tests.e2e.usage --prompts 200 --steps 20` prints its growth over such a run.
 """
 
 import argparse
@@ -32,18 +32,18 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Usage:
-    """One process after a step."""
+    """Resource usage of one process after a step."""
 
     step: int
     anonymous_mib: float
-    """Without pages of files, which the kernel drops and reads again as it likes."""
+    """Resident memory without file pages, which the kernel may drop and read again."""
     num_files: int
     num_threads: int
 
 
 @dataclass
 class Growth:
-    """Of one process over the second half of the steps."""
+    """Growth of one process's usage over the second half of the steps."""
 
     role: str
     mib_per_step: float
@@ -54,20 +54,20 @@ class Growth:
 
 @dataclass
 class WatchedRun:
-    """A run of two engines on its way."""
+    """Resource usage of a run with two engines."""
 
     num_steps: int
     usages: dict[tuple[str, int], list[Usage]]
-    """By role and process id."""
+    """Usage after each step, by role and process id."""
     num_shared: list[int]
-    """Files in its weight store, after each step."""
+    """Number of files in its weight store after each step."""
     num_processes: list[int]
 
     def growths(self) -> list[Growth]:
         found = []
         for (role, _), usages in sorted(self.usages.items()):
             late = [usage for usage in usages if usage.step > self.num_steps // 2]
-            if len(late) < 3:  # it lived shortly
+            if len(late) < 3:  # a short-lived process
                 continue
             steps, mib = ([getattr(u, name) for u in late] for name in ("step", "anonymous_mib"))
             slope = float(np.polyfit(steps, mib, 1)[0])
@@ -77,12 +77,12 @@ class WatchedRun:
 
 
 def _rise(counts: list[int]) -> int:
-    """From the first three to the last three: one may have been taken in the middle of something."""
+    """Return the rise of the median from the first three counts to the last three; a single count may be an outlier."""
     return int(np.median(counts[-3:]) - np.median(counts[:3]))
 
 
 def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
-    """Train to the end; what was held after each step."""
+    """Run a training to its end and record the resource usage after each step."""
     run_dir = folder / "run"
     process = start(
         run_dir,
@@ -100,7 +100,7 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
     while process.poll() is None:
         if time.monotonic() > deadline:
             process.terminate()
-            raise AssertionError(f"step {seen + 1} of {num_steps} did not come: {finish(process)}")
+            raise AssertionError(f"step {seen + 1} of {num_steps} did not finish in time: {finish(process)}")
         time.sleep(0.1)
         steps = train_steps(run_dir)
         if not steps or steps[-1] == seen or steps[-1] == num_steps:
@@ -117,7 +117,7 @@ def watched_run(folder: Path, num_prompts: int, num_steps: int) -> WatchedRun:
     assert code == 0, output + errors
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
     assert len(rows) == num_steps
-    for row in rows:  # of the batch that is being trained on, and of the next one
+    for row in rows:  # at most the groups of the current and of the next batch
         assert row["rollout/accounting/in_flight"] + row["rollout/accounting/buffered"] <= 2 * num_prompts
     assert leftovers(family, stores) == []
     return run
@@ -136,9 +136,9 @@ def _usages(family: list[psutil.Process], step: int) -> list[tuple[tuple[str, in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How what a run holds grows over its second half.")
-    parser.add_argument("--prompts", type=int, default=200, help="of each step")
-    parser.add_argument("--steps", type=int, default=20)
+    parser = argparse.ArgumentParser(description="Print the growth of a run's resource usage over its second half.")
+    parser.add_argument("--prompts", type=int, default=200, help="number of prompts per step")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = watched_run(Path(folder), arguments.prompts, arguments.steps)
@@ -146,8 +146,8 @@ def main() -> None:
     for growth in run.growths():
         files, threads = growth.files, growth.threads
         print(f"| {growth.role} | {growth.mib:.0f} | {growth.mib_per_step:+.2f} | {files:+d} | {threads:+d} |")
-    for what, counts in (("processes", run.num_processes), ("files in the weight store", run.num_shared)):
-        print(f"{what}: {counts[0]} after the first step, then {min(counts[1:])} to {max(counts[1:])}")
+    for name, counts in (("processes", run.num_processes), ("files in the weight store", run.num_shared)):
+        print(f"{name}: {counts[0]} after the first step, then {min(counts[1:])} to {max(counts[1:])}")
 
 
 if __name__ == "__main__":

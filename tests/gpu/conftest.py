@@ -1,4 +1,4 @@
-"""What `make gpu-check` prints and leaves: one table, and results/gpu/<file>.json for each test file, with versions."""
+"""Output of `make gpu-check`: one table, and results/gpu/<file>.json with versions for each test file."""
 
 import os
 from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NO_GPU_IS_FINE = "NO_GPU_IS_FINE"
 LIMIT_S = 480
-"""For all checks together on one H200."""
+"""Time limit of all checks together on one H200."""
 
 _checks: dict[str, dict[str, dict[str, object]]] = {}
 """File -> check -> outcome, seconds and figures."""
@@ -27,7 +27,7 @@ _start = monotonic()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A file that lacks a package does not keep the others from running, nor does a warning of what only GPUs load.
+    # A missing package fails only its own file, and warnings of packages that only GPUs load fail nothing.
     config.option.continue_on_collection_errors = True
     config.addinivalue_line("filterwarnings", "default")
     if not has_gpu():
@@ -40,13 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Puts numbers of a check into the table."""
+    """Add figures of a check to the table."""
     return lambda **values: _check(request.node.nodeid).update(values)
 
 
 @pytest.fixture(scope="session")
 def groups() -> "ParallelGroups":
-    """The mesh of one rank."""
+    """Return the mesh of one rank."""
     from tests.gpu.policies import one_rank
 
     return one_rank()
@@ -56,11 +56,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call" or report.outcome != "passed":
         reason = f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
         _check(report.nodeid).update(outcome=report.outcome + reason, seconds=round(report.duration, 2))
-        _save(report.nodeid)  # now: a machine may be taken away, or a limit of time run out, before the end
+        _save(report.nodeid)  # immediately, because the machine may be reclaimed or a time limit reached before the end
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """A file that cannot be imported has a row, too."""
+    """Add a row for a file that cannot be imported."""
     if report.failed:
         _check(f"{report.nodeid}::all checks").update(outcome=f"not run: {report.longreprtext.splitlines()[-1]}")
         _save(report.nodeid)

@@ -1,4 +1,4 @@
-"""Run by `launch`: log-probs and the first update's gradients under one way of context parallelism.
+"""Run by `launch`: log-probs and the gradients of the first update under one type of context parallelism.
 
 A case is {"name", "model", "parallel"}.
 """

@@ -1,4 +1,4 @@
-"""Policies as a trainer of one rank builds them on the first GPU, and what the checks compare of them."""
+"""Policies that a trainer of one rank builds on the first GPU, and the values that the checks compare."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MODELS: dict[str, PretrainedConfig] = {
         norm_topk_prob=True, mlp_only_layers=[1],
     ),
 }  # fmt: skip
-"""Every width is a multiple of 128, FP8's largest blocks."""
+"""Models whose widths are all multiples of 128, the largest block size of FP8."""
 
 
 @cache
 def one_rank() -> ParallelGroups:
-    """The process group of this process alone, for as long as it lives."""
+    """Create the process group of this single process once."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     start_distributed(300.0, store_file=Path(tempfile.mkdtemp()) / "rendezvous")
     return create_groups(ParallelConfig(), seed=1, timeout_s=300.0)
@@ -49,7 +49,7 @@ def one_rank() -> ParallelGroups:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder in bfloat16's numbers for each of `MODELS`, so that no policy rounds what another does not."""
+    """Return a folder of bfloat16 values for each of `MODELS`, so that all policies start from equal weights."""
     folders = {}
     for name, config in MODELS.items():
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_config(model: Path, **changes: Any) -> Config:
-    """`changes` are dotted keys, `__` for the dot."""
+    """Return the configuration with `changes`: dotted keys, with `__` for the dot."""
     tree: dict[str, Any] = {
         "run_dir": model / "run",
         "model": {"path": model, "dtype": "bfloat16"},
@@ -86,12 +86,12 @@ def policy(model: Path, **changes: Any) -> Worker:
 
 
 def fused(model: Path, **changes: Any) -> Worker:
-    """With Transformer Engine's layers."""
+    """Build a worker with Transformer Engine's layers."""
     return policy(model, model__transformer_impl="transformer_engine", **changes)
 
 
 def trajectories() -> list[Trajectory]:
-    """Ragged, of up to 120 tokens."""
+    """Return ragged trajectories of up to 120 tokens."""
     generator, found = np.random.default_rng(0), []
     for _ in range(NUM_EXAMPLES):
         num_prompt, num_response = generator.integers(3, 40), generator.integers(8, 80)
@@ -110,12 +110,12 @@ def trajectories() -> list[Trajectory]:
 
 
 def log_probs(worker: Worker) -> np.ndarray:
-    """Of all response tokens of `trajectories`, float64."""
+    """Return the log-probs of all response tokens of `trajectories`, float64."""
     return np.concatenate(score_trajectories(worker, trajectories(), 1.0)).astype(np.float64)
 
 
 def reference_log_probs(model: Path) -> np.ndarray:
-    """Those of transformers in fp32 on the CPU."""
+    """Return the log-probs of transformers in fp32 on the CPU."""
     reference, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), []
     for t in trajectories():
         tokens = torch.from_numpy(np.concatenate([t.prompt_token_ids, t.response_token_ids]).astype(np.int64))
@@ -126,7 +126,7 @@ def reference_log_probs(model: Path) -> np.ndarray:
 
 
 def train(worker: Worker, num_steps: int) -> list[float]:
-    """The losses of so many supervised updates on the same examples."""
+    """Return the losses of this number of supervised updates on the same examples."""
     sequences = trajectories()
     weight = 1.0 / sum(len(t.response_token_ids) for t in sequences)
     examples = [Example(trajectory, advantage=0.0, weight=weight) for trajectory in sequences]
@@ -139,18 +139,18 @@ def train(worker: Worker, num_steps: int) -> list[float]:
 
 
 def gradients(worker: Worker) -> dict[str, torch.Tensor]:
-    """A tenth of the first update's, fp32, in Hugging Face's names: Adam's first moments after it."""
+    """Return a tenth of the first update's gradients, fp32, by Hugging Face name: Adam's first moments after it."""
     read = partial(worker.optimizer.read, state="exp_avg")
     return {name: tensor.clone() for name, tensor in stream_tensors(worker.model, worker.groups, read=read)}
 
 
 def exported(worker: Worker) -> dict[str, torch.Tensor]:
-    """Weights in Hugging Face's names."""
+    """Return the weights by Hugging Face name."""
     return {name: tensor.clone() for name, tensor in stream_tensors(worker.model, worker.groups)}
 
 
 def k3(current: np.ndarray, behaviour: np.ndarray) -> float:
-    """Mean k3 estimate of KL(behaviour || current) in nats."""
+    """Return the mean k3 estimate of KL(behaviour || current) in nats."""
     log_ratio = current - behaviour
     return float(np.mean(np.expm1(log_ratio) - log_ratio))
 
@@ -160,7 +160,7 @@ def mean_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def cosine(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The smallest of all tensors' cosines."""
+    """Return the smallest cosine similarity over all tensors."""
     assert ours.keys() == theirs.keys()
     return min(
         torch.nn.functional.cosine_similarity(ours[name].flatten().double(), theirs[name].flatten().double(), dim=0)

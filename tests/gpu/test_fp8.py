@@ -73,11 +73,11 @@ def test_a_recipe_that_this_gpu_cannot_run_is_refused_with_the_reason(models: di
 
 @pytest.mark.parametrize("recipe", RUNNABLE)
 @pytest.mark.parametrize("name", MODELS)
-def test_log_probs_and_losses_stay_close_to_those_of_bfloat16(
+def test_log_probs_and_losses_stay_close_to_bfloat16(
     models: dict[str, Path], figures: Figures, name: str, recipe: Fp8Recipe
 ) -> None:
     bf16, worker = fused(models[name]), in_fp8(models[name], recipe)
-    if recipe == "delayed":  # scales come from earlier forward passes with gradients
+    if recipe == "delayed":  # scales depend on earlier forward passes with gradients
         start = exported(worker)
         train(worker, 1)
         train(bf16, 1)
@@ -99,10 +99,10 @@ def test_log_probs_and_losses_stay_close_to_those_of_bfloat16(
 
 @pytest.mark.parametrize("granularity", [None, "full"], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", [recipe for recipe in RUNNABLE if recipe != "delayed"])
-def test_scoring_and_training_round_alike(
+def test_scoring_and_training_round_identically(
     models: dict[str, Path], recipe: Fp8Recipe, granularity: str | None, figures: Figures
 ) -> None:
-    """Else every ratio would be biased: on unchanged weights all of them are 1."""
+    """Check that all ratios are 1 on unchanged weights; different rounding would bias every ratio."""
     worker = in_fp8(models["dense"], recipe, parallel__recompute_granularity=granularity)
     scored = np.split(
         log_probs(worker).astype(np.float32), np.cumsum([len(t.response_token_ids) for t in trajectories()])[:-1]
@@ -141,7 +141,7 @@ def test_weights_kept_in_fp8_train_and_are_exported_in_bfloat16(
     quantised = {of for of, parameter in worker.model.named_parameters() if is_float8tensor(parameter)}
     assert quantised == {of for of, _ in worker.model.named_parameters() if ".linear_" in of and "norm" not in of}
     for of, parameter in worker.model.named_parameters():
-        # What was loaded is in the optimizer with all its bits, whatever the model rounds it to.
+        # The optimizer has all bits of the loaded weights, however the model rounds them.
         entry = lookup(of)
         main = worker.optimizer.read(parameter, "main")
         assert main is not None

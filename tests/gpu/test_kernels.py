@@ -1,4 +1,4 @@
-"""The BAPO loss and the chunked log-probs and entropy on a GPU, by torch's operators and by Triton's kernels."""
+"""The BAPO loss and the chunked log-probs and entropy on a GPU, with torch operators and Triton kernels."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from bench import gpu_kernels
 from bench.gpu import copy_bytes_per_s
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.parallel.platform import local_device, runs_triton
@@ -27,18 +28,18 @@ QWEN = gpu_kernels.Size(num_tokens=2048, chunk_size=1024, vocab_size=151_936, hi
 
 
 def poison(num_bytes: int = 1 << 30) -> None:
-    """Leave NaN in the memory that the next tensors are made of."""
+    """Fill the memory from which the next tensors are allocated with NaN."""
     torch.full((num_bytes // 4,), float("nan"), device=local_device())
 
 
-def test_triton_is_here_and_its_kernels_agree_with_torch() -> None:
+def test_triton_is_installed_and_its_kernels_agree_with_torch() -> None:
     assert runs_triton()
     assert kernel_problem(torch.bfloat16) is None
 
 
 @FUSED
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_policy_loss_is_that_of_float64_on_fresh_inputs_and_poisoned_memory(
+def test_the_policy_loss_matches_float64_on_fresh_inputs_and_poisoned_memory(
     name: str, fused: bool, figures: Figures
 ) -> None:
     worst_loss = worst_gradient = 0.0
@@ -57,9 +58,9 @@ def test_the_policy_loss_is_that_of_float64_on_fresh_inputs_and_poisoned_memory(
             (gradient_T,) = torch.autograd.grad(loss, current_T)
             results.append((loss.double(), gradient_T.double()))
         (exact, exact_T), (found, found_T) = results
-        # The sum's terms are about 1 / NUM_TOKENS each and cancel: its error is bounded by their size, not its own.
+        # The terms of the sum are about 1 / NUM_TOKENS each and cancel, so their size bounds the error, not the sum's.
         worst_loss = max(worst_loss, (found - exact).abs().item())
-        # A ratio within rounding of a bound may fall on either side of it; there are few.
+        # A ratio within rounding of a bound may fall on either side of it; there are few such tokens.
         differs_T = (found_T - exact_T).abs() * NUM_TOKENS > 10 * FUSED_LOSS * (1 + exact_T.abs() * NUM_TOKENS)
         assert differs_T.sum() <= 10
         worst_gradient = max(worst_gradient, ((found_T - exact_T).abs() * ~differs_T).max().item() * NUM_TOKENS)
@@ -68,9 +69,7 @@ def test_the_policy_loss_is_that_of_float64_on_fresh_inputs_and_poisoned_memory(
 
 
 @FUSED
-def test_log_probs_entropy_and_gradients_at_a_vocabulary_of_152k_are_those_of_float64(
-    fused: bool, figures: Figures
-) -> None:
+def test_log_probs_entropy_and_gradients_at_a_vocabulary_of_152k_match_float64(fused: bool, figures: Figures) -> None:
     num, device = 256, local_device()
     generator = torch.Generator(device).manual_seed(0)
     hidden_TH = torch.randn(num, QWEN.hidden_size, device=device, generator=generator).bfloat16()
@@ -109,7 +108,7 @@ def test_log_probs_entropy_and_gradients_at_a_vocabulary_of_152k_are_those_of_fl
     assert errors["grad_weight_error"] < BF16_GRADIENT_ROUNDING
 
 
-def test_a_chunk_costs_one_tensor_of_logits_and_its_kernels_run_at_the_speed_of_memory(figures: Figures) -> None:
+def test_a_chunk_needs_one_tensor_of_logits_and_its_kernels_run_at_memory_bandwidth(figures: Figures) -> None:
     copied, speeds = copy_bytes_per_s(), gpu_kernels.kernel_bytes_per_s(QWEN)
     seconds, peaks = gpu_kernels.token_losses(QWEN)
     logits = QWEN.chunk_size * QWEN.vocab_size * 2
@@ -122,7 +121,7 @@ def test_a_chunk_costs_one_tensor_of_logits_and_its_kernels_run_at_the_speed_of_
         peak_of_torch_gib=peaks["torch"] / 2**30,
         time_of_torch=seconds["Triton"] / seconds["torch"],
     )
-    # Beside the logits: the weight twice (its bfloat16 gradient and the product of a chunk), and its gradient in fp32.
+    # Besides the logits: the weight twice (its bfloat16 gradient and the product of a chunk) and its gradient in fp32.
     assert peaks["Triton"] - weights * (2 + 2 + 2 + 4) < 1.5 * logits
     assert peaks["Triton"] < peaks["torch"]
     assert min(speeds.values()) > 0.5 * copied

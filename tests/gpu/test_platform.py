@@ -1,4 +1,4 @@
-"""The device check and telemetry against the driver and the GPU that are here."""
+"""The device check and telemetry on the installed driver and GPU."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 Figures = Callable[..., None]
 
 
-def test_this_gpu_passes_the_check_that_every_rank_starts_with(figures: Figures) -> None:
+def test_this_gpu_passes_the_device_check(figures: Figures) -> None:
     start = time.perf_counter()
     device_check.check_device()
     figures(check_s=time.perf_counter() - start)
@@ -25,9 +25,9 @@ def test_this_gpu_passes_the_check_that_every_rank_starts_with(figures: Figures)
     assert list(trial_problems(trial)) == []
 
 
-def test_telemetry_reads_this_gpu_and_leaves_the_reading(groups: ParallelGroups, figures: Figures) -> None:
+def test_telemetry_reads_this_gpu_and_records_the_reading(groups: ParallelGroups, figures: Figures) -> None:
     telemetry = start_telemetry()
-    assert telemetry is not None, "nvidia-ml-py is not installed, or does not know this GPU"
+    assert telemetry is not None, "nvidia-ml-py is not installed or does not find this GPU"
     matrix, deadline = torch.randn(8192, 8192, device=local_device()), time.monotonic() + 4
     while time.monotonic() < deadline:
         (matrix @ matrix).sum().item()

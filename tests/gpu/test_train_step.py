@@ -1,4 +1,4 @@
-"""A trainer's update on a GPU: what it reaches of the card, and its state's way to host memory and back."""
+"""A trainer update on a GPU: its utilization, and offloading of the state to host memory and back."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ MAX_TOKENS, VOCAB_SIZE = 2048, 8192
 
 @pytest.fixture
 def worker(tmp_path: Path, groups: ParallelGroups) -> Worker:
-    """A small model in bfloat16 with fresh weights."""
+    """Return a worker with a small, randomly initialized model in bfloat16."""
     Qwen2Config(
         vocab_size=VOCAB_SIZE, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
@@ -33,18 +33,18 @@ def worker(tmp_path: Path, groups: ParallelGroups) -> Worker:
 
 
 def state_of(worker: Worker) -> list[torch.Tensor]:
-    """Copies of parameters and optimizer states in host memory."""
+    """Return copies of parameters and optimizer states in host memory."""
     parameters = (parameter for _, parameter in worker.model.named_parameters())
     return [tensor.detach().cpu().clone() for tensor in (*parameters, *worker.optimizer.states())]
 
 
-def test_an_update_runs_the_fused_paths_that_are_installed(worker: Worker, figures: Figures) -> None:
-    paths = fused_paths(worker)
+def test_an_update_uses_the_installed_fused_kernels(worker: Worker, figures: Figures) -> None:
+    paths = fused_paths(worker.model, worker.optimizer, fused_kernels=worker.fused_kernels)
     figures(**{name.replace(" ", "_").replace(",", ""): path for name, path in paths.items()})
     assert paths["log-probs, entropy and loss"] == "Triton"
 
 
-def test_offload_and_back_changes_no_bit_and_the_next_update_goes_on(worker: Worker, figures: Figures) -> None:
+def test_offloading_and_loading_changes_no_bit_and_the_next_update_runs(worker: Worker, figures: Figures) -> None:
     examples = gpu_train_step.make_batch(MAX_TOKENS, 1, VOCAB_SIZE)
     update_policy(worker, examples, lr=1e-4, on_policy=True)
     memory, before = TrainerMemory(worker), state_of(worker)
@@ -70,7 +70,7 @@ def test_a_memory_snapshot_is_written(worker: Worker, tmp_path: Path, figures: F
 
 @pytest.mark.parametrize("layers", ["local bf16", "TE bf16", "TE FP8"])
 @pytest.mark.parametrize("model", gpu_train_step.MODELS)
-def test_the_utilisation_of_a_train_step(model: str, layers: str, groups: ParallelGroups, figures: Figures) -> None:
+def test_the_utilization_of_a_train_step(model: str, layers: str, groups: ParallelGroups, figures: Figures) -> None:
     settings = gpu_train_step.layers().get(layers)
     if settings is None:
         pytest.skip(f"{layers}: Transformer Engine is not installed, or the GPU has no FP8")

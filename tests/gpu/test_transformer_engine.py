@@ -1,4 +1,4 @@
-"""The trainer on a GPU: Megatron's own layers in bfloat16, and Transformer Engine's with the same weights."""
+"""The trainer on a GPU: Megatron's local layers in bfloat16, and Transformer Engine's layers with the same weights."""
 
 import json
 from collections.abc import Callable
@@ -43,11 +43,11 @@ Figures = Callable[..., None]
 __all__ = ["models"]
 
 
-def test_transformer_engine_is_one_that_this_torch_can_load(figures: Figures) -> None:
+def test_transformer_engine_can_be_loaded_with_this_torch(figures: Figures) -> None:
     import transformer_engine.pytorch
 
     major, minor = map(int, version("transformer-engine").split(".")[:2])
-    assert (major, minor) >= (2, 19), "older ones miss symbols that torch 2.11 and later no longer have"
+    assert (major, minor) >= (2, 19), "older versions need symbols that torch 2.11 and later no longer have"
     capability = torch.cuda.get_device_capability()
     assert transformer_engine.pytorch.is_fp8_available() == (capability >= (8, 9))
     figures(capability=capability[0] + capability[1] / 10, transformer_engine=major + minor / 100)
@@ -62,12 +62,12 @@ def test_the_local_layers_in_bfloat16_are_close_to_fp32(
     reference = reference_log_probs(models[name])
     figures(mean=mean_difference(found, reference), largest=abs(found - reference).max())
     assert mean_difference(found, reference) < BF16_MEAN_LOG_PROB
-    if name != "experts":  # rounding sends some of their tokens to other ones
+    if name != "experts":  # rounding routes some tokens to other experts
         assert abs(found - reference).max() < BF16_LOG_PROB
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_the_local_layers_in_bfloat16_are_those_of_fp32(
+def test_gradients_of_the_local_layers_in_bfloat16_match_fp32(
     models: dict[str, Path], figures: Figures, name: str
 ) -> None:
     found = []
@@ -97,7 +97,7 @@ def test_a_checkpoint_continues_bit_for_bit(models: dict[str, Path], tmp_path: P
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformer_engines_layers_give_what_the_local_ones_give(
+def test_transformer_engines_layers_match_the_local_layers(
     models: dict[str, Path], figures: Figures, name: str, packing: bool
 ) -> None:
     local, engine = (make(models[name], trainer__packing=packing) for make in (policy, fused))
@@ -115,7 +115,7 @@ def test_transformer_engines_layers_give_what_the_local_ones_give(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("cp_comm_type", ["p2p", "all_gather", "a2a"])
-def test_two_context_parallel_gpus_give_what_one_gives(
+def test_two_context_parallel_gpus_match_one(
     models: dict[str, Path], tmp_path: Path, figures: Figures, cp_comm_type: str
 ) -> None:
     parallel = {"world_size": 2, "context_parallel_size": 2, "cp_comm_type": cp_comm_type}
@@ -139,7 +139,7 @@ def test_recompute_changes_no_loss(models: dict[str, Path], granularity: str, mo
     assert train(recomputed, 3) == pytest.approx(train(fused(models["dense"]), 3), rel=1e-3)
 
 
-def test_a_checkpoint_of_the_local_layers_is_one_of_transformer_engines(
+def test_a_checkpoint_of_the_local_layers_loads_into_transformer_engines_layers(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     local = policy(models["experts"])
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_the_local_layers_is_one_of_transformer_engines(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_recorded_parameters_are_those_of_the_installed_version(family: str) -> None:
+def test_the_recorded_parameters_match_the_installed_version(family: str) -> None:
     arch = architecture(family, tie_word_embeddings=False)
     model = ModelConfig(path=Path("model"), dtype="bfloat16", transformer_impl="transformer_engine")
     one_rank()

@@ -1,4 +1,4 @@
-"""Weights from a trainer's GPU to a vLLM engine, engines that sleep, and what lies in host memory meanwhile."""
+"""Weight transfer from a trainer's GPU to a vLLM engine, sleeping engines, and offloaded state in host memory."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -43,7 +43,7 @@ Figures = Callable[..., None]
 
 
 class Trainer:
-    """One trainer rank: a Hugging Face model in bfloat16 on the first GPU."""
+    """One trainer rank with a Hugging Face model in bfloat16 on the first GPU."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,9 +88,9 @@ def trainer(tmp_path: Path) -> Trainer:
 def running(
     trainer: Trainer, route: WeightRoute, device: int = 0, **settings: Any
 ) -> Iterator[tuple[Engine, Callable[[Awaitable[Any]], Any]]]:
-    """An engine on a GPU, in processes of its own, and a way to wait for it."""
+    """An engine on a GPU in separate processes, with calls that wait for it."""
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        # The last lets a function of this file run in vLLM's workers.
+        # The last setting lets a function of this file run in vLLM's workers.
         devices = [visible_devices()[device]]
         for name, value in {**engine_environment(devices), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
             environment.setenv(name, value)
@@ -111,13 +111,13 @@ def running(
 
 
 def difference(engine: Engine, wait_for: Callable[[Awaitable[Any]], Any], trainer: Trainer, version: int) -> float:
-    """Largest of the log-probs; the engine must serve the version."""
+    """Return the largest difference of the log-probs; the engine must serve the version."""
     answer = wait_for(engine.score(SEQUENCE))
     assert answer.policy_version == version
     return float(np.abs(answer.log_probs - trainer.log_probs()).max())
 
 
-def test_cuda_ipc_brings_every_version_and_leaves_no_memory_behind(trainer: Trainer, figures: Figures) -> None:
+def test_cuda_ipc_transfers_every_version_and_leaks_no_memory(trainer: Trainer, figures: Figures) -> None:
     worst = 0.0
     with running(trainer, WeightRoute(trainer.folder.parent, "cuda_ipc")) as (engine, wait_for):
         held = torch.cuda.memory_reserved()
@@ -134,7 +134,9 @@ def test_cuda_ipc_brings_every_version_and_leaves_no_memory_behind(trainer: Trai
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_frees_memory_and_what_wakes_is_right(trainer: Trainer, figures: Figures, level: Any) -> None:
+def test_sleep_frees_memory_and_the_engine_is_correct_after_waking(
+    trainer: Trainer, figures: Figures, level: Any
+) -> None:
     route = WeightRoute(trainer.folder.parent, "cuda_ipc")
     with running(trainer, route, colocate=True, sleep_level=level) as (engine, wait_for):
         awake, _ = torch.cuda.mem_get_info()
@@ -151,12 +153,12 @@ def test_sleep_frees_memory_and_what_wakes_is_right(trainer: Trainer, figures: F
         wait_for(engine.wake())
         worst = difference(engine, wait_for, trainer, version)
     figures(freed_gib=freed_gib, log_prob_diff_max=worst)
-    assert freed_gib > 1  # keys and values, most of the engine's share
+    assert freed_gib > 1  # the KV cache, most of the engine's memory
     assert worst < BF16_ENGINE_LOG_PROB
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_brings_every_version_to_another_gpu(trainer: Trainer, figures: Figures) -> None:
+def test_nccl_transfers_every_version_to_another_gpu(trainer: Trainer, figures: Figures) -> None:
     route = WeightRoute(trainer.folder.parent, "nccl", first_place=1, num_places=2, timeout_s=120)
     plan, worst, groups = trainer.plan(colocated=False), 0.0, list[Any]()
 
@@ -180,12 +182,12 @@ def test_nccl_brings_every_version_to_another_gpu(trainer: Trainer, figures: Fig
 
 
 def held_in_fp8(worker: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A projection of one of vLLM's workers and its scales."""
+    """Return a projection of one of vLLM's workers and its scales."""
     layer = worker.model_runner.get_model().model.layers[0].mlp.down_proj
     return layer.weight.detach().float().cpu(), layer.weight_scale_inv.detach().float().cpu()
 
 
-def test_an_fp8_engine_requantises_every_version_in_blocks_of_the_documented_layout(
+def test_an_fp8_engine_quantizes_every_version_in_blocks_of_the_documented_layout(
     trainer: Trainer, figures: Figures
 ) -> None:
     route = WeightRoute(trainer.folder.parent, "cuda_ipc")
@@ -199,7 +201,7 @@ def test_an_fp8_engine_requantises_every_version_in_blocks_of_the_documented_lay
         ((numbers, scales),) = wait_for(server._llm.collective_rpc(held_in_fp8))
     weight = trainer.model.get_parameter("model.layers.0.mlp.down_proj.weight").detach().cpu()
     expected, expected_scales = quantise(weight)
-    if scales.shape == expected_scales.shape:  # kernels may hold them transposed, or as powers of two
+    if scales.shape == expected_scales.shape:  # kernels may store them transposed or as powers of two
         exact, exact_scales = quantise(weight, power_of_two=not torch.equal(scales, expected_scales))
         assert torch.equal(numbers, exact.float())
         assert torch.equal(scales, exact_scales)

@@ -1,4 +1,4 @@
-"""Weights in a GPU's memory, where no engine is needed: handed to another process, quantised, moved to the host."""
+"""Weights in GPU memory, without an engine: shared with another process, quantized, and offloaded to the host."""
 
 import multiprocessing
 import time
@@ -37,7 +37,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def take(folder: Path, version: int, pause_s: float) -> dict[str, np.ndarray]:
-    """In an engine's process: all parameters, read some time after their checksums were compared."""
+    """Read all parameters in an engine process some time after comparing their checksums."""
     source = SharedParameters(folder, 0, open_storage, local_device())
     source.verify(version)
     time.sleep(pause_s)
@@ -46,7 +46,7 @@ def take(folder: Path, version: int, pause_s: float) -> dict[str, np.ndarray]:
     return found
 
 
-def test_another_process_reads_every_version_in_place_and_refuses_what_has_changed(
+def test_another_process_reads_every_version_in_place_and_rejects_changed_parameters(
     tmp_path: Path, figures: Figures
 ) -> None:
     generator = torch.Generator(local_device()).manual_seed(0)
@@ -63,7 +63,7 @@ def test_another_process_reads_every_version_in_place_and_refuses_what_has_chang
             offer_parameters(tmp_path, version, plan, 0, reading(parameters), share_storage)
             if version == 4:
                 parameters["odd"][76, 32] += 1
-                with pytest.raises(RunError, match=r"odd of policy version 4, .* is not what that rank has"):
+                with pytest.raises(RunError, match=r"odd of policy version 4, .* differs from that rank's parameter"):
                     engine.submit(take, tmp_path, version, 0.0).result(WAIT_S)
                 break
             start = perf_counter()
@@ -75,12 +75,12 @@ def test_another_process_reads_every_version_in_place_and_refuses_what_has_chang
             release_cached_memory()
             free.append(free_memory_bytes())
     figures(last_version_s=seconds, memory_kept_mib=(free[0] - free[-1]) / 2**20)
-    assert free[0] - free[-1] < 2**20  # the first version's has the other process's context
+    assert free[0] - free[-1] < 2**20  # the first reading includes the context of the other process
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_the_quantiser_gives_on_a_gpu_what_it_gives_on_a_cpu(power_of_two: bool) -> None:
-    """Ragged edges and a block of zeros."""
+def test_the_quantizer_gives_the_same_result_on_gpu_and_cpu(power_of_two: bool) -> None:
+    """Quantize a matrix with ragged edges and a block of zeros."""
     weight = torch.randn(1000, 900, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 900)
     weight[128:256, 128:256] = 0
     weight = weight.bfloat16()
@@ -90,7 +90,7 @@ def test_the_quantiser_gives_on_a_gpu_what_it_gives_on_a_cpu(power_of_two: bool)
     assert torch.equal(numbers.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_offload_empties_the_gpu_and_brings_every_bit_back(figures: Figures) -> None:
+def test_offload_empties_the_gpu_and_restores_every_bit(figures: Figures) -> None:
     release_cached_memory()
     before = torch.cuda.memory_reserved()
     tensors = [torch.randn(GIB // 4, device=local_device()) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Run by `launch`: the same updates by every way to find clip bounds.
+"""Run by `launch`: the same updates with every method to find clip bounds.
 
 A case is {"name", "model", "parallel", "max_tokens"}. For each way, `out/NAME/WAY/` gets the parameters
 after two passes over four minibatches, and `out/NAME/metrics.json` what each update reported.
@@ -31,9 +31,9 @@ WAYS = {
     "fresh": {},
     "microbatch": {"scope": "microbatch"},
 }
-"""`fresh` trains on the same minibatches as if engines with the present weights had sampled them."""
+"""`fresh` trains on the same minibatches as if engines with the current weights had sampled them."""
 POSITIVE_SHARES = (0.49, 0.9, 0.1, 0.53)
-"""Of the minibatches' advantages; the second and the third leave no doubt about their bounds."""
+"""Advantages of the minibatches; those of the second and the third determine the bounds."""
 NUM_EPOCHS = 2
 
 
@@ -60,7 +60,7 @@ def config_of(case: dict, out: Path, way: str) -> Config:
 
 
 def train(worker: Worker, way: str) -> list[dict[str, float]]:
-    """Each update's metrics. What to do about predictions is settled by hand: a clock would settle it by chance."""
+    """Return the metrics of each update. Whether to speculate is fixed, because measured times would vary."""
     updates = []
     for number in [*range(len(POSITIVE_SHARES))] * NUM_EPOCHS:
         speculation = Speculation()
@@ -68,13 +68,13 @@ def train(worker: Worker, way: str) -> list[dict[str, float]]:
             speculation.record(missed=False, scoring_cost=1.0)
         examples = minibatch(number, worker.model.architecture.vocab_size)
         predicting = replace(worker, speculation=speculation)
-        metrics = update_policy(predicting, examples, lr=LEARNING_RATE, on_policy=False, sampled_now=way == "fresh")
+        metrics = update_policy(predicting, examples, lr=LEARNING_RATE, on_policy=False, fresh_rollout=way == "fresh")
         updates.append(scalars(reduce_metrics(metrics, worker.groups)))
     return updates
 
 
 def bounds_of_micro_batches(worker: Worker) -> list[tuple[float, float]]:
-    """In one process: the first update's bounds of each micro-batch by itself."""
+    """Return the separate bounds of each micro-batch of the first update, in one process."""
     micro_batches = worker.micro_batches(minibatch(0, worker.model.architecture.vocab_size))
     bounds = [
         find_clip_bounds(

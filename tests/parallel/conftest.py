@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A line for each (name, differences) that a test recorded as its property `matrix`; failures are not buried."""
+    """Print a line for each (name, differences) that a test recorded as its property `matrix`, before the failures."""
     passed = terminalreporter.getreports("passed")
     rows = [value for report in passed for key, value in report.user_properties if key == "matrix"]
     if not rows or terminalreporter.getreports("failed"):

@@ -1,4 +1,4 @@
-"""The examples that every layout is tried on."""
+"""The examples that every layout is tested on."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packi
 
 
 def with_offload_and_reference(config: Config) -> Config:
-    """Adam's state in host memory, and a frozen policy beside the trained one."""
+    """Settings with Adam's state in host memory and a reference model beside the policy."""
     return config.model_copy(
         update={
             "optimizer": config.optimizer.model_copy(update={"cpu_offload": True}),
@@ -43,9 +43,9 @@ def with_offload_and_reference(config: Config) -> Config:
 
 
 def make_examples(vocab_size: int, *, replies: bool = False) -> list[Example]:
-    """Ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
+    """Return ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
 
-    With `replies` every third one holds an environment's, from its second token up to its middle.
+    With `replies` every third example contains an environment reply from its second token to its middle.
     """
     rng = np.random.default_rng(0)
     examples = []

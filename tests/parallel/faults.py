@@ -1,4 +1,4 @@
-"""Faults of the kind that training frameworks have shipped, to plant in a run that must then fail the matrix."""
+"""Faults of kinds that training frameworks have shipped. A run with one of them must fail the layout matrix."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +13,7 @@ from megatron_bapo.trainer import policy_update, worker
 
 @contextmanager
 def labels_rolled_after_the_context_split() -> Iterator[None]:
-    """Every token's label is its neighbour on this rank, not its successor in the sequence."""
+    """Use as label the next token on this rank instead of the next token of the sequence."""
     lay_out = worker.to_micro_batch
 
     def rolled(*args: object) -> object:
@@ -46,7 +46,7 @@ def dropped_gradient_reduce() -> Iterator[None]:
 
 @contextmanager
 def sequence_mean_of_one_rank() -> Iterator[None]:
-    """GSPO's ratio without the tokens that other context-parallel ranks hold."""
+    """Compute the ratio of GSPO without the tokens of other context-parallel ranks."""
     sequence_log_ratios = policy_update.sequence_log_ratios
 
     with patch.object(policy_update, "sequence_log_ratios", lambda *args: sequence_log_ratios(*args[:-1])):

@@ -1,4 +1,4 @@
-"""Runs a list of cases on several ranks, by a script that hands them to `run_cases`."""
+"""Runs a list of cases on several ranks through a script that passes them to `run_cases`."""
 
 import json
 import os
@@ -10,9 +10,9 @@ HERE = Path(__file__).parent
 
 
 def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site: Path | None = None) -> None:
-    """Run the cases by a script of this folder on `world_size` ranks; a failure shows the ranks' own output.
+    """Run the cases with a script of this folder on `world_size` ranks; a failure shows the output of the ranks.
 
-    Packages in the folder `site` come before those that are installed.
+    Packages in the folder `site` take precedence over installed ones.
     """
     case_file = root / f"cases-{world_size}.json"
     case_file.write_text(json.dumps(cases))

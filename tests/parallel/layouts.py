@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 _SHAPE = {
-    "vocab_size": 126,  # not a multiple of 4: the last rank of TP4 holds padding
+    "vocab_size": 126,  # not a multiple of 4, so the last rank of TP4 has padding
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -43,7 +43,7 @@ MODELS: dict[str, PretrainedConfig] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh, which takes `world_size` ranks, and how it is run."""
+    """A mesh of `world_size` ranks and its run settings."""
 
     world_size: int
     tp: int = 1
@@ -55,13 +55,13 @@ class Layout:
     sp: bool = False
     distributed_optimizer: bool = False
     overlap: bool = False
-    """Of gradient sums and, with the distributed optimizer, of parameter gathers."""
+    """Overlap of gradient sums and, with the distributed optimizer, of parameter gathers."""
     recompute: str | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     dtype: str = "float32"
     models: tuple[str, ...] = tuple(MODELS)
     resume_from: str | None = None
-    """The layout whose checkpoint this one continues from; stands above it in the table."""
+    """Layout whose checkpoint this one resumes from; it precedes this one in the table."""
 
     @property
     def parallel(self) -> dict:
@@ -74,7 +74,7 @@ class Layout:
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
-            # Megatron trains experts under tensor parallelism with sequence parallelism only.
+            # Under tensor parallelism, Megatron trains experts only with sequence parallelism.
             "sequence_parallel": self.sp,
             "use_distributed_optimizer": self.distributed_optimizer,
             "overlap_grad_reduce": self.overlap,
@@ -102,7 +102,7 @@ LAYOUTS = {
     "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
     "ep2": Layout(2, ep=2, models=_MOE, resume_from="pp2"),
     "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
-    "tp4-sp": Layout(4, tp=4, sp=True),  # more ranks than key/value heads, but for llama
+    "tp4-sp": Layout(4, tp=4, sp=True),  # more ranks than key/value heads, except for llama
     "pp4": Layout(4, pp=4),
     "cp4": Layout(4, cp=4),
     "dp4-distopt": Layout(4, distributed_optimizer=True),

@@ -26,14 +26,14 @@ from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
-from megatron_bapo.trainer.rollout_shares import share_out
+from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.worker import create_reference, create_worker
 
 GROUP_SIZE = 4
 
 
 def make_trajectories(vocab_size: int) -> list[Trajectory]:
-    """The matrix's with rewards; one of them is truncated."""
+    """Return the trajectories of the matrix with rewards; one trajectory is truncated."""
     rewards = np.random.default_rng(1).random(12).round(1)
     return [
         replace(example.trajectory, reward=float(reward), finish_reason="length" if index == 5 else "stop")
@@ -42,7 +42,7 @@ def make_trajectories(vocab_size: int) -> list[Trajectory]:
 
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
-    """Every per-token array of the batch."""
+    """Return every per-token array of the batch."""
     names = ("advantage", "proximal_log_probs", "reference_log_probs", "correction_weights")
     return {
         f"{name}.{index}": torch.from_numpy(np.array(value))
@@ -63,8 +63,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     given, batches = None, []
     if groups.is_main:
         given = make_trajectories(worker.model.architecture.vocab_size)
-        batches = rollout_batch.laid_out_together(config, given, step=0)
-    trajectories = share_out(worker, given, batches)
+        batches = rollout_batch.packed_together(config, given, step=0)
+    trajectories = scatter_batch(worker, given, batches)
     examples, metrics = rollout_batch.make_examples(worker, reference, trajectories)
     held = [i for i, trajectory in enumerate(trajectories) if np.isfinite(trajectory.behaviour_log_probs).all()]
     (out / f"held-{groups.global_rank}.json").write_text(json.dumps({"replica": groups.data.rank, "held": held}))

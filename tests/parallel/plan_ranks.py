@@ -1,4 +1,4 @@
-"""Run by `launch`: what ranks really hold, to compare with what the planner says of them.
+"""Run by `launch`: measures the memory of ranks, to compare it with the estimates of the planner.
 
 A case is {"name", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
 rank's place and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one
@@ -27,13 +27,13 @@ from megatron_bapo.trainer.policy_update import supervised_update
 from megatron_bapo.trainer.worker import Worker, create_reference, create_worker, response_outputs
 
 LENGTHS = (24, 24, 8)
-"""Of the sequences in the micro-batch, which attention on a CPU runs on without padding them to one another."""
+"""Lengths of the sequences in the micro-batch, which attention on a CPU does not pad to each other."""
 Storages = dict[int, int]
 """Address -> bytes."""
 
 
 def make_example(length: int) -> Example:
-    """Of so many tokens that enter the model."""
+    """Return an example with this number of input tokens."""
     trajectory = Trajectory(
         prompt_token_ids=np.ones(1, np.int32),
         response_token_ids=np.arange(length, dtype=np.int32),
@@ -92,7 +92,7 @@ def state_bytes(worker: Worker) -> dict[str, int]:
         "main_parameters": total(main, without=kept),
         "moments": total(moments),
         "offloaded": total(host, without=kept),
-        "quantised": 0,  # FP8 parameters exist on GPUs alone
+        "quantised": 0,  # FP8 parameters exist only on GPUs
     }
 
 
@@ -104,7 +104,7 @@ def reference_bytes(worker: Worker) -> int:
 
 
 def activation_bytes(worker: Worker) -> tuple[list[int], int]:
-    """Of each chunk, and of the output layer with its loss."""
+    """Return the bytes of each chunk, and of the output layer with its loss."""
     examples = [make_example(length) for length in LENGTHS]
     batch = worker.lay_out(examples, [[*range(len(examples))]])[0]
     config, output, by_chunk = worker.model.config, 0, []

@@ -2,7 +2,7 @@
 
 A case is {"name", "model", "parallel", "dtype", "fault"}, with "resume_from" where it has one. For each,
 its folder gets the log-probs of some examples before any update, the first update's gradients, packed and padded, and
-the parameters after three updates and after a fourth from another layout's checkpoint, all in Hugging Face's names, and
+the parameters after two updates and after a third from another layout's checkpoint, all in Hugging Face's names, and
 the metrics.
 """
 
@@ -26,6 +26,8 @@ from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker, score_sequence
 
 NUM_SCORED = 4
+NUM_UPDATES = 2
+"""Updates before the checkpoint; the second one uses the moments of the first."""
 
 
 def update(worker: Worker) -> dict[str, float]:
@@ -34,7 +36,7 @@ def update(worker: Worker) -> dict[str, float]:
 
 
 def write_gradients(worker: Worker, folder: Path) -> None:
-    """A tenth of them: Adam's first moment after the first update, whatever ranks it is spread over."""
+    """Write a tenth of the gradients: Adam's first moment after the first update, under any sharding."""
     write_stage(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
@@ -49,7 +51,7 @@ def _run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         for packing in (True, False)
     )
     if groups.is_main:
-        for name in ("gradients", "gradients-padded", "held"):
+        for name in ("gradients", "gradients-padded", "tensors"):
             (out / name).mkdir(parents=True)
     barrier(groups)
     worker = create_worker(padded, padded.model_path, groups)
@@ -64,15 +66,15 @@ def _run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     if groups.is_main:
         save_file({str(i): torch.from_numpy(x.copy()) for i, x in enumerate(log_probs)}, out / "log_probs.safetensors")
     save_hugging_face(worker.model, groups, packed.model_path, out / "initial")
-    if held := dict(stream_tensors(worker.model, groups)):  # all at once, as a bucket of the weight sync may
-        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in held.items()}
-        save_file(copies, out / "held" / f"{groups.global_rank}.safetensors")
-    for number in range(3):
+    if tensors := dict(stream_tensors(worker.model, groups)):  # all at once, as in a bucket of the weight transfer
+        copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+        save_file(copies, out / "tensors" / f"{groups.global_rank}.safetensors")
+    for number in range(NUM_UPDATES):
         metrics[f"update-{number}"] = update(worker)
         if number == 0:
             write_gradients(worker, out / "gradients")
     save_hugging_face(worker.model, groups, packed.model_path, out / "final")
-    save_checkpoint(worker, out / "checkpoints", 3, {"marker": case["name"]}, keep=1)
+    save_checkpoint(worker, out / "checkpoints", NUM_UPDATES, {"marker": case["name"]}, keep=1)
     if "resume_from" in case:
         saved = checkpoints(out.parent / case["resume_from"] / "checkpoints")[-1]
         assert load_checkpoint(worker, saved)["marker"] == case["resume_from"]

@@ -26,7 +26,7 @@ from megatron_bapo.trainer.worker import create_worker
 
 @contextmanager
 def recorded_flushes() -> Iterator[dict[str, int]]:
-    """Name and size of what this rank has fsync put on the disk."""
+    """Record name and size of the files that this rank flushes with fsync."""
     flushed, fsync = {}, os.fsync
 
     def flush(descriptor: int) -> None:
@@ -51,7 +51,9 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     for _, parameter in worker.model.named_parameters():
         for state_name in ("exp_avg", "exp_avg_sq"):
             moments = worker.optimizer.read(parameter, state_name)
-            assert moments is None or not moments.any(), f"{state_name} is not zero in a checkpoint of no steps"
+            assert moments is None or not moments.any(), (
+                f"{state_name} is not zero in a checkpoint before the first step"
+            )
     assert worker.optimizer.num_steps == 0
     save_hugging_face(worker.model, groups, source, out / "written")
     with recorded_flushes() as flushed:

@@ -1,4 +1,4 @@
-"""In a script that `launch` has started: its cases, on ranks of their own."""
+"""Runs the cases of a script that `launch` has started, each on separate rank processes."""
 
 import gc
 import json
@@ -15,26 +15,26 @@ from tempfile import TemporaryDirectory
 import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made, in every rank)
 import torch.distributed as dist
 
+from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.controller.interrupts import end_with_parent
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import has_gpu, start_distributed
 
 TIMEOUT_S = 300
-"""Of a collective; also how long ranks may wait for a case while smaller ones run."""
+"""Timeout of a collective; also limits how long ranks wait for a case while smaller cases run."""
 RunCase = Callable[[dict, Path, ParallelGroups], None]
 
 
 def run_cases(run_case: RunCase) -> None:
-    """`run_case(case, out / name, groups)` for each case, by as many of the ranks as its layout takes.
+    """Call `run_case(case, out / name, groups)` for each case on as many ranks as its layout needs.
 
     A case's "parallel" is that section of the configuration; neighbours of one layout share its process groups. Rank 0
     takes part in every case, so a case finds the files of those above it complete.
     """
     gc.collect()
-    gc.freeze()  # half a million objects of imports, which each case's collection would walk
-    # Forks import nothing again; a GPU that is in use does not survive one.
+    gc.freeze()  # imports create half a million objects, which the collection of each case would visit
+    # Forked processes import nothing again, but a GPU that is in use does not survive a fork.
     context = multiprocessing.get_context("spawn" if has_gpu() else "fork")
     with TemporaryDirectory() as meeting:
         ranks = [
@@ -72,12 +72,12 @@ def _run_layout(layout: ParallelConfig, cases: Iterable[dict], out: Path, run_ca
         folder = out / case["name"]
         folder.mkdir(exist_ok=True)
         run_case(case, folder, groups)
-        _release_models()
+    _release_models()
 
 
 def _release_models() -> None:
-    """Free what a case built: the threads of process groups that live on in models would pile up over the cases."""
+    """Free what the cases of a layout built: the threads of process groups that models keep alive would accumulate."""
     for dispatcher in [thing for thing in gc.get_objects() if type(thing).__name__ == "MoEAlltoAllTokenDispatcher"]:
-        # It keeps its last micro-batch's graph, whose hooks keep the model: a circle through C++ that gc does not see.
+        # It keeps the graph of its last micro-batch, whose hooks keep the model: a cycle through C++ that gc misses.
         vars(dispatcher).clear()
     gc.collect()

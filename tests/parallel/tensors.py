@@ -1,4 +1,4 @@
-"""Folders of safetensors files, and how far two of them are apart."""
+"""Folders of safetensors files and the differences between two of them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 
 def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> None:
-    """With weights that are large enough for every part to matter; norms and biases around 1."""
+    """Write a model whose weights are large enough for every part to matter; norms and biases are around 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -17,7 +17,7 @@ def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> No
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder, fp32."""
+    """Return every tensor of a folder as fp32."""
     return {name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

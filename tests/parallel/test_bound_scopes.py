@@ -1,4 +1,4 @@
-"""Clip bounds found before the training pass, during it, or for each micro-batch, under several layouts."""
+"""Clip bounds found before the training pass, during it, or per micro-batch, under several layouts."""
 
 import json
 from itertools import pairwise
@@ -25,13 +25,13 @@ CASES = {
     "dp2-one-micro-batch": ("dp2", "qwen3", 4096),
     "pp2-dp2": ("pp2-vpp2-dp2", "qwen3", 64),
 }
-"""Layout, model, token budget of a micro-batch."""
+"""Layout, model, and token budget of a micro-batch."""
 START, END = (0.6, 1.2), (0.9, 3.0)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `NAME/` for every case."""
+    """Return a folder with `NAME/` for every case."""
     root = tmp_path_factory.mktemp("bound_scopes")
     for model in ("qwen3", "qwen3_moe"):
         save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
@@ -63,7 +63,7 @@ def bounds(results: Path, name: str, way: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("way", ["speculate", "speculate-scored", "fresh"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_prediction_that_is_checked_gives_the_bits_that_scoring_gives(results: Path, name: str, way: str) -> None:
+def test_checked_predictions_give_the_same_bits_as_scoring(results: Path, name: str, way: str) -> None:
     assert same_bits(load_folder(results / name / way), load_folder(results / name / "score"))
     common = set(updates(results, name, "score")[0]) & set(updates(results, name, way)[0]) - {"perf/model_flops"}
     assert {"actor/bapo_positive_share", "actor/grad_norm", "actor/loss", "actor/pg_clipfrac"} < common
@@ -76,7 +76,7 @@ def test_a_scoring_pass_and_a_wrong_prediction_cost_a_forward_pass(results: Path
     once = [update["perf/model_flops"] / 3 for update in updates(results, name, "microbatch")]
     hits = series(results, name, "speculate", "bapo_speculation_hit")
     passes = {"speculate": [4 - hit for hit in hits], "speculate-scored": [4.0] * len(hits)}
-    passes["score"] = [5.0] * len(hits)  # with one for the entropy after the update
+    passes["score"] = [5.0] * len(hits)  # including one for the entropy after the update
     for way, expected in passes.items():
         flops = [update["perf/model_flops"] for update in updates(results, name, way)]
         assert [own / one for own, one in zip(flops, once, strict=True)] == pytest.approx(expected)
@@ -104,18 +104,18 @@ def test_bounds_vary_and_some_predictions_are_right_and_some_wrong(results: Path
 
 @pytest.mark.parametrize(("way", "speculated"), [("speculate", 1.0), ("speculate-scored", 0.0), ("fresh", 1.0)])
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_is_speculated_where_that_pays_or_its_samples_are_fresh(
+def test_an_update_is_speculative_if_that_pays_or_if_its_samples_are_fresh(
     results: Path, name: str, way: str, speculated: float
 ) -> None:
     assert set(series(results, name, way, "bapo_speculated")) == {speculated}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("one", "experts-ep2")])
-def test_a_minibatchs_bounds_do_not_depend_on_the_layout(results: Path, name: str) -> None:
+def test_the_bounds_of_a_minibatch_do_not_depend_on_the_layout(results: Path, name: str) -> None:
     assert bounds(results, name, "score")[:3] == bounds(results, "one", "score")[:3]
 
 
-def test_a_micro_batchs_bounds_are_those_of_its_tokens(results: Path) -> None:
+def test_the_bounds_of_a_micro_batch_depend_only_on_its_tokens(results: Path) -> None:
     facts: dict[str, Any] = json.loads((results / "one" / "metrics.json").read_text())["microbatch"]
     separate = facts["bounds_of_micro_batches"]
     assert len({tuple(pair) for pair in separate}) > 1
@@ -125,21 +125,21 @@ def test_a_micro_batchs_bounds_are_those_of_its_tokens(results: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pp2", "tp2"])
-def test_pipeline_and_tensor_ranks_train_by_the_micro_batchs_bounds_of_one_process(results: Path, name: str) -> None:
+def test_pipeline_and_tensor_ranks_use_the_same_micro_batch_bounds_as_one_process(results: Path, name: str) -> None:
     assert bounds(results, name, "microbatch") == bounds(results, "one", "microbatch")
     ours, theirs = (load_folder(results / case / "microbatch") for case in (name, "one"))
     assert largest_difference(ours, theirs) < PARAMETER
 
 
 def test_micro_batches_of_data_parallel_ranks_share_their_bounds(results: Path) -> None:
-    """A minibatch of one micro-batch on each rank has one pair of bounds in either scope."""
+    """Check that a minibatch of one micro-batch per rank has the same pair of bounds in both scopes."""
     ways = [load_folder(results / "dp2-one-micro-batch" / way) for way in ("microbatch", "score")]
     assert same_bits(*ways)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_entropys_change_is_that_of_the_next_look_at_it(results: Path, name: str) -> None:
-    """The first minibatch differs from the second in its advantages alone, so its tokens are seen twice in a row."""
+def test_the_measured_entropy_change_equals_the_difference_to_the_next_update(results: Path, name: str) -> None:
+    """Use two minibatches that differ only in their advantages, so the same tokens are measured twice in a row."""
     measured = series(results, name, "score", "entropy_clip_rule/measured")
     entropies = series(results, name, "score", "entropy")
     differences = [after - before for before, after in pairwise(entropies)]

@@ -1,4 +1,4 @@
-"""Every layout gives what one process gives, and one process gives what Hugging Face gives."""
+"""Parallelism equivalence: every layout matches one process, and one process matches Hugging Face."""
 
 import json
 import re
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from tests.parallel.examples import make_examples
 from tests.parallel.launching import launch
@@ -29,7 +30,7 @@ from tests.tolerances import (
 
 ROOT = Path(__file__).parents[2]
 GPU_MEGATRON_SITE = ROOT / "build" / "megatron-gpu-site"
-"""The GPU lock's Megatron-Core, laid over the environment by the Makefile."""
+"""Site folder with the Megatron-Core version of the GPU lock, created by the Makefile."""
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]
 FAULTY_CASES = {
     "labels-rolled-after-the-context-split": "cp2",
@@ -40,7 +41,7 @@ FAULTY_CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `MODEL-LAYOUT/` for every case and `FAULT/` for every planted fault; two launches."""
+    """Return a folder with `MODEL-LAYOUT/` for every case and `FAULT/` for every injected fault; two launches."""
     root = tmp_path_factory.mktemp("equivalence")
     for name, config in MODELS.items():
         save_random_model(AutoModelForCausalLM.from_config(config), root / name)
@@ -54,8 +55,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpu_megatron(results: Path) -> Path:
-    """A folder with `MODEL-tp2-sp/`, run by the Megatron-Core that GPUs have."""
-    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} is not there; `make test` makes it"
+    """Return a folder with `MODEL-tp2-sp/`, run with the Megatron-Core version of the GPU lock."""
+    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} does not exist; `make test` creates it"
     root = results / "gpu-megatron"
     root.mkdir()
     layout = LAYOUTS["tp2-sp"]
@@ -77,7 +78,7 @@ def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None
 
 
 def differences(ours: Path, reference: Path) -> dict[str, float]:
-    """What the matrix bounds: log-probs and parameters absolute, the rest relative to the largest of its kind."""
+    """Return the differences that the matrix limits: absolute for log-probs and parameters, otherwise relative."""
     gradients = load_folder(reference / "gradients")
     largest = max(gradient.abs().max().item() for gradient in gradients.values())
     assert largest > 1e-3
@@ -116,7 +117,7 @@ def broken_limits(found: dict[str, float], dtype: str) -> list[str]:
 def test_layout_matches_one_process(
     results: Path, model: str, layout: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Log-probs, loss, every gradient (packed and padded), parameters after updates and after another's checkpoint."""
+    """Compare log-probs, loss, all gradients (packed and padded), and parameters after updates and after a resume."""
     dtype = LAYOUTS[layout].dtype
     found = differences(results / f"{model}-{layout}", results / f"{model}-one-process")
     record_property("matrix", (f"{model} {layout}", found))
@@ -127,16 +128,16 @@ def test_layout_matches_one_process(
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
-def test_the_gpu_locks_megatron_matches_one_process_of_the_cpu_locks(
+def test_megatron_of_the_gpu_lock_matches_one_process_of_the_cpu_lock(
     results: Path, gpu_megatron: Path, model: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """The same code under both versions."""
+    """Run the same code under both versions."""
     found = differences(gpu_megatron / f"{model}-tp2-sp", results / f"{model}-one-process")
     record_property("matrix", (f"{model} tp2-sp, the GPU lock's Megatron-Core", found))
     assert broken_limits(found, "float32") == []
 
 
-def test_the_other_megatron_is_the_gpu_locks() -> None:
+def test_the_second_megatron_version_is_that_of_the_gpu_lock() -> None:
     (pinned,) = re.findall(r"^megatron-core==(\S+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     (found,) = GPU_MEGATRON_SITE.glob("megatron_core-*.dist-info")
     assert found.name == f"megatron_core-{pinned}.dist-info"
@@ -155,7 +156,7 @@ def test_metrics_and_clip_bounds_match_one_process(results: Path, model: str, la
 
 
 @pytest.mark.parametrize("fault", FAULTY_CASES)
-def test_a_planted_fault_fails_the_matrix(
+def test_an_injected_fault_fails_the_matrix(
     results: Path, fault: str, record_property: Callable[[str, object], None]
 ) -> None:
     found = differences(results / fault, results / "qwen3-one-process")
@@ -165,18 +166,18 @@ def test_a_planted_fault_fails_the_matrix(
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_returns_the_imported_bits(results: Path, model: str, layout: str) -> None:
-    """In bfloat16 they are the imported numbers, rounded."""
+    """Compare the export with the imported values, rounded under bfloat16."""
     original = load_folder(results / model)
     exported = load_folder(results / f"{model}-{layout}" / "initial")
     if LAYOUTS[layout].dtype == "bfloat16":
         original = {name: tensor.bfloat16().float() for name, tensor in original.items()}
     assert same_bits(exported, original)
-    assert same_bits(load_folder(results / f"{model}-{layout}" / "held"), original)
+    assert same_bits(load_folder(results / f"{model}-{layout}" / "tensors"), original)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_matches_hugging_face(results: Path, model: str) -> None:
-    """Log-probs, and the gradient of the BAPO loss with the bounds that were used."""
+    """Compare log-probs, and the gradient of the BAPO loss under the bounds that were used."""
     reference = AutoModelForCausalLM.from_pretrained(results / model)
     ours = results / f"{model}-one-process"
     log_probs = load_file(ours / "log_probs.safetensors")
@@ -209,7 +210,7 @@ def test_one_process_matches_hugging_face(results: Path, model: str) -> None:
 
 
 def first_moments_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A tenth of the gradients, as the ranks write them; `save_pretrained` gives them the names of a checkpoint."""
+    """Return a tenth of the gradients, as the ranks write them, under the checkpoint names of `save_pretrained`."""
     return {name: 0.1 * parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

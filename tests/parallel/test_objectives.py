@@ -1,4 +1,4 @@
-"""Every objective and what is added to it gives the same updates in every layout as in one process."""
+"""Every objective with its additional terms gives the same updates in every layout as in one process."""
 
 import json
 import math
@@ -47,7 +47,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `NAME/` for every case."""
+    """Return a folder with `NAME/` for every case."""
     root = tmp_path_factory.mktemp("objectives")
     for seed, name in enumerate(("model", "reference")):
         save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3"]), root / name, seed)
@@ -67,7 +67,7 @@ def metrics(results: Path, name: str) -> dict[str, dict[str, float]]:
 
 @pytest.mark.parametrize("layout", SEVERAL_RANKS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_updates_are_those_of_one_process(results: Path, algorithm: str, layout: str) -> None:
+def test_two_updates_match_one_process(results: Path, algorithm: str, layout: str) -> None:
     name, one = f"{algorithm}-{layout}", f"{algorithm}-one-process"
     assert gradient_difference(results, name, algorithm) < GRADIENT
     assert largest_difference(load_folder(results / name / "final"), load_folder(results / one / "final")) < PARAMETER
@@ -75,7 +75,7 @@ def test_two_updates_are_those_of_one_process(results: Path, algorithm: str, lay
 
 @pytest.mark.parametrize("layout", SEVERAL_RANKS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_batch_and_metrics_are_those_of_one_process(results: Path, algorithm: str, layout: str) -> None:
+def test_batch_and_metrics_match_one_process(results: Path, algorithm: str, layout: str) -> None:
     names = f"{algorithm}-{layout}", f"{algorithm}-one-process"
     ours, theirs = (load_file(results / name / "examples.safetensors") for name in names)
     assert largest_difference(ours, theirs) < 10 * LOG_PROB
@@ -96,12 +96,12 @@ def test_each_replica_has_the_tokens_of_its_own_trajectories(results: Path, layo
     assert [rank["held"] for rank in others] == [[first, second][rank["replica"]] for rank in others]
 
 
-def test_a_sequence_mean_of_one_context_rank_alone_does_not_pass(results: Path) -> None:
+def test_a_sequence_mean_over_only_one_context_rank_is_detected(results: Path) -> None:
     assert gradient_difference(results, FAULTY, "gspo") > 100 * GRADIENT
 
 
-def test_the_reference_and_the_proximal_policy_score_what_transformers_scores(results: Path) -> None:
-    """At the sampling temperature, over the whole vocabulary."""
+def test_scores_of_the_reference_and_the_proximal_policy_match_transformers(results: Path) -> None:
+    """Compare at the sampling temperature and over the whole vocabulary."""
     scored = load_file(results / "decoupled-pp2-vpp2-cp2" / "examples.safetensors")
     for kind, folder in (("proximal", "model"), ("reference", "reference")):
         model = AutoModelForCausalLM.from_pretrained(results / folder)
@@ -116,7 +116,7 @@ def test_the_reference_and_the_proximal_policy_score_what_transformers_scores(re
             assert (scored[f"{kind}_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
 
 
-def test_every_addition_takes_part(results: Path) -> None:
+def test_every_additional_term_has_an_effect(results: Path) -> None:
     added = metrics(results, "kl-loss-entropy-one-process")["update-0"]
     assert added["actor/kl_loss"] > 0.01
     decoupled = metrics(results, "decoupled-one-process")

@@ -1,6 +1,6 @@
-"""Every way to spread, overlap and offload the optimizer gives what plain data parallelism and one process give.
+"""Sharded, overlapped and offloaded optimizers match plain data parallelism and one process.
 
-With clipping, several buckets and skipped updates, where the layout matrix has none.
+The cases include clipping, several buckets and skipped updates, which the layout matrix does not.
 """
 
 import json
@@ -65,7 +65,7 @@ CASES = {
     "experts-ep2-dp4": experts(4, PLAIN, EP2, resume_from="experts-ep2"),
     "experts-ep2-dp4-spread": experts(4, SPREAD, EP2, resume_from="experts-one"),
 }
-"""A case stands below the one whose checkpoint it continues."""
+"""A case follows the one whose checkpoint it resumes."""
 EXACT = [name for name, settings in CASES.items() if settings["dtype"] == "float32"]
 SEVERAL_RANKS = [name for name in EXACT if CASES[name]["parallel"]["world_size"] > 1]
 RESUMED = {name: settings["resume_from"] for name, settings in CASES.items() if "resume_from" in settings}
@@ -79,7 +79,7 @@ def reference(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `NAME/` for every case."""
+    """Return a folder with `NAME/` for every case."""
     root = tmp_path_factory.mktemp("optimizer")
     for model in ("qwen3", "qwen3_moe"):
         save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
@@ -101,7 +101,7 @@ def grad_norms(results: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
-def test_two_updates_and_a_third_are_those_of_one_process(results: Path, name: str) -> None:
+def test_three_updates_match_one_process(results: Path, name: str) -> None:
     ours, theirs = (checkpoint(results, n, "weights") for n in (name, reference(name)))
     assert largest_difference(ours, theirs) < PARAMETER
     ours, theirs = (load_folder(results / n / "continued") for n in (name, reference(name)))
@@ -109,8 +109,8 @@ def test_two_updates_and_a_third_are_those_of_one_process(results: Path, name: s
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
-def test_moments_and_gradient_norms_are_those_of_one_process(results: Path, name: str) -> None:
-    """Adam hides the gradient's size from the parameters, not from the moments: they show the clipping."""
+def test_moments_and_gradient_norms_match_one_process(results: Path, name: str) -> None:
+    """Compare moments, because Adam's parameters do not depend on the size of the gradient and hide clipping."""
     for state in ("exp_avg", "exp_avg_sq"):
         ours, theirs = (checkpoint(results, n, state) for n in (name, reference(name)))
         assert largest_difference(ours, theirs) < 2 * GRADIENT * largest(theirs)
@@ -119,7 +119,7 @@ def test_moments_and_gradient_norms_are_those_of_one_process(results: Path, name
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
-def test_every_metric_of_an_update_is_that_of_one_process(results: Path, name: str) -> None:
+def test_every_metric_of_an_update_matches_one_process(results: Path, name: str) -> None:
     ours, theirs = (facts(results, n)["updates"] for n in (name, reference(name)))
     assert [sorted(update) for update in ours] == [sorted(update) for update in theirs]
     for mine, other in zip(ours, theirs, strict=True):
@@ -130,7 +130,7 @@ def test_every_metric_of_an_update_is_that_of_one_process(results: Path, name: s
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)
-def test_the_sampled_tokens_are_those_of_one_process(results: Path, name: str) -> None:
+def test_the_token_reservoir_matches_one_process(results: Path, name: str) -> None:
     ours, theirs = (facts(results, n)["tokens"] for n in (name, reference(name)))
     assert theirs["update"] == [1.0] * NUM_TOKENS + [2.0] * NUM_TOKENS
     for column, values in theirs.items():
@@ -139,21 +139,21 @@ def test_the_sampled_tokens_are_those_of_one_process(results: Path, name: str) -
 
 @pytest.mark.parametrize("name", CASES)
 def test_moments_are_those_of_clipped_gradients(results: Path, name: str) -> None:
-    """Two gradients of norm c that point the same way make a first moment of norm (1 - 0.9^2) c, others less."""
+    """Check the bound: two gradients of norm c give a first moment of norm at most (1 - 0.9^2) c."""
     assert min(grad_norms(results, name)) > 2 * CLIP_GRAD
     norm = sqrt(sum(moment.double().square().sum().item() for moment in checkpoint(results, name, "exp_avg").values()))
     assert 0.5 < norm / ((1 - 0.9**2) * CLIP_GRAD) < 1 + GRADIENT
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_overlap_has_several_buckets_and_experts_an_optimizer_of_their_own(results: Path, name: str) -> None:
+def test_overlap_uses_several_buckets_and_experts_have_a_separate_optimizer(results: Path, name: str) -> None:
     found = facts(results, name)
     assert (found["num_buckets"] > 5) == ("ddp_bucket_size" in CASES[name]["parallel"])
     assert found["num_optimizers"] == (2 if "ep2" in name else 1)
 
 
 @pytest.mark.parametrize("name", ["dp2-spread-bf16", "dp2-offload-bf16"])
-def test_in_bfloat16_every_way_gives_the_parameters_of_plain_data_parallelism(results: Path, name: str) -> None:
+def test_in_bfloat16_every_variant_matches_plain_data_parallelism(results: Path, name: str) -> None:
     ours, theirs = (checkpoint(results, n, "weights") for n in (name, "dp2-bf16"))
     assert largest_difference(ours, theirs) < PARAMETER
     ours, theirs = (load_folder(results / n / "continued") for n in (name, "dp2-bf16"))
@@ -161,7 +161,7 @@ def test_in_bfloat16_every_way_gives_the_parameters_of_plain_data_parallelism(re
     assert apart < BF16_ROUNDED_APART
 
 
-def test_in_bfloat16_the_main_parameters_are_fp32_and_stay_near_those_of_an_fp32_model(results: Path) -> None:
+def test_in_bfloat16_the_main_parameters_are_fp32_and_stay_close_to_those_of_an_fp32_model(results: Path) -> None:
     ours, exact = (checkpoint(results, name, "weights") for name in ("dp2-bf16", "one"))
     differences = torch.cat([(ours[name] - exact[name]).abs().flatten() for name in exact])
     assert PARAMETER < differences.mean().item() < BF16_MEAN_PARAMETER
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_any_layout_is_read_and_written_bit_for_bit(results: Pat
 
 
 @pytest.mark.parametrize("name", [name for name in RESUMED if name in EXACT or RESUMED[name] == name])
-def test_a_resumed_run_continues_as_the_one_that_was_saved(results: Path, name: str) -> None:
+def test_a_resumed_run_continues_like_the_saved_one(results: Path, name: str) -> None:
     ours, source = load_folder(results / name / "resumed"), load_folder(results / RESUMED[name] / "continued")
     assert same_bits(ours, source) if RESUMED[name] == name else largest_difference(ours, source) < PARAMETER
     assert facts(results, name)["num_steps"] == 3
@@ -211,8 +211,8 @@ def test_an_empty_minibatch_is_a_skipped_update_on_all_ranks(results: Path, name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_offloading_between_updates_empties_the_device_and_brings_every_bit_back(results: Path, name: str) -> None:
-    """The third update follows it; that of a resumed run, which has to give the same bits, does not."""
+def test_offloading_between_updates_empties_the_device_and_restores_every_bit(results: Path, name: str) -> None:
+    """Offload before the third update; a resumed run, which must give the same bits, does not offload."""
     found = facts(results, name)
     assert found["offload_empties"]
     assert found["offload_returns"]

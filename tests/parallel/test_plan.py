@@ -1,4 +1,4 @@
-"""What the planner says of every rank is what the rank holds."""
+"""The planner's estimates for every rank match what the rank allocates."""
 
 import json
 from dataclasses import asdict
@@ -43,7 +43,7 @@ LAYOUTS = {
 }
 CASES = [(model, name) for name, layout in LAYOUTS.items() for model in layout.models]
 LENGTHS = (24, 24, 8)
-"""As in plan_ranks.py; every layout takes them without padding."""
+"""Lengths as in plan_ranks.py; no layout pads them."""
 OFFLOADED = ("qwen3", "dp2-overlap")
 
 
@@ -82,7 +82,7 @@ def planned(results: Path, model: str, name: str) -> tuple[Config, Architecture]
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_parameters_stand_in_megatrons_order_with_their_sizes(results: Path, model: str, name: str) -> None:
+def test_parameters_are_in_megatrons_order_with_their_sizes(results: Path, model: str, name: str) -> None:
     config, architecture = planned(results, model, name)
     for rank in ranks(results, f"{model}-{name}"):
         chunks = stage_chunks(architecture, config.parallel, rank["stage"])
@@ -116,7 +116,7 @@ def test_an_offloaded_optimizer_and_a_reference_policy_have_exactly_the_planned_
 
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_activations_are_the_tensors_that_autograd_saves(results: Path, model: str, name: str) -> None:
-    """Of all ranks of a stage together: which expert a token is sent to, the planner cannot know."""
+    """Compare all ranks of a stage together, because the planner cannot know to which expert a token is routed."""
     config, architecture = planned(results, model, name)
     found = ranks(results, f"{model}-{name}")
     bytes_of = {"float32": 4, "bfloat16": 2}[LAYOUTS[name].dtype]

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks give what float64 autograd gives on the gathered logits."""
+"""Two tensor-parallel ranks match float64 autograd on the gathered logits."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `NAME/RANK.pt` for every case."""
+    """Return a folder with `NAME/RANK.pt` for every case."""
     root = tmp_path_factory.mktemp("vocab_parallel")
     cases = [{**DEFAULTS, **case, "name": name} for name, case in CASES.items()]
     launch("vocab_parallel_ranks.py", cases, root, world_size=2)

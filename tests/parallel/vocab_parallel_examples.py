@@ -1,4 +1,4 @@
-"""Hidden states, output weights and labels, and what float64 autograd on the whole vocabulary's logits makes of them.
+"""Hidden states, output weights and labels, and the results of float64 autograd on the logits of the whole vocabulary.
 
 Legend: T tokens, H hidden size, V the whole vocabulary, without padding.
 """
@@ -19,13 +19,13 @@ class TokenExample:
     coefficients_T: Tensor
 
     def loss_of(self, log_probs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
-        """A sum over tokens with other gradients for each, by the log-probs and by the entropy."""
+        """Return a sum over tokens with different gradients for each, by the log-probs and by the entropy."""
         coefficients_C = self.coefficients_T[tokens].to(log_probs_C)
         return (coefficients_C * log_probs_C.exp()).sum() + (coefficients_C.cos() * entropy_C.square()).sum()
 
 
 def make_token_example(num_tokens: int, vocab_size: int, scale: float = 1.0) -> TokenExample:
-    """Logits have a standard deviation of `scale`."""
+    """Create inputs whose logits have a standard deviation of `scale`."""
     generator = torch.Generator().manual_seed(0)
     return TokenExample(
         torch.randn(num_tokens, HIDDEN_SIZE, generator=generator),
@@ -36,7 +36,7 @@ def make_token_example(num_tokens: int, vocab_size: int, scale: float = 1.0) -> 
 
 
 def exact_results(example: TokenExample, temperature: float, *, entropy_requires_grad: bool) -> dict[str, Tensor]:
-    """Loss, log-probs, entropy and gradients, float64."""
+    """Return loss, log-probs, entropy and gradients in float64."""
     hidden_TH, weight_VH = (x.double().requires_grad_() for x in (example.hidden_TH, example.weight_VH))
     all_log_probs_TV = torch.log_softmax(hidden_TH @ weight_VH.T / temperature, -1)
     log_probs_T = all_log_probs_TV.gather(1, example.labels_T[:, None]).squeeze(1)

@@ -42,7 +42,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     version, log_probs, num_bytes = case["first_version"], {}, {}
     for _ in range(NUM_SYNCS):
         update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False)
-        # The engines' log-probs come from what the optimizer has just written, wherever it still is.
+        # The log-probs of the engines depend on what the optimizer has just written, wherever it is stored.
         for publisher in publishers:
             num_bytes[version] = publisher.publish(version)
             version += 1

@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +9,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megatron_bapo.cli import app, messages
+from megatron_bapo.cli.app import messages
+from megatron_bapo.cli.main import app
+from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import RunError, UserError
 
+RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 CONFIG = """
 run_dir: {folder}/run[1]
 model: {{create: {{}}, dtype: float32}}
@@ -43,6 +48,28 @@ def test_a_dry_run_prints_layout_and_batch_arithmetic_and_starts_nothing(config_
     assert list(config_file.parent.iterdir()) == [config_file]
 
 
+def test_a_dry_run_shows_a_prompt_and_the_reward_and_names_its_activities_on_stderr(config_file: Path) -> None:
+    result = invoke("train", config_file, "--dry-run")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    title = next(line for line in lines if line.startswith("first training prompt: "))
+    assert title.endswith("; data.max_prompt_length=64):")
+    assert lines[lines.index(title) + 1].startswith("    State the final answer to the following arithmetic problem")
+    assert "reward of the ground truth 1.0, of an empty response 0.0" in lines
+    assert result.stderr.splitlines()[:2] == ["loading the checks ...", "reading prompts ..."]
+
+
+def test_a_dry_run_of_a_model_that_is_still_to_be_created_does_not_import_torch(config_file: Path) -> None:
+    code = (
+        "import sys\nfrom megatron_bapo.cli.main import app\n"
+        f"try:\n    app(['train', {str(config_file)!r}, '--dry-run'], prog_name='megatron-bapo')\n"
+        "finally:\n    print('heavy:', sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "reward of the ground truth 1.0" in result.stdout
+    assert result.stdout.endswith("heavy: []\n")
+
+
 def test_a_dry_run_prints_the_warnings(config_file: Path) -> None:
     result = invoke("train", config_file, "--dry-run", "optimizer.lr_warmup_steps=20")
     assert result.exit_code == 0
@@ -56,11 +83,11 @@ def test_a_dry_run_prints_the_warnings(config_file: Path) -> None:
         (["train"], "there is no module 'nowhere'"),
         (["train", "--rollout-only"], "there is no module 'nowhere'"),
         (["submit", "--cluster", "mine.yaml"], "there is no module 'nowhere'"),
-        (["submit", "--cluster", "contained.yaml"], "sbatch is not here"),
+        (["submit", "--cluster", "contained.yaml"], "sbatch is not installed here"),
     ],
     ids=str,
 )
-def test_what_a_run_reads_and_imports_is_tried_before_anything_starts(
+def test_files_and_imports_of_a_run_are_checked_before_anything_starts(
     config_file: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config_file.parent)
@@ -105,6 +132,36 @@ def test_the_users_mistakes_are_one_message_on_stderr_and_exit_code_2(
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_model_id_of_the_hub_is_answered_with_the_download_command(config_file: Path, options: list[str]) -> None:
+    model = ("model.create=null", "model.path=Qwen/Qwen2.5-7B-Instruct")
+    result = invoke("train", config_file, *model, *options)
+    assert result.exit_code == 2
+    assert "`hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct`" in result.stderr
+    assert "set model.path=models/Qwen2.5-7B-Instruct" in result.stderr
+
+
+def test_eval_answers_a_model_id_of_the_hub_with_the_download_command(tmp_path: Path) -> None:
+    overrides = (f"run_dir={tmp_path}", "model.path=Qwen/Qwen3-8B", "data.validation.path=aime.jsonl")
+    result = invoke("eval", RECIPES.parent / "eval" / "paper.yaml", *overrides, "--dry-run")
+    assert result.exit_code == 2
+    assert "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` and set model.path=models/Qwen3-8B" in result.stderr
+
+
+def test_a_missing_folder_below_models_is_not_taken_for_a_model_id_of_the_hub(config_file: Path) -> None:
+    result = invoke("train", config_file, "model.create=null", "model.path=models/Qwen2.5-7B-Instruct")
+    assert result.exit_code == 2
+    assert "must be an existing folder" in result.stderr
+    assert "hf download" not in result.stderr
+
+
+def test_plan_takes_a_model_id_of_the_hub() -> None:
+    model = "model.path=Qwen/Qwen2.5-7B-Instruct"
+    result = invoke("plan", RECIPES / "qwen2.5-7b_8gpus.yaml", model)
+    assert result.exit_code == 0
+    assert "(Qwen2.5-7B-Instruct, as published)" in result.stdout
+
+
 def test_usage_errors_exit_with_2() -> None:
     assert invoke("train").exit_code == 2
     assert invoke("trian").exit_code == 2
@@ -127,7 +184,7 @@ def test_errors_become_a_message_and_an_exit_code(
     assert capsys.readouterr().err == shown
 
 
-def test_our_own_bugs_keep_their_trace() -> None:
+def test_our_own_bugs_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError), messages():
         raise ZeroDivisionError
 
@@ -146,7 +203,7 @@ def test_the_version_is_printed() -> None:
 
 def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
     code = (
-        "import sys\nfrom megatron_bapo.cli import app\n"
+        "import sys\nfrom megatron_bapo.cli.main import app\n"
         "try:\n    app(['--help'], prog_name='megatron-bapo')\n"
         "finally:\n    print('heavy:', sorted({'torch', 'ray', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )
@@ -156,14 +213,29 @@ def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
         assert command in result.stdout
 
 
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_the_examples_of_the_help_can_be_pasted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(RECIPES.parents[1])
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    joined = re.sub(r"\\ *\n *", "", shown)
+    examples = re.findall(r"^ *megatron-bapo (.+?) *$", joined, re.MULTILINE)
+    assert len(examples) >= 4
+    for example in examples:
+        arguments = shlex.split(example)
+        assert arguments[0] == command
+        config, *rest = arguments[1:]
+        load_config(config, [argument for argument in rest if "=" in argument])
+        if command == "plan":
+            result = invoke(*arguments)
+            assert result.exit_code in (0, 2)
+            assert result.stderr == ""
+
+
 def test_the_package_runs_as_a_module(config_file: Path) -> None:
     command = [sys.executable, "-m", "megatron_bapo", "train", str(config_file), "seed=x"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "seed=x: must be a whole number" in result.stderr
-
-
-RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
 def test_plan_says_that_a_recipe_fits_without_its_model_and_prompts_being_here() -> None:
@@ -193,7 +265,7 @@ def test_plan_exits_with_2_where_it_does_not_fit_and_prints_overrides_with_which
         ),
         (["parallel.pipeline_model_parallel_size=8"], "num_hidden_layers=28 must be a multiple of"),
         (["rollout.n=3"], "trainer.train_batch_size=4096 counts trajectories and must be a multiple of rollout.n=3"),
-        (["model.path=models/Mystery-9B"], "Mystery-9B is not among the models whose shape is known"),
+        (["model.path=models/Mystery-9B"], "Mystery-9B is not among the models whose architecture is known"),
     ],
     ids=str,
 )
@@ -203,11 +275,11 @@ def test_plan_names_the_fields_of_sizes_that_do_not_go_together(overrides: list[
     assert expected in result.stderr
 
 
-def test_a_search_prints_the_fastest_layouts_and_the_overrides_of_the_first() -> None:
+def test_a_search_prints_the_best_layouts_and_the_overrides_of_the_first() -> None:
     recipe, on_four = RECIPES / "qwen2.5-7b_8gpus.yaml", ["--num-gpus", "4", "--gpu", "H200"]
     result = invoke("plan", recipe, "--search", *on_four)
     assert result.exit_code == 0
-    assert "layouts fit on 4 H200; the fastest" in result.stdout
+    assert "layouts fit on 4 H200; the best 8" in result.stdout
     overrides = result.stdout.splitlines()[-1].split()
     assert invoke("plan", recipe, *overrides, "--gpu", "H200").exit_code == 0
     ranked = json.loads(invoke("plan", recipe, "--search", *on_four, "--json").stdout)

@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_shipped_configuration_keeps_every_rule_without_a_warning(path, checkpoint):
-    """Only the pretrained checkpoint itself, which is fetched apart, is another."""
+    """A small checkpoint stands in for the pretrained one, which is downloaded separately."""
     config = load_config(path)
     overrides = [] if config.model.path is None else [f"model.path={checkpoint}"]
 

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards_and_environments.md, as they stand there."""
+"""The examples of docs/guides/rewards_and_environments.md, as they stand there."""
 
 import asyncio
 import re
@@ -17,10 +17,10 @@ from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.records import Prompt
 from megatron_bapo.rewards.scorer import RewardRequest, Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
+from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations
 from megatron_bapo.rollout.tokenization import tokenize
-from megatron_bapo.rollout.worked_examples import WorkedExamples
 
-PAGE = (Path(__file__).parents[2] / "docs/rewards_and_environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/guides/rewards_and_environments.md").read_text()
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL)
 BASE = {
     "run_dir": "unused",
@@ -66,8 +66,8 @@ def scores(config: Config, *answers: str) -> list[float]:
 
 def test_every_configuration_on_the_page_is_valid():
     found = [Config.model_validate(BASE | tree | {"data": BASE["data"] | tree.get("data", {})}) for tree in configs()]
-    assert len(found) == 6
-    assert found[-1].data.curriculum is not None
+    assert len(found) == 5
+    assert found[-1].warm_start is not None
 
 
 @pytest.mark.usefixtures("folder")
@@ -127,10 +127,10 @@ def test_the_environment_replies():
 def test_the_demonstration_shows_a_reply():
     async def main() -> str:
         settings, tokenizer = config("my_demonstration", environment={"max_turns": 8}), byte_tokenizer(["a", "b"])
-        examples = WorkedExamples(settings, tokenizer)
+        examples = SftDemonstrations(settings, tokenizer)
         try:
             prompt = Prompt("train:0", PROMPT, "42", "guessing")
-            (example,) = await examples.of(tokenize([prompt], tokenizer, settings.data))
+            (example,) = await examples.for_prompts(tokenize([prompt], tokenizer, settings.data))
             return example.text
         finally:
             examples.close()

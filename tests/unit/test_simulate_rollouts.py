@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.unit.test_tools import run
 ROOT = Path(__file__).parents[2]
 RECIPE = "configs/recipes/paper_32b_64k.yaml"
 SMALL = ("trainer.train_batch_size=64", "trainer.ppo_mini_batch_size=64", "rollout.num_engines=1")
-PAGE = (ROOT / "docs" / "rollouts.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "rollouts.md").read_text()
 RUNS = re.findall(r"^\$ python tools/simulate_rollouts.py (.+)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
 SETTINGS = re.findall(r"^\| [^|`]+ \| (`.+`) \|", PAGE, re.MULTILINE)
 
@@ -29,11 +30,14 @@ def _root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_recipe_is_simulated_and_the_best_settings_are_named(monkeypatch, capsys):
     assert run(monkeypatch, "simulate_rollouts", RECIPE, *SMALL, "--steps", 2, "--json") == 0
 
-    found = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
     assert {"sync", "async 1", "async 8", "async 4, budget 8192"} <= set(found["settings"])
     fastest = max(result["steps_per_hour"] for result in found["settings"].values())
     assert found["settings"][found["best"]]["steps_per_hour"] >= 0.98 * fastest
     assert found["doubts"] == []
+    assert captured.err.splitlines()[:2] == ["simulating sync (1 of 11) ...", "simulating async 1 (2 of 11) ..."]
+    assert len(captured.err.splitlines()) == len(found["settings"]) == 11
 
 
 @pytest.mark.parametrize("option", ["--and-run", "--overlapping-run"])
@@ -42,14 +46,21 @@ def test_runs_to_compare_with_need_a_run_to_start_from(monkeypatch, capsys, opti
     assert f"go with the directory of a recorded run, and {RECIPE} is none" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_it_with_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_ctrl_c_ends_it_with_one_line(monkeypatch, capsys, on_terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     assert run(monkeypatch, "simulate_rollouts", RECIPE) == 130
-    assert capsys.readouterr().out == "stopped; nothing was written\n"
+    captured = capsys.readouterr()
+    assert captured.out == "stopped; nothing was written\n"
+    assert "simulating sync" in captured.err
+    assert ("\x1b[?25h" in captured.err) == on_terminal  # the bar gives the cursor back
 
 
 @pytest.mark.parametrize(("command", "shown"), RUNS)
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, command, shown):
     assert run(monkeypatch, "simulate_rollouts", *shlex.split(command)) == 0
 

@@ -67,7 +67,7 @@ def test_a_model_goes_to_a_checkpoint_and_back(monkeypatch, capsys, tmp_path, mo
     printed = capsys.readouterr().out
     assert f"{checkpoint}: 14 tensors (to float32)" in printed
     assert f"{back}: 14 tensors (float32 to float32)" in printed
-    assert "1 file, 1 there already; read again, every bit compared with the source" in printed
+    assert "1 file, 1 existed already; verified bit by bit against the source" in printed
 
 
 def test_prompts_are_prepared_and_then_pass_the_check(monkeypatch, capsys, tmp_path, rows):
@@ -77,7 +77,7 @@ def test_prompts_are_prepared_and_then_pass_the_check(monkeypatch, capsys, tmp_p
 
     assert run(monkeypatch, "prepare_data", rows, *limits, "--check") == 1
     assert run(monkeypatch, "prepare_data", rows, *limits, "--output", output) == 0
-    assert "train.parquet: written, and read again" in capsys.readouterr().out
+    assert "train.parquet: written and verified" in capsys.readouterr().out
     assert run(monkeypatch, "prepare_data", output, *limits, "--check", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert {name: number for name, number in printed["counts"].items() if number} == {"rows": 2, "kept": 2}
@@ -128,4 +128,4 @@ def test_a_length_limit_needs_a_tokenizer(monkeypatch, capsys, rows):
 def test_the_page_of_keys_is_what_its_command_prints() -> None:
     from tools.config_reference import reference
 
-    assert (TOOLS.parent / "docs" / "configuration.md").read_text() == reference()
+    assert (TOOLS.parent / "docs" / "reference" / "configuration.md").read_text() == reference()

@@ -28,7 +28,7 @@ def test_advantages_are_rewards_standardised_within_their_group() -> None:
     torch.testing.assert_close(group_relative_advantages(rewards, norm_by_std=False), rewards - mean)
 
 
-def test_one_right_answer_of_four() -> None:
+def test_one_correct_response_of_four() -> None:
     advantages = group_relative_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), norm_by_std=True)
     torch.testing.assert_close(advantages, torch.tensor([[1.5, -0.5, -0.5, -0.5]]))
 
@@ -39,7 +39,7 @@ PENALTIES = torch.linspace(-0.1, 0.2, 23, dtype=torch.float64)
 
 
 def trajectories(penalties: torch.Tensor | None) -> list[list[tuple[float, list[float]]]]:
-    """(reward, its tokens' penalties) of each trajectory of each group, in Python's floats."""
+    """Return (reward, token penalties) of each trajectory of each group as Python floats."""
     rest = iter((torch.zeros(23) if penalties is None else penalties).tolist())
     return [
         [(reward, [next(rest) for _ in range(length)]) for reward, length in zip(rewards, lengths, strict=True)]
@@ -54,7 +54,7 @@ def standardised(values: list[float]) -> list[float]:
 
 
 def expected_advantages(estimator: str, penalties: torch.Tensor | None) -> list[float]:
-    """The definitions, token by token."""
+    """Compute the advantages from their definitions, token by token."""
     found: list[float] = []
     for group in trajectories(penalties):
         totals = [reward - sum(costs) for reward, costs in group]
@@ -81,18 +81,34 @@ def test_every_estimator_matches_its_definition(estimator: AdvEstimator, penalti
     assert found.tolist() == pytest.approx(expected_advantages(estimator, penalties), rel=1e-11)
 
 
-def test_dr_grpo_is_the_distance_from_the_groups_mean() -> None:
+def test_dr_grpo_is_the_difference_from_the_group_mean() -> None:
     found = estimate_advantages("grpo", REWARDS, LENGTHS, None, norm_by_std=False)
     expected = (REWARDS - REWARDS.mean(1, keepdim=True)).flatten().repeat_interleave(LENGTHS.flatten())
     torch.testing.assert_close(found, expected)
 
 
-def test_equal_rewards_teach_nothing_under_any_estimator() -> None:
+def test_equal_rewards_give_zero_advantages_under_any_estimator() -> None:
     for estimator in get_args(AdvEstimator):
         found = estimate_advantages(estimator, torch.full((2, 3), 0.7).double(), LENGTHS, None, norm_by_std=True)
         assert found.abs().max() < 1e-9
 
 
-def test_the_overlong_penalty_falls_evenly_within_the_buffer() -> None:
+def test_the_overlong_penalty_falls_linearly_within_the_buffer() -> None:
     found = overlong_penalty(torch.tensor([[10, 80, 85, 90, 100]]), 100, buffer_length=20, penalty_factor=0.5)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0.0, -0.125, -0.25, -0.5]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_takes_its_mean_and_variance_from_the_accepted_tokens(estimator: AdvEstimator) -> None:
+    accepted = torch.arange(23) % 3 != 1
+    found = estimate_advantages(estimator, REWARDS, LENGTHS, None, norm_by_std=True, accepted_T=accepted)
+    rewards = REWARDS - REWARDS.mean(dim=1, keepdim=True) if estimator.endswith("baseline") else REWARDS
+    values = rewards.flatten().repeat_interleave(LENGTHS.flatten())
+    assert found[accepted].tolist() == pytest.approx(standardised(values[accepted].tolist()), rel=1e-12)
+    assert found[~accepted].tolist() == [0.0] * int((~accepted).sum())
+
+
+def test_whitening_without_an_accepted_token_gives_zeros() -> None:
+    accepted = torch.zeros(23, dtype=torch.bool)
+    found = estimate_advantages("reinforce_plus_plus", REWARDS, LENGTHS, None, norm_by_std=True, accepted_T=accepted)
+    assert found.equal(torch.zeros(23, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The one-pass search against the oracle and against Algorithm 1 iterated literally over tokens."""
+"""The one-pass search against the oracle and against a literal Algorithm 1 that iterates over tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, ClipBoundsSettings, find_clip_bounds
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 
 ORACLE = json.loads((Path(__file__).parent / "clip_bounds_cases.json").read_text())["cases"]
@@ -58,7 +59,7 @@ def search(tokens: list[Token], settings: ClipBoundsSettings, **kwargs: Any) -> 
 
 
 def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) -> ClipBounds:
-    """The last rank's result, with a reduction that adds the ranks' vectors."""
+    """Return the result of the last rank, with a reduction that adds the vectors of all ranks."""
     vectors: list[torch.Tensor] = []
 
     def reduce(vector: torch.Tensor) -> None:
@@ -71,7 +72,7 @@ def search_in_shards(shards: list[list[Token]], settings: ClipBoundsSettings) ->
 
 
 def literal_search(tokens: list[Token], settings: ClipBoundsSettings) -> tuple[float, float, float, int]:
-    """Algorithm 1 (or the released code's loop) with one full evaluation per move: (low, high, share, num_dropped)."""
+    """Run Algorithm 1 (or the released loop) with one evaluation per move; return (low, high, share, num_dropped)."""
     kept = [
         (min(max(t.ratio, math.exp(-20)), math.exp(20)), t.advantage, t.weight)
         for t in tokens
@@ -150,7 +151,7 @@ def random_tokens(rng: random.Random) -> list[Token]:
 
 
 def values(bounds: ClipBounds) -> list[Any]:
-    """Every field, bit for bit, NaN equal to itself."""
+    """Return every field in a form that compares bit for bit, with NaN equal to itself."""
     return [repr(v.item()) if isinstance(v, torch.Tensor) else v for v in vars(bounds).values()]
 
 
@@ -184,7 +185,7 @@ def test_oracle_case(case: dict[str, Any], contribution: str) -> None:
         assert value.item() == pytest.approx(reference, abs=1e-8, rel=1e-9, nan_ok=True)
 
 
-# The released search multiplies by the mask, so that a masked NaN stops it at the start: a fault, not reproduced.
+# The released search multiplies by the mask, so a masked NaN stops it at the start. This fault is not reproduced.
 @pytest.mark.parametrize("case", [c for c in ORACLE if c["name"] != "nan_ratio_masked"], ids=lambda case: case["name"])
 def test_lower_first_with_the_ratio_measure_is_the_released_search(case: dict[str, Any]) -> None:
     settings = settings_from(case["cfg"], search_order="lower_first", target_measure="ratio")
@@ -199,6 +200,7 @@ def test_lower_first_with_the_ratio_measure_is_the_released_search(case: dict[st
 
 # Ties with the target and with grid points, NaN, infinities, masks, weights, no tokens; orders, splits, empty shards.
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.slow
 def test_2500_random_cases_match_the_literal_loop_in_any_order_and_split(seed: int) -> None:
     rng = random.Random(seed)
     outcomes = Counter[str]()
@@ -254,13 +256,13 @@ def test_a_common_scale_of_the_advantages_changes_no_bound(scale: float, contrib
     assert scaled.positive_share.item() == pytest.approx(plain.positive_share.item(), rel=1e-12)
 
 
-def test_contributions_out_of_range_vanish_below_and_are_dropped_above() -> None:
+def test_contributions_below_the_range_count_as_zero_and_above_it_are_dropped() -> None:
     found = find_clip_bounds(torch.zeros(4, dtype=torch.float64), tensor(["1e-60", "-1e-300", "1e50", "-1e308"]), PAPER)
     assert (found.outcome, found.num_dropped) == ("no_signal", 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradient_takes_a_ratio_within_rounding_of_a_grid_point_as_on_it(dtype: torch.dtype) -> None:
+def test_the_gradient_contribution_snaps_ratios_within_rounding_to_the_grid_point(dtype: torch.dtype) -> None:
     settings = ClipBoundsSettings(contribution="gradient")
     points = [round(1.2 + 0.05 * k, 2) for k in range(37)]
     for index, point in enumerate(points[:-1]):
@@ -274,7 +276,7 @@ def test_gradient_takes_a_ratio_within_rounding_of_a_grid_point_as_on_it(dtype: 
         assert found.low.item() == point
 
 
-def test_half_precision_inputs_are_read_at_full_range() -> None:
+def test_half_precision_inputs_are_supported() -> None:
     found = find_clip_bounds(
         torch.tensor([2.0, 1.0], dtype=torch.bfloat16).log(), torch.tensor([1.0, -2.0], dtype=torch.bfloat16), PAPER
     )
@@ -298,7 +300,7 @@ def test_the_dtypes_of_the_inputs_do_not_matter(dtype: torch.dtype, contribution
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
 @pytest.mark.parametrize("order", ["upper_first", "lower_first"])
 @pytest.mark.parametrize(("target", "outcome"), [(0.0, "start"), (1.0, "end")])
-def test_targets_of_none_and_all_end_where_they_must(
+def test_a_target_of_zero_stays_at_the_start_and_a_target_of_one_reaches_the_end(
     contribution: Any, order: Any, target: float, outcome: str
 ) -> None:
     settings = ClipBoundsSettings(
@@ -342,7 +344,7 @@ def test_tokens_that_are_all_unusable_give_the_starting_bounds() -> None:
     assert math.isnan(found.positive_share.item())
 
 
-def test_a_token_of_negative_weight_is_dropped_and_one_of_weight_zero_counts_for_nothing() -> None:
+def test_a_token_of_negative_weight_is_dropped_and_one_of_weight_zero_is_ignored() -> None:
     log_ratio, advantages = tensor([2, 1, 1, 1]).log(), tensor([1, -2, 5, -5])
     found = find_clip_bounds(log_ratio, advantages, PAPER, weights=tensor([1, 1, -1, 0]))
     alone = find_clip_bounds(log_ratio[:2], advantages[:2], PAPER)
@@ -350,11 +352,11 @@ def test_a_token_of_negative_weight_is_dropped_and_one_of_weight_zero_counts_for
 
 
 def test_inputs_of_unequal_length_are_refused() -> None:
-    with pytest.raises(AssertionError, match="one number per token"):
+    with pytest.raises(AssertionError, match="one value per token"):
         find_clip_bounds(tensor([0, 0]), tensor([1]), PAPER)
 
 
-def test_inputs_are_left_as_they_were() -> None:
+def test_inputs_are_not_modified() -> None:
     log_ratio, advantages, weights = tensor([-30, 0, 1]), tensor([-1, 2, -3]), tensor([1, 2, 3])
     before = [t.clone() for t in (log_ratio, advantages, weights)]
     find_clip_bounds(log_ratio, advantages, PAPER, mask=torch.tensor([True, False, True]), weights=weights)
@@ -385,7 +387,7 @@ def test_dropped_tokens_are_counted_over_all_chunks() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 131_071, 131_072, 131_073, 262_144])
 @pytest.mark.parametrize("contribution", ["value", "gradient"])
-def test_sums_at_the_chunks_ends_are_the_plain_ones(num_tokens: int, contribution: Any) -> None:
+def test_sums_are_correct_at_chunk_boundaries(num_tokens: int, contribution: Any) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     log_ratio = torch.randn(num_tokens, generator=generator, dtype=torch.float64) * 0.4
     advantages = torch.randn(num_tokens, generator=generator, dtype=torch.float64)
@@ -404,7 +406,7 @@ def test_sums_at_the_chunks_ends_are_the_plain_ones(num_tokens: int, contributio
 
 
 class HostReads(TorchFunctionMode):
-    """Counts what would make the host wait for a GPU, up to and including the copy of the result to the host."""
+    """Records the operations that make the host wait for a GPU, up to the copy of the result to the host."""
 
     WAITING = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "equal")
 
@@ -416,7 +418,7 @@ class HostReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in self.WAITING and "cpu" not in self.names:
             self.names.append(name)
-        # Indexing with a mask has to know how many elements are chosen.
+        # Indexing with a mask needs the number of selected elements on the host.
         if name == "__getitem__" and isinstance(args[1], torch.Tensor) and "cpu" not in self.names:
             self.names.append(name)
         return func(*args, **(kwargs or {}))

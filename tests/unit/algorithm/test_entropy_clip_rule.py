@@ -1,11 +1,17 @@
-"""The rule against a worked case, the clipped objective's own gradient, and the entropy after a real step."""
+"""The rule against a worked case, the gradient of the clipped objective, and the entropy after an actual step."""
 
 import math
 
 import pytest
 import torch
 
-from megatron_bapo.algorithm.entropy_clip_rule import Form, entropy_change, live, logit_step, sampled_entropy_change
+from megatron_bapo.algorithm.entropy_clip_rule import (
+    Form,
+    entropy_change,
+    has_gradient,
+    logit_step,
+    sampled_entropy_change,
+)
 
 LOW, HIGH = 0.8, 1.2
 FORMS: list[Form] = ["gradient", "printed"]
@@ -33,7 +39,7 @@ class WorkedCase:
 
 
 class RandomCase:
-    """A state whose behaviour policy is some way off."""
+    """Create a state whose behaviour policy differs from the current policy."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,41 +49,43 @@ class RandomCase:
         probs = self.log_probs.exp()
         advantages = torch.randn(len(probs), generator=generator, dtype=torch.float64)
         self.advantages = advantages - (probs * advantages).sum()
-        self.live = live(probs / self.behaviour, self.advantages, LOW, HIGH)
+        self.has_gradient = has_gradient(probs / self.behaviour, self.advantages, LOW, HIGH)
 
     def step(self, form: Form) -> torch.Tensor:
-        return logit_step(self.log_probs, self.advantages, self.live, form)
+        return logit_step(self.log_probs, self.advantages, self.has_gradient, form)
 
 
 CASES = [RandomCase(seed) for seed in range(200)]
 
 
-def test_the_worked_case_has_its_ratios_live_tokens_and_constant() -> None:
+def test_the_worked_case_has_the_expected_ratios_gradient_mask_and_constant() -> None:
     case = WorkedCase()
     assert case.ratio.tolist() == pytest.approx([0.88, 1.0, 1.0666667, 2.0])
-    live_V = live(case.ratio, case.advantages, LOW, HIGH)
-    assert live_V.tolist() == [True, True, True, False]
+    has_gradient_V = has_gradient(case.ratio, case.advantages, LOW, HIGH)
+    assert has_gradient_V.tolist() == [True, True, True, False]
     assert entropy(case.log_probs) == pytest.approx(1.245895, abs=1e-6)
-    step = logit_step(case.log_probs, case.advantages, live_V, "printed")
-    assert (step - case.advantages * live_V).tolist() == pytest.approx([0.206] * 4)
+    step = logit_step(case.log_probs, case.advantages, has_gradient_V, "printed")
+    assert (step - case.advantages * has_gradient_V).tolist() == pytest.approx([0.206] * 4)
 
 
 @pytest.mark.parametrize(
     ("form", "covariance", "change"), [("printed", 0.01175951, -1.1864e-5), ("gradient", -0.00788954, 7.8795e-6)]
 )
-def test_the_worked_case_has_its_covariance_and_entropy_change(form: Form, covariance: float, change: float) -> None:
+def test_the_worked_case_has_the_expected_covariance_and_entropy_change(
+    form: Form, covariance: float, change: float
+) -> None:
     case = WorkedCase()
-    step = logit_step(case.log_probs, case.advantages, live(case.ratio, case.advantages, LOW, HIGH), form)
+    step = logit_step(case.log_probs, case.advantages, has_gradient(case.ratio, case.advantages, LOW, HIGH), form)
     assert entropy_change(case.log_probs, step).item() == pytest.approx(-covariance, abs=5e-9)
     measured = entropy(case.log_probs + 1e-3 * step) - entropy(case.log_probs)
     assert measured == pytest.approx(change, rel=1e-4)
 
 
-def test_a_wider_upper_bound_makes_the_worked_cases_entropy_rise() -> None:
+def test_a_wider_upper_bound_increases_the_entropy_of_the_worked_case() -> None:
     case = WorkedCase()
-    live_V = live(case.ratio, case.advantages, LOW, 3.0)
-    assert live_V.all()
-    step = logit_step(case.log_probs, case.advantages, live_V, "printed")
+    has_gradient_V = has_gradient(case.ratio, case.advantages, LOW, 3.0)
+    assert has_gradient_V.all()
+    step = logit_step(case.log_probs, case.advantages, has_gradient_V, "printed")
     assert entropy_change(case.log_probs, step).item() == pytest.approx(0.205919, abs=5e-7)
 
 
@@ -89,7 +97,7 @@ def test_the_gradient_form_is_the_clipped_objectives_gradient(case: RandomCase) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_predictions_are_finite_differences_and_err_by_the_square_of_the_rate(form: Form) -> None:
+def test_predictions_match_finite_differences_with_an_error_of_second_order_in_the_rate(form: Form) -> None:
     for case in CASES:
         step, before = case.step(form), entropy(case.logits)
         predicted = entropy_change(case.log_probs, step).item()
@@ -116,7 +124,7 @@ def test_the_expectation_over_sampled_tokens_is_the_covariance_without_the_const
         estimates = sampled_entropy_change(
             case.log_probs, case.behaviour.log(), entropies, case.advantages, tensor(LOW)[0], tensor(HIGH)[0], form
         )
-        gain = case.advantages * case.live
+        gain = case.advantages * case.has_gradient
         without_constant = case.log_probs.exp() * gain if form == "gradient" else gain
         expected = entropy_change(case.log_probs, without_constant)
         assert (case.behaviour * estimates).sum().item() == pytest.approx(expected.item(), abs=1e-12)
@@ -124,7 +132,7 @@ def test_the_expectation_over_sampled_tokens_is_the_covariance_without_the_const
             assert expected.item() == pytest.approx(entropy_change(case.log_probs, case.step(form)).item(), abs=1e-12)
 
 
-def test_a_token_without_a_finite_estimate_counts_as_nothing() -> None:
+def test_a_token_without_a_finite_estimate_contributes_zero() -> None:
     log_probs, behaviour = tensor(-1.0, math.nan, -1.0), tensor(-1.0, -1.0, -1.0)
     advantages = tensor(1.0, 1.0, math.inf)
     found = sampled_entropy_change(

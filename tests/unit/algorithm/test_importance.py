@@ -36,7 +36,7 @@ def test_equal_log_probs_have_no_mismatch() -> None:
     assert sums.mult_prob_error_sum.item() == sums.importance_ratio_sum.item() == 2
 
 
-def test_nan_tokens_are_left_out_and_counted() -> None:
+def test_nan_tokens_are_dropped_and_counted() -> None:
     sums = mismatch_sums(torch.tensor([math.nan, -1.0]), torch.tensor([-1.0, -1.0]))
     assert (sums.num_tokens.item(), sums.num_dropped.item(), sums.abs_prob_diff_max.item()) == (1, 1, 0)
     assert sums.mult_prob_error_sum.item() == sums.importance_ratio_sum.item() == 1

@@ -1,4 +1,4 @@
-"""Each objective's value and gradient against its formula, as a loop over tokens in Python's floats."""
+"""Value and gradient of each objective against its formula, computed token by token with Python floats."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.objectives import sequence_log_ratios
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics, token_weights
+from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics, token_weights
 from megatron_bapo.config.algorithm import AlgorithmConfig
 
 LENGTHS = [7, 1, 12, 30]
@@ -19,7 +20,7 @@ LOW, HIGH, DUAL = 0.8, 1.28, 3.0
 
 
 def tokens(*, per_sequence: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Current and behaviour log-probs, and advantages; or two sequences of four that are clipped as a whole."""
+    """Return current and behaviour log-probs and advantages, optionally with two of four sequences clipped entirely."""
     generator = torch.Generator().manual_seed(3)
     behaviour = -3 * torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64)
     current = behaviour + 0.7 * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
@@ -46,7 +47,7 @@ def dual_clipped(ratio: float, advantage: float) -> tuple[float, float]:
 
 
 Formula = Callable[[float, float], tuple[float, float]]
-"""(ratio, advantage) -> the token's objective and its derivative by the log-prob."""
+"""(ratio, advantage) -> objective of the token and its derivative by the log-prob."""
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_the_clipped_surrogates(formula: Formula, settings: dict[str, Any]) -> N
     assert 10 < sum(derivative == 0 for _, derivative in pairs) < 40
 
 
-def test_dual_clip_counts_what_it_cuts() -> None:
+def test_dual_clip_counts_the_tokens_that_it_clips() -> None:
     current, behaviour, advantages = tokens()
     batch = LossTokens(behaviour, advantages, torch.ones_like(advantages))
     settings = AlgorithmConfig(objective="ppo", clip_ratio_c=DUAL)
@@ -94,7 +95,7 @@ def test_cispo_weights_the_log_prob_of_every_token() -> None:
 
 
 def test_gspo_is_the_clipped_surrogate_of_sequences_and_has_its_gradient() -> None:
-    """The reference differentiates the sequences' own objective, mean over sequences of min(s A, clip(s) A)."""
+    """Compare with the derivative of the sequence objective, the mean over sequences of min(s A, clip(s) A)."""
     current, behaviour, advantages = tokens(per_sequence=True)
     lengths = torch.tensor(LENGTHS)
     index = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
@@ -119,7 +120,7 @@ def test_gspo_is_the_clipped_surrogate_of_sequences_and_has_its_gradient() -> No
     assert 0 < slopes.count(0.0) < len(slopes)
 
 
-def test_sequence_ratios_do_not_depend_on_the_split_over_ranks_and_leave_out_what_does_not_count() -> None:
+def test_sequence_ratios_exclude_unusable_tokens_and_do_not_depend_on_the_split_over_ranks() -> None:
     current, behaviour, _ = tokens()
     log_ratio = (current - behaviour).detach()
     log_ratio[3] = math.nan
@@ -140,7 +141,7 @@ def test_sequence_ratios_do_not_depend_on_the_split_over_ranks_and_leave_out_wha
 
 
 @pytest.mark.parametrize("objective", ["bapo", "ppo", "gspo", "cispo"])
-def test_a_chunk_at_a_time_gives_the_loss_of_the_whole(objective: str) -> None:
+def test_the_loss_of_chunks_adds_up_to_the_loss_of_the_micro_batch(objective: str) -> None:
     current, behaviour, advantages = tokens()
     correction = torch.rand(len(current), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     sequence = torch.linspace(-0.3, 0.3, len(current), dtype=torch.float64) if objective == "gspo" else None
@@ -158,7 +159,7 @@ def chunks_of(current: Tensor) -> Iterator[tuple[Tensor, slice]]:
 
 
 def evaluate(current: Tensor, batch: LossTokens, settings: dict[str, Any]) -> tuple[float, list[float]]:
-    """The objective, which is the negative loss, and its gradient by the current log-probs."""
+    """Return the objective, which is the negative loss, and its gradient by the current log-probs."""
     loss = policy_loss(
         current,
         torch.zeros_like(current),

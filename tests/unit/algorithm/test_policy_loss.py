@@ -25,14 +25,14 @@ MODES: tuple[LossAggMode, ...] = ("token-mean", "seq-mean-token-sum", "seq-mean-
 def loss_and_sums(
     current: Tensor, *columns: Tensor, settings: AlgorithmConfig = PPO, **optional: Tensor
 ) -> tuple[Tensor, PolicyLossSums]:
-    """Of tokens with the given behaviour log-probs, advantages and weights; their entropy is 1."""
+    """Compute the loss of tokens with the given behaviour log-probs, advantages and weights, and entropy 1."""
     tokens = LossTokens(*columns, **optional)
     loss = policy_loss(current, torch.ones_like(current), tokens, LOW, HIGH, settings)
     return loss, policy_statistics(current.detach(), tokens, LOW, HIGH, settings)
 
 
 def random_tokens(num_tokens: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Current and behaviour log-probs, advantages, weights."""
+    """Return current and behaviour log-probs, advantages and weights."""
     generator = torch.Generator().manual_seed(0)
     behaviour = -torch.rand(num_tokens, generator=generator, dtype=dtype) * 3
     current = behaviour + torch.randn(num_tokens, generator=generator, dtype=dtype) * 0.5
@@ -119,14 +119,14 @@ def test_loss_gradient_and_statistics_do_not_depend_on_the_split(sizes: list[int
     torch.testing.assert_close(split_sums, sums, rtol=1e-12, atol=1e-12)
 
 
-def test_unusable_tokens_add_nothing_and_leave_finite_gradients() -> None:
+def test_unusable_tokens_contribute_nothing_and_gradients_stay_finite() -> None:
     nan, inf = math.nan, math.inf
     current = torch.tensor([-1.0, nan, -1.0, -inf, -1.0, -1.0, -inf], requires_grad=True)
     behaviour = torch.tensor([-1.0, -1.0, nan, -1.0, -1.0, -1.0, -inf])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, nan, inf, 1.0])
     loss, sums = loss_and_sums(current, behaviour, advantages, torch.ones(7))
     loss.backward()
-    # The fourth is a ratio of e^-20 after clamping, below the lower bound.
+    # The fourth token has a ratio of e^-20 after clamping, which is below the lower bound.
     assert loss.item() == pytest.approx(-1.0 + 0.7)
     assert current.grad is not None
     assert current.grad.equal(torch.tensor([-1.0, 0, 0, 0, 0, 0, 0]))
@@ -143,7 +143,7 @@ def test_a_huge_ratio_is_clamped_and_has_no_gradient() -> None:
     assert current.grad.item() == 0
 
 
-def test_tokens_of_weight_zero_do_not_exist() -> None:
+def test_tokens_of_weight_zero_are_ignored() -> None:
     nan = math.nan
     loss, sums = loss_and_sums(
         torch.tensor([-1.0, nan, -0.5]), torch.tensor([-1.0, -1.0, -1.0]), torch.ones(3), torch.tensor([1.0, 0, 0])
@@ -151,7 +151,7 @@ def test_tokens_of_weight_zero_do_not_exist() -> None:
     assert (loss.item(), sums.num_tokens.item(), sums.num_dropped.item(), sums.k1_kl.item()) == (-1.0, 1, 0, 0)
 
 
-def test_a_rejected_token_does_not_exist_and_the_others_are_weighted_by_their_correction() -> None:
+def test_rejected_tokens_are_ignored_and_the_others_are_weighted_by_their_correction() -> None:
     columns = torch.tensor([-1.0, math.nan, -0.5]), torch.tensor([-1.0] * 3), torch.ones(3), torch.ones(3)
     current = columns[0].requires_grad_()
     correction = torch.tensor([0.25, 0.0, 0.0])
@@ -177,7 +177,7 @@ def test_entropy_bonus_and_kl_are_weighted_like_the_tokens_and_not_by_the_correc
     torch.testing.assert_close(kl_loss, weights.sum() * 0.3**2 / 2)
 
 
-def test_an_unusable_token_spoils_neither_kl_nor_entropy() -> None:
+def test_an_unusable_token_affects_neither_kl_nor_entropy() -> None:
     current = torch.tensor([-1.0, math.nan], requires_grad=True)
     entropy = torch.tensor([1.0, math.nan], requires_grad=True)
     tokens = LossTokens(*torch.tensor([[-1.0, -1.0], [1.0, 1.0], [1.0, 1.0]]), reference_log_probs_T=current.detach())

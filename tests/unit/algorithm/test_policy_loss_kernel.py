@@ -1,4 +1,4 @@
-"""The kernel against the loss in float64, on the GPU where there is one and in Triton's interpreter elsewhere."""
+"""The kernel against the float64 loss, on a GPU if there is one and otherwise in Triton's interpreter."""
 
 import math
 from dataclasses import fields
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_bapo.algorithm import policy_loss_kernel
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.parallel.platform import local_device
 from tests.tolerances import FUSED_LOSS
@@ -26,7 +27,7 @@ SETTINGS = {
 
 
 def random_tokens(num: int, *, corrected: bool, of_sequences: bool) -> tuple[Tensor, Tensor, LossTokens]:
-    """Current log-probs, entropy, and the rest, float32; the first tokens are what a loss must survive."""
+    """Return current log-probs, entropy and the other inputs, float32; the first tokens have unusable values."""
     generator = torch.Generator().manual_seed(num)
     current, behaviour, advantages, weights, entropy, reference, sequence = torch.randn(7, num, generator=generator)
     behaviour = -behaviour.abs() * 3
@@ -67,9 +68,7 @@ def loss_and_gradients(
 @pytest.mark.parametrize("num", [0, 1, 77])
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_loss_and_gradient_are_those_of_float64(
-    name: str, corrected: bool, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradient_match_float64(name: str, corrected: bool, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_loss_kernel, "BLOCK", 32)
     given = random_tokens(num, corrected=corrected, of_sequences=name == "gspo")
 
@@ -82,8 +81,8 @@ def test_loss_and_gradient_are_those_of_float64(
     assert num < 77 or 0 < (exact[1] == 0).sum() < num
 
 
-def test_on_a_bound_the_gradient_is_what_torch_gives() -> None:
-    """Exactly at the clip bounds, the dual bound and the ends of the log-ratio's clamp."""
+def test_the_gradient_at_a_bound_matches_torch() -> None:
+    """Compare ratios exactly at the clip bounds, the dual bound and the limits of the log-ratio clamp."""
     behaviour, advantages = torch.zeros(8), torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0, 0.0])
     log_ratios = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 20.0, -20.0, 0.0])
     tokens = LossTokens(behaviour, advantages, torch.ones(8))

@@ -1,4 +1,4 @@
-"""Weights and rejections against their definitions, as a loop over tokens in Python's floats."""
+"""Weights and rejections against their definitions, computed token by token with Python floats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = [5, 1, 20, 8]
 
 
 def log_probs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Proximal and rollout."""
+    """Return proximal and rollout log-probs."""
     generator = torch.Generator().manual_seed(1)
     rollout = -2 * torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64)
     return rollout + 0.5 * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64), rollout
@@ -26,7 +26,7 @@ def correct(**settings: Any) -> RolloutCorrection:
 
 
 def ratios(level: str) -> list[float]:
-    """Each token's ratio at a level."""
+    """Return the ratio of each token at a level."""
     proximal, rollout = (values.tolist() for values in log_probs())
     found, start = [], 0
     for length in LENGTHS:
@@ -49,7 +49,7 @@ def test_importance_weights_are_truncated_ratios(level: str) -> None:
 @pytest.mark.parametrize(
     ("level", "lower", "upper"), [("token", 0.9, 1.1), ("sequence", 0.3, 2.0), ("geometric", 0.9, 1.1)]
 )
-def test_what_lies_outside_the_thresholds_is_rejected_and_counted(level: str, lower: float, upper: float) -> None:
+def test_ratios_outside_the_thresholds_are_rejected_and_counted(level: str, lower: float, upper: float) -> None:
     correction = correct(rollout_rs=level, rollout_rs_threshold=upper, rollout_rs_threshold_lower=lower)
     kept = [lower <= r <= upper for r in ratios(level)]
     assert correction.weights_T.tolist() == [float(k) for k in kept]
@@ -59,7 +59,7 @@ def test_what_lies_outside_the_thresholds_is_rejected_and_counted(level: str, lo
     assert 0 < sum(kept) < len(kept)
 
 
-def test_the_lower_threshold_is_the_upper_ones_inverse_by_default() -> None:
+def test_the_lower_threshold_defaults_to_the_inverse_of_the_upper_one() -> None:
     kept = correct(rollout_rs="token", rollout_rs_threshold=1.25).weights_T
     assert kept.tolist() == [float(0.8 <= r <= 1.25) for r in ratios("token")]
 
@@ -73,7 +73,7 @@ def test_weights_and_rejection_combine() -> None:
     assert 0 < expected.count(0.0) < len(expected)
 
 
-def test_equal_policies_are_left_alone() -> None:
+def test_equal_policies_get_no_correction() -> None:
     _, rollout = log_probs()
     settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="sequence")
     correction = rollout_correction(rollout, rollout, torch.tensor(LENGTHS), settings)

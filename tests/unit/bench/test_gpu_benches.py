@@ -1,4 +1,4 @@
-"""Every GPU bench at a toy size on whatever device is here, and what it says where there is no GPU."""
+"""Tests of the GPU benchmarks at toy size on the available device, and of their message without a GPU."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ STEP = {"max_tokens": 64, "step_tokens": 128, "dtype": "float32"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a config.json and no weights."""
+    """Return a folder with a config.json and no weights."""
     folder = tmp_path_factory.mktemp("model")
     Qwen2Config(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
@@ -42,7 +42,7 @@ def test_without_a_gpu_a_bench_ends_with_the_reason(name: str, monkeypatch: pyte
     module = sys.modules[f"bench.{name}"]
     with pytest.raises(SystemExit) as ended:
         module.main()
-    assert "measures a GPU, and there is none here" in str(ended.value)
+    assert "needs a GPU, and none is found" in str(ended.value)
 
 
 def test_every_gpu_bench_is_run_by_make_gpu_bench() -> None:
@@ -54,7 +54,7 @@ def test_every_gpu_bench_is_run_by_make_gpu_bench() -> None:
     assert all(name in printed for name in BENCHES)
 
 
-def test_what_is_found_is_left_with_the_versions_that_it_holds_for(tmp_path: Path) -> None:
+def test_results_are_saved_with_package_versions(tmp_path: Path) -> None:
     results.save("some_bench", {"ratios": {"of_copy": 0.5}}, tmp_path / "gpu")
     left = json.loads((tmp_path / "gpu" / "some_bench.json").read_text())
     assert left["ratios"] == {"of_copy": 0.5}
@@ -75,7 +75,7 @@ def test_the_train_steps_flops_are_those_of_the_planner(model: Path, groups: Par
     assert found.flops / found.tokens_per_s == pytest.approx(per_step / 128, rel=1e-9)
 
 
-def test_long_micro_batches_compute_their_activations_again() -> None:
+def test_long_micro_batches_recompute_their_activations() -> None:
     for length, recomputed in (("8k", None), ("32k", "full")):
         config = gpu_train_step.make_config(FOLDER / "Qwen2.5-3B", gpu_train_step.TOKENS[length], 4, {})
         assert config.parallel.recompute_granularity == recomputed
@@ -98,7 +98,8 @@ def test_kernels_and_losses_are_timed_by_both_paths() -> None:
     assert set(gpu_kernels.losses(size)) == {"loss alone", "whole loss"}
 
 
-def test_an_engines_process_takes_every_parameter(model: Path) -> None:
+@pytest.mark.slow
+def test_an_engines_process_receives_every_parameter(model: Path) -> None:
     num_bytes, seconds = gpu_weight_handover.measure(model)
     parameters = gpu_weight_handover.make_parameters(gpu_weight_handover.make_plan(model))
     assert num_bytes == sum(tensor.nbytes for tensor in parameters.values())

@@ -1,4 +1,4 @@
-"""A configuration to break, one rule at a time."""
+"""A valid configuration, of which tests break one rule at a time."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ ARITHMETIC = {"reasoning_gym": {"chain_sum": {}}, "size": 100, "seed": 1}
 
 
 def config(**values: Any) -> Config:
-    """A valid config with the given dotted keys (`__` for the dot) replaced."""
+    """Return a valid config with the given dotted keys (`__` for the dot) replaced."""
     tree: dict[str, Any] = {
         "run_dir": "runs/test",
         "model": {"create": {"max_position_embeddings": 4096}, "dtype": "float32"},

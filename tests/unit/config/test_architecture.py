@@ -34,7 +34,7 @@ LLAMA3 = {
 
 
 def read(folder: Path, config: PretrainedConfig, absent: tuple[str, ...] = (), **changes: object) -> Architecture:
-    """What is read from the config.json that transformers writes, with some fields changed."""
+    """Read the config.json that transformers writes, with some fields changed."""
     config.save_pretrained(folder)
     file = folder / "config.json"
     fields = json.loads(file.read_text()) | changes
@@ -114,8 +114,8 @@ def test_rope_scaling_is_read_under_every_name_it_has_had(tmp_path, field, kind,
     assert architecture.rope_theta == 1e6
 
 
-def test_yarn_stretches_the_context_that_it_was_trained_with(tmp_path):
-    """Qwen's recipe leaves max_position_embeddings as it was; other types of RoPE state the whole length there."""
+def test_yarn_multiplies_the_original_context_length(tmp_path):
+    """Qwen's recipe leaves max_position_embeddings unchanged; other RoPE types have the whole length there."""
     recipe = {"rope_parameters": None, "rope_theta": 1e6, "max_position_embeddings": 40960}
 
     assert read(tmp_path, CONFIGS["qwen3"], **recipe, rope_scaling=YARN).context_length == 131072
@@ -139,12 +139,12 @@ def test_yarn_stretches_the_context_that_it_was_trained_with(tmp_path):
         ({**YARN, "partial_rotary_factor": 0.5}, r"rope_scaling\.partial_rotary_factor is 0\.5"),
     ],
 )
-def test_rope_that_the_trainer_cannot_honour_is_refused_by_its_field(tmp_path, scaling, message):
+def test_an_unsupported_rope_setting_is_refused_by_its_field(tmp_path, scaling, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["llama"], rope_parameters=None, rope_scaling=scaling)
 
 
-def test_two_statements_about_rope_are_refused(tmp_path):
+def test_rope_settings_in_two_fields_are_refused(tmp_path):
     with pytest.raises(UserError, match="rope_scaling and rope_parameters are both given"):
         read(tmp_path, CONFIGS["llama"], rope_scaling=YARN)
 
@@ -154,7 +154,7 @@ def test_without_key_value_heads_every_head_has_its_own(tmp_path, family):
     assert read(tmp_path, CONFIGS[family], num_key_value_heads=None).num_key_value_heads == 4
 
 
-def test_only_llama_configs_may_say_nothing_of_key_value_heads(tmp_path):
+def test_only_llama_configs_may_omit_the_number_of_key_value_heads(tmp_path):
     absent = ("num_key_value_heads",)
 
     assert read(tmp_path, CONFIGS["llama"], absent).num_key_value_heads == 4
@@ -193,14 +193,14 @@ def test_tied_embeddings_are_read(tmp_path, tie):
         ("num_nextn_predict_layers", 1),
     ],
 )
-def test_a_value_that_the_trainer_cannot_honour_is_refused_by_field_and_value(tmp_path, field, value):
+def test_an_unsupported_value_is_refused_with_its_field(tmp_path, field, value):
     with pytest.raises(UserError) as caught:
         read(tmp_path, CONFIGS["llama"], **{field: value})
 
     assert f"{tmp_path / 'config.json'}: {field} is {value!r}" in str(caught.value)
 
 
-def test_layers_with_a_window_are_refused_even_where_the_switch_is_off(tmp_path):
+def test_sliding_window_layers_are_refused_even_if_use_sliding_window_is_false(tmp_path):
     kinds = ["full_attention", "sliding_attention"] * 3
 
     with pytest.raises(UserError, match=r"layer_types has 'sliding_attention', which the trainer does not support"):
@@ -212,7 +212,7 @@ def test_a_missing_field_is_named_with_its_file(tmp_path, field):
     with pytest.raises(UserError) as caught:
         read(tmp_path, CONFIGS["qwen2"], absent=(field,))
 
-    assert f"{tmp_path / 'config.json'}: {field} is missing; take the checkpoint's original" in str(caught.value)
+    assert f"{tmp_path / 'config.json'}: {field} is missing; use the checkpoint's original" in str(caught.value)
 
 
 @pytest.mark.parametrize("field", [name for name in EXPERTS if name != "norm_topk_prob"])
@@ -224,7 +224,7 @@ def test_a_missing_field_of_the_experts_is_named(tmp_path, field):
 @pytest.mark.parametrize(
     ("field", "value"), [("hidden_size", "64"), ("vocab_size", 0), ("num_hidden_layers", 2.0), ("rms_norm_eps", 0)]
 )
-def test_a_size_that_is_none_is_refused(tmp_path, field, value):
+def test_a_size_that_is_not_a_positive_number_is_refused(tmp_path, field, value):
     with pytest.raises(UserError, match=rf"{field} is {value!r}; it must be a positive"):
         read(tmp_path, CONFIGS["llama"], **{field: value})
 
@@ -232,17 +232,17 @@ def test_a_size_that_is_none_is_refused(tmp_path, field, value):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, more than num_experts=8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must not exceed num_experts=8"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob is True with num_experts_per_tok=1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
     ],
 )
-def test_experts_that_cannot_be_are_refused(tmp_path, changes, message):
+def test_impossible_expert_settings_are_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["qwen3_moe"], num_experts=8, **changes)
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path):
+def test_all_problems_are_reported_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         read(tmp_path, CONFIGS["llama"], absent=("vocab_size",), hidden_act="gelu", use_sliding_window=True)
 
@@ -260,7 +260,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
         ({"rope_parameters": YARN | {"factor": "x"}}, "rope_parameters.factor is 'x'; it must be a number"),
     ],
 )
-def test_a_field_of_another_kind_is_named(tmp_path, changes, problem):
+def test_a_field_of_the_wrong_type_is_named(tmp_path, changes, problem):
     with pytest.raises(UserError, match=rf"config\.json: {problem}"):
         read(tmp_path, CONFIGS["qwen3_moe"], **changes)
 

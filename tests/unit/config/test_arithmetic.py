@@ -30,19 +30,19 @@ def test_everything_is_counted_in_trajectories() -> None:
 
 def test_token_limits_are_counted_for_the_longest_trajectories() -> None:
     assert "1,000 prompt + 3,000 response = 4,000 at most per trajectory" in rows()["tokens"]
-    assert "10,000 holds 2 such, so an update takes at most 32 micro-batches per rank" in rows()["tokens"]
+    assert "10,000 holds 2 such trajectories, so an update takes at most 32 micro-batches per rank" in rows()["tokens"]
 
 
 def test_held_out_samples_and_warm_start_are_listed() -> None:
-    assert rows()["held-out samples"] == "none: data.validation is not given"
+    assert rows()["held-out samples"] == "none: data.validation is not set"
     assert "warm start" not in rows()
     data = {"train": {"path": "x.jsonl"}, "validation": {"path": "y.jsonl"}}
     table = rows(data=data, evaluation={"every_steps": 5}, warm_start={"num_steps": 300})
     assert table["held-out samples"] == "4 per prompt, before the first and after the last step, and every 5 steps"
-    assert table["warm start"] == "300 supervised updates of 128 worked examples"
+    assert table["warm start"] == "300 supervised updates of 128 demonstrations"
 
 
-def test_prompts_and_objective_are_said() -> None:
+def test_prompts_and_objective_are_listed() -> None:
     assert (rows()["training prompts"], rows()["objective"]) == ("x.jsonl", "bapo, with advantages by grpo")
     tasks = {"reasoning_gym": {"spell_backward": {}, "chain_sum": {"max_terms": 2}}, "size": 15000}
     table = rows(data={"train": tasks}, algorithm={"objective": "gspo", "adv_estimator": "rloo"})
@@ -50,17 +50,17 @@ def test_prompts_and_objective_are_said() -> None:
     assert table["objective"] == "gspo, with advantages by rloo"
 
 
-def test_when_answers_are_generated_and_how_old_they_may_be_is_said() -> None:
+def test_the_rollout_mode_and_the_staleness_are_listed() -> None:
     assert rows()["rollouts"] == "sync: while the trainer waits"
     rollout = {"n": 16, "max_response_length": 3000, "mode": "async", "max_staleness": 2}
     table = rows(rollout=rollout | {"partial_rollout": {"token_budget": 500}, "filter_groups": {"enable": True}})
     assert table["rollouts"] == (
-        "async: also while the trainer trains, tokens of up to 2 policy versions before, answers in pieces of 500 "
-        "tokens, groups of equal rewards dropped and refilled"
+        "async: also while the trainer trains, tokens up to 2 policy versions old, responses in segments of 500 "
+        "tokens, groups of equal rewards dropped and replaced"
     )
 
 
-def test_the_behaviour_policy_is_said() -> None:
+def test_the_behaviour_policy_is_listed() -> None:
     assert rows()["behaviour policy"].startswith("rollout: ratios are current / rollout log-probs")
     correction = {"rollout_is": "token", "rollout_rs": "geometric"}
     row = rows(algorithm={"behaviour_policy": "recomputed", "rollout_correction": correction})["behaviour policy"]

@@ -16,7 +16,7 @@ FIXED_ON_RESUME = (
     *("seed", "model.path", "model.create", "model.dtype", "fp8", "data", "algorithm", "optimizer", "warm_start"),
     *("trainer.train_batch_size", "trainer.ppo_mini_batch_size", "trainer.ppo_epochs"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.n"),
-    *("rollout.max_response_length", "rollout.mode", "rollout.max_staleness", "rollout.max_reuse"),
+    *("rollout.max_response_length", "rollout.mode", "rollout.max_staleness", "rollout.max_reuse", "rollout.on_stale"),
     *("rollout.partial_rollout", "rollout.filter_groups"),
     *("reward.type", "reward.function", "reward.partial_credit"),
     *("reward.timeout_reward", "reward.truncated_reward"),
@@ -40,7 +40,7 @@ def test_a_valid_config_passes_without_warnings() -> None:
     ],
     ids=str,
 )
-def test_what_biases_nothing_is_allowed(values: dict[str, Any]) -> None:
+def test_settings_that_do_not_bias_the_ratios_are_allowed(values: dict[str, Any]) -> None:
     assert check_config(config(**values)) == []
 
 
@@ -48,13 +48,13 @@ def test_minibatches_need_not_split_evenly_over_ranks() -> None:
     assert check_config(config(parallel__world_size=3, warm_start={"num_steps": 1, "batch_size": 10})) == []
 
 
-def test_gspo_is_told_that_its_weights_are_not_the_papers() -> None:
+def test_gspo_with_another_loss_aggregation_than_its_papers_is_warned_about() -> None:
     (warning,) = check_config(config(algorithm__objective="gspo"))
     assert "loss_agg_mode=token-mean" in warning
     assert "Set loss_agg_mode=seq-mean-token-mean" in warning
 
 
-def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> None:
+def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -> None:
     by_answer = {"algorithm__loss_agg_mode": "seq-mean-token-mean"}
     (warning,) = check_config(config(**by_answer))
     assert "clip_bounds.weights=token" in warning
@@ -86,8 +86,8 @@ def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> Non
         ),
         (
             {"parallel__virtual_pipeline_model_parallel_size": 2},
-            "parallel.virtual_pipeline_model_parallel_size=2 with parallel.pipeline_model_parallel_size=1",
-            "interleaves the chunks of several stages",
+            "parallel.virtual_pipeline_model_parallel_size=2",
+            "interleaves the chunks of several stages, but parallel.pipeline_model_parallel_size=1",
             "raise pipeline_model_parallel_size",
         ),
         (
@@ -98,40 +98,40 @@ def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> Non
         ),
         (
             {"parallel__sequence_parallel": True},
-            "parallel.sequence_parallel=true with parallel.tensor_model_parallel_size=1",
-            "splits sequences over tensor-parallel ranks",
+            "parallel.sequence_parallel=true",
+            "splits sequences over tensor-parallel ranks, but parallel.tensor_model_parallel_size=1",
             "set sequence_parallel=false or raise tensor_model_parallel_size",
         ),
         (
             {"parallel__world_size": 64},
             "trainer.ppo_mini_batch_size=32 trajectories",
-            "leave some of 64 data-parallel ranks (parallel.world_size=64 / 1) without any",
+            "must be at least one for each of the 64 data-parallel ranks (parallel.world_size=64 / 1)",
             "set it to 64 or more",
         ),
         (
             {"parallel__world_size": 4, "warm_start": {"num_steps": 1, "batch_size": 3}},
             "warm_start.batch_size=3",
-            "leave some of 4 data-parallel ranks",
+            "must be at least one for each of the 4 data-parallel ranks",
             "set it to 4 or more",
         ),
         (
             {"warm_start": {"num_steps": 1, "demonstration": "mine:shown"}},
             "warm_start.demonstration=mine:shown",
-            "there is no environment to reply",
-            "set environment",
+            "demonstrates replies of an environment, but environment is not set",
+            "set it, or remove warm_start.demonstration",
         ),
         ({"rollout__n": 1}, "rollout.n=1", "zero in a group of one", "set rollout.n to 2 or more"),
         (
             {"algorithm__rollout_correction": {"rollout_is": "token"}},
             "algorithm.rollout_correction with algorithm.behaviour_policy=rollout",
-            "between the rollout's and the recomputed log-probs",
+            "the difference between rollout and recomputed log-probs",
             "set behaviour_policy=recomputed",
         ),
         (
             {"algorithm__clip_ratio_c": 3.0, "algorithm__objective": "cispo"},
             "algorithm.clip_ratio_c=3.0",
             "weights are clipped",
-            "leave clip_ratio_c out",
+            "remove clip_ratio_c",
         ),
         (
             {"algorithm__overlong": {"mode": "penalty", "buffer_length": 101}},
@@ -142,7 +142,7 @@ def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> Non
         (
             {"rollout__top_p": 0.9},
             "rollout.top_p=0.9",
-            "the engine then renormalises",
+            "the engine then normalizes over the tokens that it keeps",
             "set top_p=1, top_k=-1, min_p=0",
         ),
         (
@@ -188,7 +188,7 @@ def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> Non
         (
             {"data__validation": ARITHMETIC},
             "reasoning_gym chain_sum with seed 1",
-            "held-out prompts are left out of training",
+            "held-out prompts are excluded from training",
             "another seed",
         ),
         (
@@ -213,7 +213,7 @@ def test_bounds_that_balance_another_sum_than_the_loss_are_warned_about() -> Non
             {"rollout__tensor_parallel_size": 8},
             "model.create: num_attention_heads=4",
             "must be a multiple of rollout.tensor_parallel_size=8",
-            "choose one that divides 4",
+            "choose a size that divides 4",
         ),
         (
             {"model__create__max_position_embeddings": 150},
@@ -236,23 +236,24 @@ def test_reasoning_gyms_scorers_are_refused_for_prompts_from_a_file(tmp_path: Pa
     file = tmp_path / "train.jsonl"
     file.touch()
     (problem,) = problems(config(data__train={"path": file}))
-    assert f"reward.type=reasoning_gym scores reasoning_gym tasks only, and data.train.path={file} is a file" in problem
-    assert "use data.train.reasoning_gym, or reward.type=math_verify or function" in problem
+    assert f"reward.type=reasoning_gym scores only reasoning-gym tasks, but data.train.path={file} is a file" in problem
+    assert "set data.train.reasoning_gym, or reward.type=math_verify or function" in problem
 
 
-def test_what_rewards_and_curriculum_need_from_outside_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_and_variables_of_rewards_and_curriculum_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     remote = {"url": "https://host/score", "authorization_env": "REWARD_TOKEN"}
     broken = config(reward={"type": "remote", "remote": remote}, data__curriculum={"pass_rates": "no/such/rates.jsonl"})
     monkeypatch.delenv("REWARD_TOKEN", raising=False)
     file, variable = problems(broken)
     assert "data.curriculum.pass_rates=no/such/rates.jsonl must be an existing file" in file
-    assert "reward.remote.authorization_env=REWARD_TOKEN is not set in the environment; set it to the whole" in variable
+    assert "reward.remote.authorization_env=REWARD_TOKEN names an environment variable that is not set" in variable
+    assert "set it to the whole Authorization header" in variable
     monkeypatch.setenv("REWARD_TOKEN", "Bearer word")
     assert len(problems(broken)) == 1
 
 
 def test_without_wandb_a_run_that_reports_to_it_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where a folder has its name, which Python takes for a package."""
+    """A folder of the same name, which Python takes for a namespace package, does not count."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
@@ -260,28 +261,34 @@ def test_without_wandb_a_run_that_reports_to_it_does_not_start(monkeypatch: pyte
     assert "logging.wandb needs the package wandb, which is not installed: pip install wandb" in problem
 
 
-def test_ranks_that_are_profiled_must_be_there() -> None:
+def test_profiled_ranks_must_exist() -> None:
     (problem,) = problems(config(parallel__world_size=2, logging__profile_ranks=[0, 2]))
-    assert "logging.profile_ranks=[0, 2] must be of the trainer ranks 0 to 1" in problem
+    assert "logging.profile_ranks=[0, 2] must be trainer ranks, which are 0 to 1" in problem
 
 
 @pytest.mark.parametrize(
     ("section", "values", "rule"),
     [
-        ("reward", {"type": "remote"}, "reward.remote goes with reward.type=remote, and only with it"),
-        ("reward", {"remote": {"url": "http://host"}}, "reward.remote goes with reward.type=remote, and only with it"),
+        ("reward", {"type": "remote"}, "reward.remote is required by reward.type=remote and allowed only there"),
+        (
+            "reward",
+            {"remote": {"url": "http://host"}},
+            "reward.remote is required by reward.type=remote and allowed only there",
+        ),
         (
             "reward",
             {"type": "function", "function": "f"},
             "reward.function is 'f'; write it as path.to.module:function",
         ),
-        ("environment", {"type": "function"}, "environment.function goes with environment.type=function"),
+        ("environment", {"type": "function"}, "environment.function is required by environment.type=function"),
         ("environment", {"type": "function", "function": "a.b"}, "environment.function is 'a.b'; write it as"),
         ("environment", {"max_turns": 1}, "greater than or equal to 2"),
         ("data__curriculum", {"min_pass_rate": 0.8, "max_pass_rate": 0.2}, "need min_pass_rate <= max_pass_rate"),
     ],
 )
-def test_sections_of_functions_and_curriculum_are_consistent(section: str, values: dict[str, Any], rule: str) -> None:
+def test_inconsistent_reward_environment_and_curriculum_sections_are_refused(
+    section: str, values: dict[str, Any], rule: str
+) -> None:
     with pytest.raises(ValidationError, match=re.escape(rule)):
         config(**{section: values})
 
@@ -294,7 +301,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 def test_clip_bounds_that_can_never_move_are_warned_about() -> None:
     (warning,) = check_config(config(algorithm__clip_bounds={"ratio_lower_start": 0.89}))
     assert "ratio_lower_start=0.89 + ratio_lower_step=0.02 exceeds ratio_lower_max=0.9" in warning
-    assert "no bound ever moves. Raise ratio_lower_max" in warning
+    assert "the bounds never move. Raise ratio_lower_max" in warning
     (warning,) = check_config(config(algorithm__clip_bounds={"positive_contribution_target": 0}))
     assert "positive_contribution_target=0 is met by every minibatch" in warning
     still = {"search_order": "lower_first", "ratio_lower_max": 0.6, "ratio_upper_max": 1.2}
@@ -326,12 +333,12 @@ def test_a_warm_up_longer_than_the_run_is_warned_about() -> None:
 def test_the_offloaded_optimizer_must_be_the_distributed_one() -> None:
     assert check_config(config(optimizer__cpu_offload=True)) == []
     (problem,) = problems(config(optimizer__cpu_offload=True, parallel__use_distributed_optimizer=False))
-    assert "optimizer.cpu_offload=true with parallel.use_distributed_optimizer=false" in problem
+    assert "optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true" in problem
     assert "set use_distributed_optimizer=true" in problem
 
 
 @pytest.mark.parametrize("absent", ["use_distributed_optimizer", "overlap_grad_reduce"])
-def test_an_overlapped_gather_needs_what_it_builds_on(absent: str) -> None:
+def test_an_overlapped_gather_needs_the_distributed_optimizer_and_overlapped_reduction(absent: str) -> None:
     settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     assert check_config(config(parallel=settings)) == []
     (problem,) = problems(config(parallel=settings | {absent: False}))
@@ -343,9 +350,9 @@ def test_an_overlapped_gather_needs_what_it_builds_on(absent: str) -> None:
     ("settings", "message"),
     [
         ({"lr": 1e-6, "min_lr": 1e-5}, "need min_lr <= lr, got 1e-05, 1e-06"),
-        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
-        ({"lr_wsd_decay_steps": 5}, "lr_wsd_decay_steps goes with lr_decay_style=WSD"),
-        ({"lr_decay_steps": 5}, "lr_decay_steps goes with a decay"),
+        ({"lr_decay_style": "WSD"}, "lr_wsd_decay_steps is required by lr_decay_style=WSD"),
+        ({"lr_wsd_decay_steps": 5}, "lr_wsd_decay_steps is required by lr_decay_style=WSD"),
+        ({"lr_decay_steps": 5}, "lr_decay_steps has no effect with lr_decay_style=constant"),
         (
             {"lr_decay_style": "linear", "lr_decay_steps": 5, "lr_warmup_steps": 5},
             "need lr_warmup_steps < lr_decay_steps, got 5, 5",
@@ -357,7 +364,7 @@ def test_a_learning_rate_schedule_that_contradicts_itself_is_refused(settings: d
         config(optimizer=settings)
 
 
-def test_a_decay_that_begins_within_the_warm_up_is_warned_about() -> None:
+def test_a_decay_that_starts_during_the_warm_up_is_warned_about() -> None:
     settings = {"lr_decay_style": "WSD", "lr_wsd_decay_steps": 15, "lr_warmup_steps": 5}
     assert check_config(config(optimizer=settings)) == []
     (warning,) = check_config(config(optimizer=settings | {"lr_warmup_steps": 6}))
@@ -373,7 +380,9 @@ def test_a_decay_that_begins_within_the_warm_up_is_warned_about() -> None:
         ({"lr_decay_style": "WSD", "lr_wsd_decay_steps": 5, "lr_decay_steps": 20}, 0),
     ],
 )
-def test_a_run_is_extended_only_where_its_schedule_does_not_bend(settings: dict[str, Any], num_conflicts: int) -> None:
+def test_a_run_is_extended_only_if_its_learning_rate_schedule_stays_the_same(
+    settings: dict[str, Any], num_conflicts: int
+) -> None:
     conflicts = resume_conflicts(config(optimizer=settings), config(optimizer=settings, trainer__total_steps=99))
     assert len(conflicts) == num_conflicts
     assert all("learning-rate schedule" in conflict for conflict in conflicts)
@@ -390,19 +399,20 @@ def test_a_run_is_extended_only_where_its_schedule_does_not_bend(settings: dict[
     ],
     ids=str,
 )
-def test_the_weight_probe_allows_what_the_precision_explains(values: dict[str, Any], nats: float) -> None:
+def test_the_tolerance_of_the_weight_probe_depends_on_the_precision(values: dict[str, Any], nats: float) -> None:
     assert config(**values).probe_tolerance == nats
 
 
 def test_a_probe_tighter_than_bfloat16_is_warned_about() -> None:
     assert check_config(config(model__dtype="bfloat16")) == []
     (warning,) = check_config(config(model__dtype="bfloat16", weight_sync__probe_tolerance=0.0001))
-    assert "weight_sync.probe_tolerance=0.0001 with model.dtype=bfloat16" in warning
+    assert "weight_sync.probe_tolerance=0.0001 is less than the 0.1 nats per token" in warning
+    assert "with model.dtype=bfloat16" in warning
     assert check_config(config(model__dtype="bfloat16", weight_sync__probe_tolerance=0.15)) == []
 
 
 def leaves(value: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of everything that is no section of its own."""
+    """Yield the dotted keys of all values that are not sections."""
     if not isinstance(value, BaseModel):
         yield key
         return
@@ -411,7 +421,7 @@ def leaves(value: Any, key: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("batch", "mini_batch", "n"), [(64, 48, 8), (512, 300, 8), (900, 300, 8), (64, 32, 6)])
-def test_the_batch_sizes_that_are_offered_keep_all_rules_of_batches(batch: int, mini_batch: int, n: int) -> None:
+def test_the_batch_sizes_that_messages_suggest_pass_all_rules_of_batches(batch: int, mini_batch: int, n: int) -> None:
     def sized(batch: int) -> Config:
         return config(trainer__train_batch_size=batch, trainer__ppo_mini_batch_size=mini_batch, rollout__n=n)
 
@@ -421,14 +431,14 @@ def test_the_batch_sizes_that_are_offered_keep_all_rules_of_batches(batch: int, 
 
 
 def with_another_value(section: BaseModel, key: str) -> Any:
-    """Without validation: rules between keys are not the subject."""
+    """Return a copy with another value, without validation, because rules between keys do not matter here."""
     name, _, rest = key.partition(".")
     value = getattr(section, name)
     return section.model_copy(update={name: with_another_value(value, rest) if rest else ["another", value]})
 
 
-def test_a_continued_run_may_change_where_and_how_it_runs_and_not_what_it_learns_from() -> None:
-    """Every key of the configuration, all optional sections given."""
+def test_a_continued_run_may_change_where_and_how_it_runs_but_not_its_data_and_optimization() -> None:
+    """Test every key of the configuration, with all optional sections given."""
     remote = {"type": "remote", "remote": {"url": "https://host/score"}}
     full = config(
         fp8={}, environment={}, warm_start={"num_steps": 1}, reward=remote, data__curriculum={},

@@ -1,4 +1,4 @@
-"""The named settings of the clip bounds' search."""
+"""The presets of the clip bounds search."""
 
 from pathlib import Path
 from typing import Any

@@ -13,12 +13,12 @@ COLOCATED = {"rollout__colocate": True}
 @pytest.mark.parametrize(
     ("values", "value", "rule", "way_out"),
     [
-        ({"rollout__sleep_level": 1}, "rollout.sleep_level=1", "engines that have their own", "colocate=true"),
-        ({"trainer__offload": True}, "trainer.offload=true", "engines on the trainer's GPUs", "set offload=false"),
+        ({"rollout__sleep_level": 1}, "rollout.sleep_level=1", "engines have GPUs of their own", "colocate=true"),
+        ({"trainer__offload": True}, "trainer.offload=true", "frees GPUs for the engines", "set offload=false"),
         (
             {"weight_sync__transport": "cuda_ipc"},
             "weight_sync.transport=cuda_ipc",
-            "see only GPUs of their own",
+            "see only their own GPUs",
             "set transport=nccl or store",
         ),
         (
@@ -35,7 +35,9 @@ COLOCATED = {"rollout__colocate": True}
         ),
     ],
 )
-def test_what_cannot_work_anywhere_is_refused(values: dict[str, Any], value: str, rule: str, way_out: str) -> None:
+def test_placements_that_cannot_work_on_any_machine_are_refused(
+    values: dict[str, Any], value: str, rule: str, way_out: str
+) -> None:
     (problem,) = problems(config(**values))
     assert problem.strip().startswith(value)
     assert rule in problem
@@ -45,22 +47,24 @@ def test_what_cannot_work_anywhere_is_refused(values: dict[str, Any], value: str
 @pytest.mark.parametrize(
     ("values", "num_gpus", "expected"),
     [
-        ({**COLOCATED, "rollout__sleep_level": 1}, 0, "vLLM's CPU build frees nothing when it sleeps"),
+        ({**COLOCATED, "rollout__sleep_level": 1}, 0, "vLLM's CPU build frees no memory when it sleeps"),
         ({**COLOCATED, "weight_sync__transport": "cuda_ipc"}, 0, "it shares GPU memory; set transport=store"),
-        ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM multiplies FP8 blocks on GPUs only"),
-        ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0, "keys and values in FP8 on GPUs only"),
+        ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM supports it only on GPUs"),
+        ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0, "vLLM supports an FP8 KV cache only on GPUs"),
         ({"rollout__enforce_eager": False}, 0, "rollout.enforce_eager=false on a machine without a GPU"),
         ({"logging__memory_snapshot_step": 2}, 0, "logging.memory_snapshot_step=2 on a machine without a GPU"),
         (
             {"parallel__world_size": 4, "rollout__num_engines": 2, "rollout__tensor_parallel_size": 2},
             7,
             "4 trainer ranks (parallel.world_size) and 4 engine ranks (rollout.num_engines x tensor_parallel_size x "
-            "pipeline_parallel_size) need 8 GPUs with rollout.colocate=false, and this machine has 7",
+            "pipeline_parallel_size) need 8 GPUs with rollout.colocate=false, but this machine has 7",
         ),
         ({"parallel__world_size": 4, **COLOCATED}, 3, "need 4 GPUs with rollout.colocate=true"),
     ],
 )
-def test_what_this_machine_cannot_do_is_refused(values: dict[str, Any], num_gpus: int, expected: str) -> None:
+def test_settings_that_this_machine_does_not_support_are_refused(
+    values: dict[str, Any], num_gpus: int, expected: str
+) -> None:
     checked = config(**values)
     check_config(checked)
     with pytest.raises(UserError) as caught:
@@ -83,13 +87,13 @@ def test_what_this_machine_cannot_do_is_refused(values: dict[str, Any], num_gpus
     ],
     ids=str,
 )
-def test_what_works_is_allowed(values: dict[str, Any], num_gpus: int) -> None:
+def test_valid_placements_are_allowed(values: dict[str, Any], num_gpus: int) -> None:
     checked = config(**values)
     assert check_config(checked) == []
     refuse(device_problems(checked, num_gpus))
 
 
-def test_without_engines_the_trainer_alone_has_to_fit() -> None:
+def test_without_engines_only_the_trainer_must_fit() -> None:
     checked = config(parallel__world_size=4, rollout__num_engines=8)
     refuse(device_problems(checked, 4, engines=False))
     with pytest.raises(UserError, match=r"4 trainer ranks .* 0 engine ranks .* need 4 GPUs"):

@@ -46,7 +46,7 @@ def test_the_papers_protocol_is_a_preset():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["evaluation.k=[4,32]"], "k=32 of n=16 answers cannot be drawn; raise n, or lower k"),
+        (["evaluation.k=[4,32]"], "k=32 must not exceed n=16, the responses per problem; raise n or lower k"),
         (["evaluation.nn=4"], "evaluation.nn=4: unknown key; did you mean evaluation.n?"),
         (["rollout.mode=async"], "rollout.mode=async: unknown key;"),
         (["trainer.total_steps=1"], "trainer="),
@@ -62,8 +62,8 @@ def test_every_power_of_two_up_to_n_is_reported(tmp_path, n, sizes):
     assert load(tmp_path, f"evaluation.n={n}").evaluation.sizes == sizes
 
 
-def test_shared_keys_mean_what_they_mean_in_training(tmp_path):
-    """Those that a run has under the same name have the same kind and default there; 16 answers are the exception."""
+def test_shared_keys_have_the_same_type_and_default_as_in_training(tmp_path):
+    """The number of responses, 16, is the exception."""
 
     def described(section: Any) -> dict[str, tuple[Any, Any]]:
         return {name: (field.annotation, field.default) for name, field in section.model_fields.items()}
@@ -79,7 +79,7 @@ def test_shared_keys_mean_what_they_mean_in_training(tmp_path):
     assert all(described(type(config.data))[key] == described(data)[key] for key in prompts)
 
 
-def test_the_run_that_serves_has_the_evaluations_settings(tmp_path):
+def test_the_serving_run_has_the_settings_of_the_evaluation(tmp_path):
     config = load(
         tmp_path,
         *("evaluation.temperature=0.6", "evaluation.top_p=0.9", "seed=5", "data.max_prompt_length=77"),
@@ -95,7 +95,7 @@ def test_the_run_that_serves_has_the_evaluations_settings(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["evaluation.n=32", "rollout.num_engines=2", "run_dir=elsewhere"])
-def test_more_answers_and_another_machine_are_no_other_evaluation(tmp_path, key):
+def test_an_evaluation_may_continue_with_more_responses_or_on_another_machine(tmp_path, key):
     assert differences(load(tmp_path), load(tmp_path, key), FREE_ON_RESUME) == []
 
 
@@ -108,5 +108,5 @@ def test_more_answers_and_another_machine_are_no_other_evaluation(tmp_path, key)
         ("data.system_prompt=Think.", 'data.system_prompt: null in the run directory, "Think." now'),
     ],
 )
-def test_what_changes_answers_makes_another_evaluation(tmp_path, key, conflict):
+def test_an_evaluation_may_not_continue_with_settings_that_change_responses(tmp_path, key, conflict):
     assert differences(load(tmp_path), load(tmp_path, key), FREE_ON_RESUME) == [conflict]

@@ -19,7 +19,7 @@ def fp8(recipe: Fp8Recipe = "tensorwise", **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
-def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> None:
+def test_every_recipe_is_accepted_with_its_format_and_padding(recipe: Fp8Recipe) -> None:
     checked = config(**fp8(recipe))
     check_config(checked)
     assert checked.fp8 is not None
@@ -37,7 +37,7 @@ def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> Non
         ),
         (
             {"parallel__cp_comm_type": "a2a"},
-            ["parallel.cp_comm_type=a2a with model.transformer_impl=local", "always gathers", "leave it out"],
+            ["parallel.cp_comm_type=a2a with model.transformer_impl=local", "always all-gathers", "remove it"],
         ),
         (
             fp8() | {"model__transformer_impl": "local"},
@@ -53,7 +53,7 @@ def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> Non
         ),
         (
             fp8() | {"optimizer__cpu_offload": True},
-            ["optimizer.cpu_offload=true with fp8.recipe=tensorwise", "recipe=delayed alone", "cpu_offload=false"],
+            ["optimizer.cpu_offload=true with fp8.recipe=tensorwise", "only recipe=delayed", "cpu_offload=false"],
         ),
         (
             fp8(param=True) | {"parallel__use_distributed_optimizer": False},
@@ -75,7 +75,7 @@ def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> Non
         (
             fp8("tensorwise", first_last_layers_bf16=True, num_layers_at_end_in_bf16=3)
             | {"parallel__world_size": 2, "parallel__pipeline_model_parallel_size": 2},
-            ["fp8.num_layers_at_end_in_bf16=3 must not exceed the 2 layers of a stage", "lower it"],
+            ["fp8.num_layers_at_end_in_bf16=3 must not exceed the 2 layers of a pipeline stage", "lower it"],
         ),
         (
             fp8() | {"model__create": {"hidden_size": 120, "max_position_embeddings": 4096}},
@@ -98,13 +98,15 @@ def test_every_recipe_is_accepted_and_says_its_numbers(recipe: Fp8Recipe) -> Non
     ],
     ids=str,
 )  # fmt: skip
-def test_what_contradicts_transformer_engine_or_fp8_is_refused(values: dict[str, Any], expected: list[str]) -> None:
+def test_settings_that_contradict_transformer_engine_or_fp8_are_refused(
+    values: dict[str, Any], expected: list[str]
+) -> None:
     (problem,) = problems(config(**values))
     for part in expected:
         assert part in problem
 
 
-def test_a_plan_refuses_what_a_run_refuses() -> None:
+def test_a_plan_refuses_the_same_settings_as_a_run() -> None:
     broken = config(**fp8("delayed", first_last_layers_bf16=True))
     with pytest.raises(UserError, match="reduced once for all layers"):
         check_planned(broken, created_architecture(CreateModelConfig(max_position_embeddings=4096)), "x")
@@ -115,7 +117,7 @@ def test_a_plan_refuses_what_a_run_refuses() -> None:
     [
         ("mxfp8", (9, 0), "mxfp8 needs GPUs of compute capability 10.0 or higher, these have 9.0; set fp8.recipe="),
         ("blockwise", (8, 9), "capability 9.0 or higher, these have 8.9; set fp8.recipe=tensorwise"),
-        ("delayed", (8, 0), "capability 8.9 or higher, these have 8.0; leave the section fp8 out"),
+        ("delayed", (8, 0), "capability 8.9 or higher, these have 8.0; remove the section fp8"),
         ("mxfp8", (12, 0), "compute capability 12"),
         ("mxfp8", (10, 0), None),
         ("blockwise", (10, 0), None),
@@ -132,15 +134,15 @@ def test_a_recipe_is_refused_on_gpus_that_cannot_run_it(
 @pytest.mark.parametrize(
     ("values", "capability", "installed", "expected"),
     [
-        (ENGINE, None, False, "transformer_engine on a machine without a GPU: it has no other kernels"),
-        (ENGINE, (9, 0), False, "transformer_engine is not installed; install the GPU lock"),
+        (ENGINE, None, False, "transformer_engine on a machine without a GPU: Transformer Engine has only GPU kernels"),
+        (ENGINE, (9, 0), False, "needs the package transformer_engine, which is not installed; install the GPU lock"),
         (fp8("mxfp8"), (9, 0), True, "mxfp8 needs GPUs of compute capability 10.0"),
         (fp8("blockwise"), (9, 0), True, None),
         (ENGINE, (8, 0), True, None),
     ],
     ids=str,
 )
-def test_this_machine_must_have_what_the_layers_need(
+def test_this_machine_must_support_the_layers(
     values: dict[str, Any], capability: ComputeCapability | None, installed: bool, expected: str | None
 ) -> None:
     checked = config(**values)
@@ -151,6 +153,6 @@ def test_this_machine_must_have_what_the_layers_need(
         refuse(layer_problems(checked, capability, installed))
 
 
-def test_layers_in_bfloat16_are_counted_only_when_they_are_asked_for() -> None:
+def test_bfloat16_layers_are_counted_only_if_they_are_enabled() -> None:
     assert Fp8Config(num_layers_at_start_in_bf16=2).num_bf16_layers == (0, 0)
     assert Fp8Config(first_last_layers_bf16=True, num_layers_at_start_in_bf16=2).num_bf16_layers == (2, 1)

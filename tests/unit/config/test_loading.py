@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.loading import dump_config, load_config
+from megatron_bapo.config.loading import RENAMED, dump_config, load_config
 from megatron_bapo.errors import UserError
 
 BASE = """
@@ -85,6 +85,7 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("rollout.gpu_memory_utilization=0", "rollout.gpu_memory_utilization=0: must be greater than 0"),
         ("model.create.head_dim=31", "model.create.head_dim=31: must be a multiple of 2"),
         ("rollout.n=many", "rollout.n=many: must be a whole number"),
+        ("rollout.n=???", "rollout.n=???: is still to be set; `translate` writes ??? for a value that it cannot know"),
         ("rollout.n.x=1", "rollout.n={x: 1}: must be a whole number"),
         ("optimizer.lr=fast", "optimizer.lr=fast: must be a number"),
         ("data.shuffle=maybe", "data.shuffle=maybe: must be true or false"),
@@ -93,15 +94,19 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
             "parallel.recompute_modules=mlp",
             "parallel.recompute_modules=mlp: must be a list, such as [a, b]",
         ),
-        ("data.train_batch_size=3", "did you mean trainer.train_batch_size? It counts trajectories, rollout.n for"),
+        (
+            "data.train_batch_size=3",
+            "verl's data.train_batch_size is trainer.train_batch_size here (3 prompts x rollout.n=",
+        ),
+        ("train_batch_size=3", "did you mean trainer.train_batch_size? It counts trajectories, rollout.n for"),
         ("run_dir=3", "run_dir=3: must be a path, written as text"),
         ("rollout=3", "rollout=3: must be a section: a mapping of keys to values"),
         ("rollout.temprature=null", "rollout.temprature=null: unknown key; did you mean rollout.temperature?"),
         ("fp8.recip=null", "fp8.recip=null: unknown key; did you mean fp8.recipe?"),
         ("reward.type=exact", "reward.type=exact: must be 'reasoning_gym', 'math_verify', 'function' or 'remote'"),
-        ("reward.type=function", "reward={type: function}: reward.function goes with reward.type=function"),
+        ("reward.type=function", "reward={type: function}: reward.function is required by reward.type=function"),
         ("model.path=m", "model={create: {}, path: m}: give exactly one of model.path"),
-        ("trainer.total_steps=null", "trainer.total_steps: is required; give it a value"),
+        ("trainer.total_steps=null", "trainer.total_steps: is required; set it"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_rule(tmp_path: Path, override: str, expected: str) -> None:
@@ -140,7 +145,7 @@ def test_a_null_removes_an_inherited_key(tmp_path: Path) -> None:
     assert (config.data.train.path, config.data.train.reasoning_gym) == (None, {"a": {}})
 
 
-def test_a_null_of_the_command_line_brings_the_default_back_wherever_the_key_stands(tmp_path: Path) -> None:
+def test_a_null_on_the_command_line_restores_the_default_of_any_key(tmp_path: Path) -> None:
     given = write(tmp_path, BASE + "rollout: {temperature: 0.5}\ncheckpoint: {every_s: 5}\nfp8: {}\n", "given.yaml")
     absent = write(tmp_path, BASE)
     nulls = ["rollout.temperature=null", "checkpoint={every_s: null}", "warm_start.lr=null", "fp8=null"]
@@ -149,10 +154,10 @@ def test_a_null_of_the_command_line_brings_the_default_back_wherever_the_key_sta
         assert load_config(file, nulls) == expected
     assert load_config(absent, ["checkpoint.every_s=0"]).checkpoint.every_s == 0.0
     message = problems(write(tmp_path, BASE + "rollout: {temperature: null}\n", "null.yaml"))
-    assert "rollout.temperature=null: must be a number; remove the key for its default" in message
+    assert "rollout.temperature=null: must be a number; remove the key to use its default" in message
 
 
-def test_a_mapping_that_is_a_value_replaces_the_parents_and_dotted_keys_reach_into_it(tmp_path: Path) -> None:
+def test_a_mapping_value_replaces_the_parents_and_dotted_keys_set_single_entries(tmp_path: Path) -> None:
     tasks = "reasoning_gym: {spell: {min_len: 3}, chain_sum: {}}, size: 4"
     write(tmp_path, BASE.replace("path: prompts/train.jsonl", tasks), "base.yaml")
     child = write(tmp_path, "extends: base.yaml\ndata: {train: {reasoning_gym: {gcd: {}}}}\n")
@@ -175,14 +180,14 @@ def test_a_model_can_be_switched_by_overrides(tmp_path: Path) -> None:
     assert config.model_path == Path("some/model")
 
 
-def test_a_circle_of_extends_is_named(tmp_path: Path) -> None:
+def test_circular_extends_are_named(tmp_path: Path) -> None:
     write(tmp_path, "extends: config.yaml\n", "other.yaml")
     file = write(tmp_path, "extends: other.yaml\n")
     names = " -> ".join(str(tmp_path / name) for name in ("config.yaml", "other.yaml", "config.yaml"))
-    assert f"extends goes in a circle: {names}; remove one" in problems(file)
+    assert f"extends is circular: {names}; remove extends from one" in problems(file)
 
 
-def test_a_missing_file_is_named_with_where_relative_paths_start(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_the_folder_of_relative_paths(tmp_path: Path) -> None:
     message = problems(Path("no/such.yaml"))
     assert "cannot read the config file no/such.yaml: No such file" in message
     assert f"relative paths start at {Path.cwd()}" in message
@@ -192,9 +197,9 @@ def test_a_missing_file_is_named_with_where_relative_paths_start(tmp_path: Path)
     assert f"relative paths start at {tmp_path}" in message
 
 
-def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_refused_with_its_line(tmp_path: Path) -> None:
     file = write(tmp_path, "seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
-    assert problems(file) == f"{file} line 4: key 'lr' stands here for the second time; keep one"
+    assert problems(file) == f"{file} line 4: key 'lr' is here for the second time; keep one of them"
 
 
 def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
@@ -210,12 +215,12 @@ def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
         ("seed: !!python/object:os.system {}\n", "line 1: could not determine a constructor"),
         ("seed: 2024-13-45\n", "not YAML: month must be in 1..12"),
         ("? [a]\n: 1\n", "line 1: found unhashable key"),
-        ("- seed\n", "holds [seed]; a config is a mapping of sections"),
-        ("", "holds null; a config is a mapping of sections"),
+        ("- seed\n", "contains [seed]; it must be a mapping of sections"),
+        ("", "contains null; it must be a mapping of sections"),
         ("extends: [a, b]\n", "extends=[a, b] must be one file name, relative to this file"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_file_that_is_not_a_config_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
     file = write(tmp_path, text)
     message = problems(file)
     assert message.startswith(str(file))
@@ -235,3 +240,22 @@ def test_an_override_without_key_or_value_is_refused(tmp_path: Path, override: s
 
 def test_an_override_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
     assert "override 'seed=[1' line 1: expected ',' or ']'" in problems(write(tmp_path, BASE), "seed=[1")
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_renamed_key_works_under_its_old_name_with_a_warning_that_names_the_new_one(tmp_path: Path, old: str) -> None:
+    section, name = old.split(".")
+    new_section, new_name = RENAMED[old].split(".")
+    base = write(tmp_path, BASE)
+    old_file = write(tmp_path, f"extends: config.yaml\n{section}: {{{name}: keep}}\n", "old.yaml")
+    with pytest.warns(FutureWarning, match=rf"old\.yaml: {old} is now {RENAMED[old]}; the old name will be removed"):
+        in_file = load_config(old_file)
+    with pytest.warns(FutureWarning, match=f"override '{old}=keep': {old} is now {RENAMED[old]}"):
+        on_command_line = load_config(base, [f"{old}=keep"])
+    for config in (in_file, on_command_line):
+        assert getattr(getattr(config, new_section), new_name) == "keep"
+
+
+def test_a_renamed_key_under_both_names_is_refused(tmp_path: Path) -> None:
+    both = write(tmp_path, "rollout: {on_refresh: keep, on_weight_update: drain}\n")
+    assert "has both rollout.on_refresh and rollout.on_weight_update, which is its new name" in problems(both)

@@ -50,7 +50,7 @@ def test_tensor_parallelism_must_divide_what_it_splits(tmp_path: Path, field: st
     found = problems(of(hf_folder(tmp_path, **sizes), **layout(4, tensor_model_parallel_size=4)))
     expected = f"{tmp_path / 'config.json'}: {field}=42 must be a multiple of parallel.tensor_model_parallel_size=4"
     assert expected in found[0]
-    assert "choose one that divides 42" in found[0]
+    assert "choose a size that divides 42" in found[0]
 
 
 @pytest.mark.parametrize(("heads", "tp", "fits"), [(2, 4, True), (8, 4, True), (4, 6, False), (8, 6, False)])
@@ -98,25 +98,25 @@ def test_pipeline_stages_and_their_chunks_must_divide_the_layers(
             16,
             {"expert_model_parallel_size": 16},
             "num_experts=8 must be a multiple of parallel.expert_model_parallel_size=16",
-            "choose one that divides it",
+            "choose a size that divides it",
         ),
         (
             16,
             {"expert_tensor_parallel_size": 8, "expert_model_parallel_size": 2},
             "moe_intermediate_size=12 must be a multiple of parallel.expert_tensor_parallel_size=8",
-            "choose one that divides it",
+            "choose a size that divides it",
         ),
         (
             2,
             {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
             "expert_tensor_parallel_size=1 with parallel.tensor_model_parallel_size=2 and expert_model_parallel_size=1",
-            "raise that, or leave expert_tensor_parallel_size out",
+            "raise it, or remove expert_tensor_parallel_size",
         ),
         (
             4,
             {"expert_tensor_parallel_size": 4},
             "expert_tensor_parallel_size=4 with parallel.tensor_model_parallel_size=1 and expert_model_parallel_size=1",
-            "raise that, or leave expert_tensor_parallel_size out",
+            "raise it, or remove expert_tensor_parallel_size",
         ),
         (
             2,
@@ -143,7 +143,7 @@ def test_expert_tensor_parallelism_is_tensor_parallelism_unless_it_is_given(tmp_
     assert check_config(of(folder, **layout(2, **sizes))) == []
 
 
-def test_a_layout_of_every_axis_at_once_passes(tmp_path: Path) -> None:
+def test_a_layout_with_every_kind_of_parallelism_passes(tmp_path: Path) -> None:
     sizes = {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
@@ -166,7 +166,7 @@ def test_only_layers_without_experts_need_a_divisible_mlp(tmp_path: Path) -> Non
 
 def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Path) -> None:
     (problem,) = problems(of(hf_folder(tmp_path), **layout(2, expert_model_parallel_size=2)))
-    assert "parallel.expert_model_parallel_size=2 splits a layer's experts, and the model has none" in problem
+    assert "parallel.expert_model_parallel_size=2 splits a layer's experts, but the model has none" in problem
     assert "set it to 1" in problem
 
 
@@ -180,7 +180,7 @@ def test_key_value_heads_default_to_the_attention_heads(tmp_path: Path) -> None:
     assert check_config(of(folder, **layout(4, tensor_model_parallel_size=4))) == []
 
 
-def test_yarn_lengthens_what_fits_and_says_so_where_it_does_not(tmp_path: Path) -> None:
+def test_yarn_extends_the_context_length_and_is_named_if_it_is_exceeded(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 45}
     fields = {"max_position_embeddings": 45, "rope_scaling": yarn}
     length = {"data__max_prompt_length": 80, "rollout__max_response_length": 100}
@@ -199,7 +199,7 @@ def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
 @pytest.mark.parametrize(
     ("absent", "expected", "way_out"),
     [
-        ("config.json", "has no config.json", "the folder must hold config.json, *.safetensors and"),
+        ("config.json", "has no config.json", "the folder must contain config.json, *.safetensors and"),
         ("model.safetensors", "has no *.safetensors", "convert them"),
         ("tokenizer.json", "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)", "copy the tokenizer's"),
     ],
@@ -218,13 +218,14 @@ def test_a_half_downloaded_checkpoint_names_the_first_missing_shard(tmp_path: Pa
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     (problem,) = problems(of(folder))
     assert "lacks 1 of the 2 files" in problem
-    assert "first two.safetensors; complete the download" in problem
+    assert "such as two.safetensors; complete the download" in problem
 
 
-def test_what_the_trainer_cannot_honour_is_refused_with_the_files_name(tmp_path: Path) -> None:
+def test_unsupported_values_are_refused_with_the_files_name(tmp_path: Path) -> None:
     (problem,) = problems(of(hf_folder(tmp_path, model_type="mistral")))
     assert (
-        f"{tmp_path / 'config.json'}: model_type is 'mistral'; supported families are llama, qwen2, qwen3," in problem
+        f"{tmp_path / 'config.json'}: model_type is 'mistral', which the trainer does not support; use a "
+        "model of the types llama, qwen2, qwen3," in problem
     )
     found = problems(of(hf_folder(tmp_path, hidden_act="gelu", rms_norm_eps=None)))
     assert f"{tmp_path / 'config.json'}: rms_norm_eps is missing" in found[0]
@@ -232,7 +233,7 @@ def test_what_the_trainer_cannot_honour_is_refused_with_the_files_name(tmp_path:
 
 
 @pytest.mark.parametrize("text", ["{", "", "\xe9", "[" * 200_000, "9" * 5000])
-def test_a_config_json_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_config_json_is_refused(tmp_path: Path, text: str) -> None:
     folder = hf_folder(tmp_path)
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     (problem,) = problems(of(folder))
@@ -244,8 +245,8 @@ def test_a_config_json_that_is_none_is_refused(tmp_path: Path, text: str) -> Non
     [
         ('{"weight_map": {"a": "mod', "must be JSON"),
         ("[]", "must be a JSON object, not a list; download or write it again"),
-        ("{}", "must say under weight_map which file holds which tensor; download it again"),
-        ('{"weight_map": {"a": 1}}', "must say under weight_map"),
+        ("{}", "must map tensors to file names under weight_map; download it again"),
+        ('{"weight_map": {"a": 1}}', "must map tensors to file names under weight_map"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -26,12 +26,12 @@ def group(*trajectories: Trajectory, source: str = "sums") -> Group:
     return Group(Prompt("validation:0", messages, "2", source), trajectories)
 
 
-def answers(*rewards: float, source: str = "sums") -> Group:
+def responses(*rewards: float, source: str = "sums") -> Group:
     return group(*(trajectory(reward) for reward in rewards), source=source)
 
 
-def test_accuracy_counts_solved_answers_and_the_score_keeps_partial_credit():
-    metrics = scalars(validation_metrics(ScoredGroups([answers(1.0, 0.5), answers(0.9, 0.0)], 0), n=2))
+def test_accuracy_counts_solved_responses_and_the_score_keeps_partial_credit():
+    metrics = scalars(validation_metrics(ScoredGroups([responses(1.0, 0.5), responses(0.9, 0.0)], 0), n=2))
 
     assert metrics["val/mean@2"] == 0.25
     assert metrics["val/best@2"] == 0.5
@@ -39,7 +39,7 @@ def test_accuracy_counts_solved_answers_and_the_score_keeps_partial_credit():
 
 
 def test_every_data_source_has_its_own_accuracy():
-    scored = ScoredGroups([answers(1.0, 1.0, source="sums"), answers(0.0, 1.0, source="words")], 0)
+    scored = ScoredGroups([responses(1.0, 1.0, source="sums"), responses(0.0, 1.0, source="words")], 0)
 
     metrics = scalars(validation_metrics(scored, n=2))
 
@@ -47,7 +47,7 @@ def test_every_data_source_has_its_own_accuracy():
     assert [metrics[f"val{source}/best@2"] for source in ("", "/sums", "/words")] == [1.0, 1.0, 1.0]
 
 
-def test_a_rollout_batch_is_summed_up():
+def test_rollout_metrics_are_computed_over_the_whole_batch():
     batch = [
         group(trajectory(1.0, length=4), trajectory(0.0, length=8, finish_reason="length")),
         group(trajectory(0.0, length=2), trajectory(0.0, length=2)),
@@ -70,8 +70,8 @@ def test_a_rollout_batch_is_summed_up():
     )
 
 
-def test_samples_are_the_first_answers_to_the_first_prompts():
-    rows = samples([answers(0.5, 1.0), answers(0.0), answers(1.0)], step=7, num=2)
+def test_samples_are_the_first_responses_to_the_first_prompts():
+    rows = samples([responses(0.5, 1.0), responses(0.0), responses(1.0)], step=7, num=2)
 
     assert [row["answer"] for row in rows] == ["worth 0.5", "worth 0.0"]
     assert rows[0] == {
@@ -84,14 +84,14 @@ def test_samples_are_the_first_answers_to_the_first_prompts():
     }
 
 
-def test_with_an_environment_turns_are_counted_and_samples_say_who_speaks():
-    def said(*contents: str) -> Trajectory:
+def test_with_an_environment_turns_are_counted_and_samples_name_the_roles():
+    def conversation(*contents: str) -> Trajectory:
         roles = ["assistant", "tool"] * len(contents)
         turns = tuple({"role": role, "content": content} for role, content in zip(roles, contents, strict=False))
         return replace(trajectory(1.0), turns=turns)
 
-    several = said("<calculator>1 + 1</calculator>", "2", "<calculator>2</calculator>", "2", "2")
-    scored = ScoredGroups([group(several, said("2"), said("3"), said("4"))], 0)
+    several = conversation("<calculator>1 + 1</calculator>", "2", "<calculator>2</calculator>", "2", "2")
+    scored = ScoredGroups([group(several, *(conversation(number) for number in "234"))], 0)
 
     for metrics in (rollout_metrics(scored), validation_metrics(scored, n=4)):
         turns = {name: value for name, value in scalars(metrics).items() if name.startswith("num_turns/")}

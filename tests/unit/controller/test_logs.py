@@ -15,7 +15,7 @@ subprocess_code = os.system("echo child")
 """
 
 
-def test_everything_a_process_prints_goes_to_its_log_native_code_and_children_included(tmp_path):
+def test_all_output_of_a_process_its_native_code_and_its_children_goes_to_its_log(tmp_path):
     log = tmp_path / "worker.log"
     log.write_text("earlier run\n")
 
@@ -25,12 +25,12 @@ def test_everything_a_process_prints_goes_to_its_log_native_code_and_children_in
     assert log.read_text() == "earlier run\nprinted\nnative\nchild\n"
 
 
-def test_the_end_of_a_log_leaves_out_blank_lines_and_survives_broken_text(tmp_path):
+def test_the_last_lines_of_a_log_omit_blank_lines_and_replace_invalid_bytes(tmp_path):
     log = tmp_path / "worker.log"
     log.write_bytes(b"first\nsecond\n\n  \nth\xffird\n\n")
 
     assert last_lines(log, 2) == "second\nth\N{REPLACEMENT CHARACTER}ird"
 
 
-def test_a_log_that_is_not_there_ends_with_nothing(tmp_path):
+def test_a_missing_log_has_no_last_lines(tmp_path):
     assert last_lines(tmp_path / "missing.log", 5) == ""

@@ -76,7 +76,7 @@ def test_more_useless_ground_truths_than_a_batch_may_lose_are_refused(
     train = from_file(tmp_path, *[{"prompt": f"{i}?", "answer": answer} for i, answer in enumerate(answers)])
     checked = config(tmp_path, data__train=train, reward__type="math_verify")
     if is_refused:
-        assert "a ground truth is of no use to reward.type=math_verify (4 of 8 are)" in refusal(checked)
+        assert "reward.type=math_verify cannot read 4 of 8 ground truths" in refusal(checked)
     else:
         check_inputs(checked)
 

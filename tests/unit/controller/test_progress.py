@@ -60,13 +60,13 @@ def test_forced_colours_do_not_make_a_log_file_a_terminal(monkeypatch: pytest.Mo
     assert "\x1b" not in file.getvalue()
 
 
-def test_without_a_terminal_an_activity_is_named_once():
+def test_without_a_terminal_an_activity_is_printed_once():
     display, file = plain_display()
     with display:
         for step in (1, 2):
-            display.phase("generating answers")
+            display.phase("generating responses")
             display.update(row(step))
-    assert file.getvalue().splitlines().count("generating answers") == 1
+    assert file.getvalue().splitlines().count("generating responses") == 1
 
 
 def test_the_warm_start_shows_its_loss():
@@ -102,13 +102,13 @@ def test_validation_names_its_step():
 def test_a_terminal_shows_activity_bar_metrics_and_reward_history():
     file = Terminal()
     with ProgressDisplay(10, console=Console(file=file, width=100, force_terminal=True)) as display:
-        display.phase("generating [bold]answers")
+        display.phase("generating [bold]responses")
         for step in (1, 2):
             display.update(row(step, metrics={**METRICS, "critic/score/mean": 0.1 * step}))
         display.update(row(2, "validation", {"val/chain_sum/mean@4": 0.125}))
     last_frame = file.getvalue()
-    for shown in (
-        "generating [bold]answers",
+    for text in (
+        "generating [bold]responses",
         "step 2/10",
         "━",
         "8 min 00 s left",
@@ -116,7 +116,7 @@ def test_a_terminal_shows_activity_bar_metrics_and_reward_history():
         "▁█",
         "mean@4 0.125",
     ):
-        assert shown in last_frame
+        assert text in last_frame
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -126,8 +126,8 @@ def test_the_summary_names_accuracy_time_and_files(terminal: bool):
         display.final_summary(
             accuracy_before=0.125, accuracy_after=None, seconds=3725, paths={"report": Path("runs/a/report.html")}
         )
-    for shown in ("12.5% → not measured", "1 h 02 min", "runs/a/report.html"):
-        assert shown in file.getvalue()
+    for text in ("12.5% → not measured", "1 h 02 min", "runs/a/report.html"):
+        assert text in file.getvalue()
 
 
 def test_a_terminal_without_unicode_gets_ascii():

@@ -15,7 +15,7 @@ def write(path: Path, questions: str, *, broken: int = 0) -> Path:
 
 
 def config(train: Path, validation: Path | None = None, **data: object) -> Config:
-    """Two prompts make a batch."""
+    """Return a configuration with batches of two prompts."""
     held_out = {} if validation is None else {"validation": {"path": validation}}
     return Config.model_validate(
         {
@@ -52,7 +52,7 @@ def test_without_held_out_prompts_everything_is_for_training(tmp_path):
     assert loaded.notes == ()
 
 
-def test_too_few_prompts_for_a_batch_say_how_many_it_takes(tmp_path):
+def test_too_few_prompts_for_a_batch_are_refused_with_the_number_needed(tmp_path):
     files = write(tmp_path / "train.jsonl", "ab"), write(tmp_path / "test.jsonl", "a")
 
     with pytest.raises(UserError, match=r"there are 1 training prompts, but a batch takes .* = 2"):

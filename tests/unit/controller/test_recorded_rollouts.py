@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,12 +8,13 @@ import pytest
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts, check_files
-from megatron_bapo.controller.run_state import RunDirectory, check_resumable
+from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.run_directory import RunDirectory
 
 HEADER = RolloutHeader(step=1, policy_version=7, num_groups=2, n=2, vocab_size=0, num_reward_timeouts=3)
 
@@ -39,11 +41,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return config
 
 
-def write(folder: Path, step: int, *, length: int = 2, n: int = 2, vocab_size: int) -> None:
+def write(folder: Path, step: int, *, length: int = 2, n: int = 2, vocab_size: int, **fields: Any) -> None:
     tokens = np.full(length, step, np.int32)
-    answer = Trajectory(tokens, tokens, np.zeros(length, np.float32), (VersionSpan(6, length),), "stop", "", 1.0)
-    groups = [Group(Prompt(f"p:{index}", (), "", "p"), (answer,) * n) for index in range(2)]
-    write_rollouts(folder, replace(HEADER, step=step, n=n, vocab_size=vocab_size), groups, None)
+    trajectory = Trajectory(tokens, tokens, np.zeros(length, np.float32), (VersionSpan(6, length),), "stop", "", 1.0)
+    groups = [Group(Prompt(f"p:{index}", (), "", "p"), (trajectory,) * n) for index in range(2)]
+    write_rollouts(folder, replace(HEADER, step=step, n=n, vocab_size=vocab_size, **fields), groups, None)
 
 
 @pytest.fixture
@@ -58,28 +60,30 @@ def folder(tmp_path: Path, vocab_size: int) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("done", [0, 1, 2])
-def test_batches_come_in_the_order_of_steps_from_where_the_run_stands(config, folder, done):
-    rollouts = RecordedRollouts(config, folder, done)
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_batches_come_in_the_order_of_steps_from_the_runs_current_step(config, folder, num_done):
+    rollouts = RecordedRollouts(config, folder, num_done)
 
-    taken = [rollouts.take()[0] for _ in range(3 - done)]
+    taken = [rollouts.take()[0] for _ in range(3 - num_done)]
 
     steps = [int(scored.groups[0].trajectories[0].response_token_ids[0]) for scored in taken]
-    assert steps == list(range(done + 1, 4))
+    assert steps == list(range(num_done + 1, 4))
     assert {(scored.policy_version, scored.num_reward_timeouts) for scored in taken} == {(7, 3)}
 
 
-def test_worked_examples_go_on_where_they_were_saved(config, folder):
+def test_sft_demonstrations_continue_from_the_saved_position(config, folder, tmp_path):
+    rollout = config.rollout.model_copy(update={"max_response_length": 8})  # room for every ground truth
+    config = config.model_copy(update={"rollout": rollout})
     first, second = RecordedRollouts(config, folder, 0), RecordedRollouts(config, folder, 0)
-    texts = [example.text for example in first.worked_examples(9)]
+    texts = [example.text for example in first.sft_demonstrations(9)]
 
-    before = [example.text for example in second.worked_examples(4)]
-    first.restore_data_state(*second.data_state())
+    before = [example.text for example in second.sft_demonstrations(4)]
+    first.restore_data_state(second.begin_saving(tmp_path), tmp_path)
 
-    assert before + [example.text for example in first.worked_examples(5)] == texts
+    assert before + [example.text for example in first.sft_demonstrations(5)] == texts
 
 
-def test_files_that_end_too_early_are_refused_with_the_steps_there_are(config, folder, vocab_size):
+def test_missing_files_are_refused_with_the_range_of_existing_steps(config, folder, vocab_size):
     (folder / "step-00000003.parquet").unlink()
 
     with pytest.raises(UserError, match=r"no rollouts of step 3.*from step 1 to 2.*trainer\.total_steps=2"):
@@ -91,7 +95,7 @@ def test_a_folder_without_files_is_refused(config, tmp_path):
         check_files(config, tmp_path / "missing", 0, vocab_size=0)
 
 
-def test_files_of_another_batch_or_tokenizer_are_refused_with_the_way_out(config, folder, vocab_size):
+def test_files_of_another_batch_size_or_tokenizer_are_refused_with_the_matching_settings(config, folder, vocab_size):
     write(folder, 2, n=3, vocab_size=vocab_size)
     with pytest.raises(UserError, match=r"set rollout\.n=3 and trainer\.train_batch_size=6"):
         check_files(config, folder, 0, vocab_size)
@@ -99,17 +103,17 @@ def test_files_of_another_batch_or_tokenizer_are_refused_with_the_way_out(config
     write(folder, 2, vocab_size=vocab_size + 1)
     with pytest.raises(UserError, match=f"tokenizer of {vocab_size + 1} tokens.* has {vocab_size};"):
         check_files(config, folder, 0, vocab_size)
-    check_files(config, folder, 2, vocab_size)  # what has been trained on need not fit
+    check_files(config, folder, 2, vocab_size)  # files of finished steps need not fit
 
 
-def test_an_answer_that_no_micro_batch_holds_is_refused(config, folder, vocab_size):
+def test_a_response_longer_than_max_response_length_is_refused(config, folder, vocab_size):
     write(folder, 1, length=5, vocab_size=vocab_size)
 
-    with pytest.raises(UserError, match=r"5 tokens where rollout\.max_response_length allows 4"):
+    with pytest.raises(UserError, match=r"5 tokens, but rollout\.max_response_length=4; raise it to 5"):
         RecordedRollouts(config, folder, 0).take()
 
 
-def test_trainings_and_rollouts_without_a_trainer_do_not_share_a_directory(config, tmp_path, vocab_size):
+def test_training_and_rollout_only_runs_do_not_share_a_directory(config, tmp_path, vocab_size):
     directory = RunDirectory(tmp_path)
     write(directory.rollouts, 1, vocab_size=vocab_size)
     with pytest.raises(UserError, match=r"choose run_dir=.* and --rollouts-from"):
@@ -120,3 +124,27 @@ def test_trainings_and_rollouts_without_a_trainer_do_not_share_a_directory(confi
     check_resumable(config, directory)
     with pytest.raises(UserError, match="holds a training run"):
         check_resumable(config, directory, rollout_only=True)
+
+
+@pytest.mark.parametrize(("key", "recorded"), [("temperature", 0.6), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1)])
+def test_files_that_were_sampled_otherwise_are_refused_with_both_values_and_the_way_out(
+    config, folder, vocab_size, key, recorded
+):
+    sampling = config.rollout.sampling
+    write(folder, 2, vocab_size=vocab_size, sampling=sampling | {key: recorded})
+    rule = rf"sampled with rollout\.{key}={recorded}, and the configuration has rollout\.{key}={sampling[key]}:"
+
+    with pytest.raises(UserError, match=rule + ".*algorithm.behaviour_policy=recomputed"):
+        check_files(config, folder, 0, vocab_size)
+
+    update = {"behaviour_policy": "recomputed"}
+    recomputed = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=update)})
+    check_files(recomputed, folder, 0, vocab_size)
+
+
+def test_files_that_do_not_say_how_they_were_sampled_or_say_the_same_are_taken(config, folder, vocab_size):
+    write(folder, 2, vocab_size=vocab_size, sampling=config.rollout.sampling)
+
+    check_files(config, folder, 0, vocab_size)
+    rollouts = RecordedRollouts(config, folder, 0)
+    assert [rollouts.take()[0].sampling for _ in range(2)] == [{}, config.rollout.sampling]

@@ -7,10 +7,11 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.recorder import Recorder, write_line
-from megatron_bapo.controller.run_state import RunDirectory, RunState
+from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.metrics.sinks import JsonlSink, Phase, SampleRow, read_rows
 from megatron_bapo.metrics.token_table import COLUMNS, read_token_tables, write_token_table
 from megatron_bapo.metrics.values import Mean, Sum
+from megatron_bapo.run_directory import RunDirectory
 
 INTERRUPTED: list[tuple[Phase, int]] = [
     ("warm_start", 1),
@@ -32,7 +33,7 @@ def sample(step: int) -> SampleRow:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
-    """What a run that was killed in its fourth step has written."""
+    """The directory of a run that was killed in its fourth step."""
     directory = RunDirectory(tmp_path)
     directory.create()
     with JsonlSink(directory.metrics) as metrics, JsonlSink(directory.samples) as samples:
@@ -72,7 +73,7 @@ def record(directory: RunDirectory, state: RunState, *, tensorboard: bool = Fals
     ],
     ids=["in training", "after the warm start", "in the warm start", "from the beginning"],
 )
-def test_a_resumed_run_keeps_the_rows_up_to_its_state_and_knows_them(directory, state, kept):
+def test_a_resumed_run_keeps_and_remembers_the_rows_up_to_its_state(directory, state, kept):
     recorder = record(directory, state)
     recorder.close()
 
@@ -91,15 +92,15 @@ def test_a_resumed_run_keeps_the_updates_and_tokens_up_to_its_step(directory):
 @pytest.mark.parametrize(
     ("data", "kept"),
     [
-        ({"records": {"requests.jsonl": 7, "set_aside.jsonl": 3}}, ["1\n2\n3\n4", "1\n2"]),
+        ({"records": {"requests.jsonl": 7, "quarantined.jsonl": 3}}, ["1\n2\n3\n4", "1\n2"]),
         ({"stream": {}}, ["1\n2\n3\n4\n5\n", "1\n2\n3\n"]),
         ({}, ["", ""]),
     ],
-    ids=["checkpoint", "checkpoint that does not say", "no checkpoint"],
+    ids=["checkpoint", "checkpoint without record sizes", "no checkpoint"],
 )
-def test_a_resumed_run_keeps_what_its_rollout_service_had_recorded_at_the_checkpoint(directory, data, kept):
+def test_a_resumed_run_keeps_the_rollout_services_records_up_to_the_checkpoint(directory, data, kept):
     directory.requests.write_text("1\n2\n3\n4\n5\n")
-    directory.set_aside.write_text("1\n2\n3\n")
+    directory.quarantined.write_text("1\n2\n3\n")
     directory.engine_events.write_text("1\n")
     record(directory, RunState(step=2, data=data)).close()
 
@@ -107,7 +108,7 @@ def test_a_resumed_run_keeps_what_its_rollout_service_had_recorded_at_the_checkp
     assert directory.engine_events.read_text() == "1\n"
 
 
-def test_updates_are_counted_on_and_so_are_the_fractions_of_their_outcomes(directory):
+def test_a_resumed_run_continues_the_update_count_and_the_fractions_of_outcomes(directory):
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     for outcome in ("end", "start"):
         values = {f"actor/bapo_outcome/{name}": Mean(float(name == outcome), 1.0) for name in ("start", "end")}
@@ -133,7 +134,7 @@ def test_no_sampled_tokens_leave_no_file(tmp_path):
     assert not directory.tokens.exists()
 
 
-def test_new_rows_follow_the_old_ones_and_their_time_goes_on(directory):
+def test_new_rows_follow_the_old_ones_and_their_time_continues(directory):
     directory.restarts.write_text('{"step": 3}\n')
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     recorder.write("train", 3, {"critic/score/mean": Mean(3.0, 4.0), "perf/total_num_tokens": Sum(12)})
@@ -160,7 +161,7 @@ def test_a_new_run_starts_at_time_zero_with_nothing_recorded(tmp_path):
     assert len(list((directory.tensorboard / "train").iterdir())) == 1
 
 
-def test_tensorboard_hides_training_steps_that_are_taken_again_after_a_longer_warm_start(tmp_path):
+def test_tensorboard_hides_training_steps_that_are_repeated_after_a_longer_warm_start(tmp_path):
     directory = RunDirectory(tmp_path)
     directory.create()
     for state, value in ((RunState(), 1.0), (RunState(warm_start_step=200), 2.0)):
@@ -182,7 +183,7 @@ def test_tensorboard_can_be_switched_off(directory):
     assert not directory.tensorboard.exists()
 
 
-def test_the_phase_file_says_what_the_trainer_does_now(directory):
+def test_the_phase_file_has_the_trainers_current_activity(directory):
     recorder = record(directory, RunState())
     assert directory.phase.read_text() == "loading"
 
@@ -199,7 +200,7 @@ def test_a_replaced_line_leaves_no_partial_file(tmp_path):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("phase", "short")]
 
 
-def test_a_mismatch_over_its_limit_is_counted_in_the_row_and_warned_of(directory, caplog):
+def test_a_mismatch_over_its_limit_is_counted_in_the_row_and_logged_as_a_warning(directory, caplog):
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     mismatch = {"training/token_mult_prob_error": Mean(1.2, 1.0), "training/gen_kl_error": Mean(1e-5, 1.0)}
     recorder.write("train", 3, mismatch)

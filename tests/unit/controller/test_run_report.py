@@ -5,14 +5,14 @@ import pytest
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_report import accuracies, write_run_report
-from megatron_bapo.controller.run_state import RunDirectory
 from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.sinks import JsonlSink
+from megatron_bapo.run_directory import RunDirectory
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run of two steps between two evaluations, with one sampled answer that looks like HTML."""
+    """The directory of a run of two steps and two evaluations, with one sampled response that looks like HTML."""
     run_dir = tmp_path / "reversal"
     directory = RunDirectory(run_dir)
     directory.create()
@@ -47,7 +47,7 @@ def run_dir(tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_the_report_tells_the_run_from_its_directory(run_dir):
+def test_the_report_shows_the_configuration_metrics_and_samples_of_the_run(run_dir):
     path = write_run_report(run_dir)
 
     html = path.read_text()
@@ -61,7 +61,7 @@ def test_the_report_tells_the_run_from_its_directory(run_dir):
         "12.5",
         "87.5",
         "Held-out accuracy",
-        "Mean reward of the sampled answers",
+        "Mean reward of the sampled responses",
         "&lt;script&gt;eert&lt;/script&gt;",
         "ppo_mini_batch_size: 8",
     ):
@@ -75,7 +75,7 @@ def test_a_run_without_samples_still_has_a_report(run_dir):
     assert "Held-out accuracy" in write_run_report(run_dir).read_text()
 
 
-def test_a_run_that_recorded_no_row_yet_has_a_report(run_dir):
+def test_a_run_without_metric_rows_has_a_report(run_dir):
     RunDirectory(run_dir).metrics.write_text("")
 
     assert "0 of 5" in write_run_report(run_dir).read_text()

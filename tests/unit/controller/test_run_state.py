@@ -7,15 +7,17 @@ import pytest
 
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.run_state import RunDirectory, RunState, check_resumable
-from megatron_bapo.errors import ProbeFailed, RunError, UserError
+from megatron_bapo.controller.run_state import RunState, check_resumable
+from megatron_bapo.errors import ProbeFailed, RunError, StorageFailed, UserError
+from megatron_bapo.run_directory import RunDirectory
+from tests.e2e.small_disk import fill, small_disk
 
-HOLDER = """
+LOCKING_PROCESS = """
 import sys, time
 from pathlib import Path
-from megatron_bapo.controller.run_state import RunDirectory
+from megatron_bapo.run_directory import RunDirectory
 with RunDirectory(Path(sys.argv[1])).locked():
-    print("held", flush=True)
+    print("locked", flush=True)
     time.sleep(300)
 """
 
@@ -39,37 +41,37 @@ def make_config(run_dir: Path, *, lr: float = 1e-6, total_steps: int = 2) -> Con
     )
 
 
-def test_a_state_survives_the_way_through_json():
+def test_a_state_is_unchanged_by_a_json_round_trip():
     state = RunState(warm_start_step=4, step=3, update=16, policy_version=17, data={"epoch": 1, "position": 5})
 
     assert RunState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
-def test_what_a_checkpoint_stores_beside_the_state_is_left_alone():
+def test_further_fields_of_a_checkpoints_state_are_ignored():
     assert RunState.from_json({**RunState(step=2).to_json(), "adam_step": 9}) == RunState(step=2)
 
 
-def test_a_directory_that_cannot_be_made_is_named_with_the_reason():
+def test_a_directory_that_cannot_be_created_is_named_with_the_reason():
     with pytest.raises(UserError, match=r"run_dir=/dev/null/x cannot be written to \(Not a directory: /dev/null/x\); "):
         RunDirectory(Path("/dev/null/x")).create()
 
 
-def test_a_directory_in_use_is_refused_until_its_holder_is_gone(directory):
+def test_a_directory_in_use_is_refused_until_the_other_process_has_ended(directory):
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(directory.root)], stdout=subprocess.PIPE, text=True
-    ) as holder:
+        [sys.executable, "-c", LOCKING_PROCESS, str(directory.root)], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
+            assert process.stdout is not None
+            assert process.stdout.readline() == "locked\n"
             with (
                 pytest.raises(UserError, match=r"is in use by another run; .* run_dir=<another folder>"),
                 directory.locked(),
             ):
                 pass
         finally:
-            holder.kill()
+            process.kill()
     with directory.locked():
-        assert holder.returncode < 0
+        assert process.returncode < 0
 
 
 def test_the_lock_is_free_after_an_error_inside_it(directory):
@@ -80,29 +82,57 @@ def test_the_lock_is_free_after_an_error_inside_it(directory):
 
 
 def test_the_first_failure_is_kept(directory):
+    directory.clear_failure()
     directory.record_failure(UserError("set model.dtype"))
     directory.record_failure(RunError("a peer went away"))
 
     assert json.loads(directory.failure.read_text()) == {"kind": "user", "message": "set model.dtype"}
 
 
-def test_a_failed_probe_is_told_from_what_a_restart_may_mend(directory):
+def test_a_failed_probe_is_recorded_as_a_kind_that_is_not_restarted(directory):
+    directory.clear_failure()
     directory.record_failure(ProbeFailed("engine 0 serves policy version 6"))
 
     assert json.loads(directory.failure.read_text())["kind"] == "probe"
 
 
-def test_an_unforeseen_failure_names_its_type_and_the_log(directory):
+def _fail_on_a_full_disk(directory: RunDirectory, partial: Path) -> None:
+    with directory.reserved_space():
+        directory.clear_failure()
+        partial.mkdir()
+        fill(partial.parent)
+        with pytest.raises(OSError, match="No space left") as full:
+            directory.metrics.write_text("a row")
+        directory.record_failure(full.value)
+        failure = json.loads(directory.failure.read_text())
+        assert failure["kind"] == "storage"
+        raise StorageFailed(failure["message"])
+
+
+def test_the_reserved_space_suffices_to_report_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", mib=4) as disk:
+        directory = RunDirectory(disk / "run")
+        directory.create()
+        partial = directory.checkpoints / "step-00000004.partial"
+        with pytest.raises(StorageFailed, match=r"no checkpoint is complete\. Free space"):
+            _fail_on_a_full_disk(directory, partial)
+        assert not partial.exists()
+        assert [path.name for path in directory.logs.iterdir()] == ["failure.json"]
+        (disk / "log").write_text("-" * (1 << 19))
+
+
+def test_an_unexpected_error_is_recorded_with_its_type_and_the_log(directory):
+    directory.clear_failure()
     directory.record_failure(KeyError("missing"))
 
     failure = json.loads(directory.failure.read_text())
     assert failure["kind"] == "run"
     assert "KeyError: 'missing'" in failure["message"]
-    assert f"its log in {directory.logs} has" in failure["message"]
+    assert f"see its log in {directory.logs}" in failure["message"]
 
 
 def started(directory: RunDirectory, *, checkpoint: bool = True) -> None:
-    """As if a run with the default settings had begun there."""
+    """Write the files of a run that was started with the default settings."""
     directory.config.write_text(dump_config(make_config(directory.root)))
     if checkpoint:
         (directory.checkpoints / "step-00000008").mkdir()
@@ -121,7 +151,7 @@ def test_another_configuration_is_refused_with_both_values(directory):
         check_resumable(make_config(directory.root, lr=0.5), directory)
 
 
-def test_a_directory_without_a_checkpoint_takes_any_configuration(directory):
+def test_a_directory_without_a_checkpoint_accepts_any_configuration(directory):
     check_resumable(make_config(directory.root), directory)
     started(directory, checkpoint=False)
 

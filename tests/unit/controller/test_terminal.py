@@ -1,15 +1,16 @@
+import sys
+
 import pytest
 from rich.table import Table
 
-from megatron_bapo.controller.conversion import byte_progress
-from megatron_bapo.controller.exit_codes import exit_code
-from megatron_bapo.controller.terminal import terminal
-from megatron_bapo.errors import UserError
+from megatron_bapo.commands.convert import byte_progress
+from megatron_bapo.controller.terminal import activities, terminal
+from megatron_bapo.errors import UserError, exit_code
 
 FOREIGN = "[bold]x [/INST] y"
 
 
-def test_brackets_are_no_markup_in_lines_tables_and_bars(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_are_not_markup_in_lines_tables_and_progress_bars(capsys: pytest.CaptureFixture[str]) -> None:
     console, table = terminal(width=200), Table(FOREIGN, title=FOREIGN)
     table.add_row(FOREIGN)
     console.print(FOREIGN)
@@ -19,9 +20,30 @@ def test_brackets_are_no_markup_in_lines_tables_and_bars(capsys: pytest.CaptureF
     assert capsys.readouterr().out.count(FOREIGN) == 5
 
 
-def test_an_error_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_message_is_printed_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise UserError(FOREIGN)
 
     assert exit_code(fail, terminal()) == 2
     assert FOREIGN in capsys.readouterr().out
+
+
+def test_without_a_terminal_each_activity_is_a_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with activities() as show:
+        show("reading prompts")
+        show("reading [runs/1]")
+    captured = capsys.readouterr()
+    assert captured.err == "reading prompts ...\nreading [runs/1] ...\n"
+    assert captured.out == ""
+
+
+def test_on_a_terminal_a_spinner_shows_the_activity_and_leaves_no_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with activities() as show:
+        show("reading [runs/1]")
+    shown = capsys.readouterr().err
+    assert "reading [runs/1] ..." in shown
+    assert shown.endswith("\x1b[2K")  # the line is erased

@@ -21,11 +21,11 @@ def test_the_same_text_is_found_whatever_its_case_spaces_and_width(text):
     assert overlap(prompt(text, system="Be brief."), "5 x 5?", "What is 1 + 1?") == ("exact", "eval:2")
 
 
-def test_another_sign_is_another_text():
+def test_texts_with_different_signs_differ():
     assert overlap(prompt("What is 1 - 1?"), "What is 1 + 1?", n=10) is None
 
 
-def test_a_run_of_words_is_found_whatever_stands_between_the_words():
+def test_an_ngram_is_found_with_any_punctuation_between_its_words():
     assert overlap(prompt("See: the RED (fox), jumps over it"), "A red fox jumps over a dog") == ("ngram", "eval:1")
     assert overlap(prompt("the red fox walks over a cat"), "A red fox jumps over a dog") is None
 
@@ -35,7 +35,7 @@ def test_chinese_characters_count_as_words():
     assert overlap(prompt("今天有三只猫"), "昨天有三条狗吗") is None
 
 
-def test_what_many_evaluation_prompts_share_is_their_template():
+def test_ngrams_that_many_evaluation_prompts_share_are_ignored():
     end = "Put your answer in a box."
     evaluation = [f"Question number {number} of this list. {end}" for number in range(1, 4)]
     assert overlap(prompt(f"Something else. {end}"), *evaluation) is None
@@ -43,7 +43,7 @@ def test_what_many_evaluation_prompts_share_is_their_template():
     assert overlap(prompt(evaluation[1]), *evaluation) == ("exact", "eval:2")
 
 
-def test_runs_of_words_are_those_that_a_search_in_the_joined_words_finds():
+def test_ngrams_match_a_search_in_the_joined_words():
     words = random.Random(0)
     texts = [" ".join(words.choices("abcde", k=words.randint(2, 12))) for _ in range(300)]
     training, evaluation = texts[:280], texts[280:282]
@@ -55,3 +55,9 @@ def test_runs_of_words_are_those_that_a_search_in_the_joined_words_finds():
         shared = any(run in other for run in runs for other in evaluation)
         assert (result is not None) == (shared or text in evaluation)
     assert 0 < sum(result is not None for result in found) < len(found)
+
+
+def test_repeated_evaluation_rows_do_not_hide_a_shared_run_of_words():
+    row = "A red fox jumps over a lazy dog"
+    assert overlap(prompt("See the red fox jumps over a lake"), *[row] * 30) == ("ngram", "eval:1")
+    assert overlap(prompt("See the red fox jumps over a lake"), *[row, f" {row}\n", row.upper()] * 10)

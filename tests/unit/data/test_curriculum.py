@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_bapo.config.schema import CurriculumConfig
+from megatron_bapo.config.data import CurriculumConfig
 from megatron_bapo.data.curriculum import Curriculum, pass_rate
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import UserError
@@ -24,7 +24,7 @@ def stream(seed: int = 3, **settings) -> PromptStream:
 
 
 def measured(stream: PromptStream) -> PromptStream:
-    """Prompt i has the pass rate i / 10 modulo 1.1: 0, 0.1 ... 1."""
+    """Measure pass rates; that of prompt i is i / 10 modulo 1.1: 0, 0.1 ... 1."""
     assert stream.curriculum is not None
     for i in range(NUM_PROMPTS):
         stream.curriculum.measure(f"train:{i}", i % 11 / 10)
@@ -35,7 +35,7 @@ def rate(prompt_id: str) -> float:
     return int(prompt_id.split(":")[1]) % 11 / 10
 
 
-def test_what_was_never_measured_is_drawn_in_the_order_without_a_curriculum():
+def test_unmeasured_prompts_are_sampled_in_the_order_without_a_curriculum():
     plain = PromptStream(prompts(), seed=3, shuffle=True)
     assert [p.prompt_id for p in stream().take(450)] == [p.prompt_id for p in plain.take(450)]
 
@@ -51,34 +51,34 @@ def test_what_was_never_measured_is_drawn_in_the_order_without_a_curriculum():
     ],
     ids=["variance", "band"],
 )
-def test_prompts_are_drawn_as_often_as_their_pass_rate_says(settings, share):
+def test_prompts_are_sampled_with_the_probability_of_their_pass_rate(settings, share):
     source = measured(stream(**settings))
-    drawn = [rate(prompt.prompt_id) for prompt in source.take(20000)]
+    rates = [rate(prompt.prompt_id) for prompt in source.take(20000)]
     num_epochs = source.num_drawn / NUM_PROMPTS
     for tenth in range(11):
         num_prompts = len(range(tenth, NUM_PROMPTS, 11))
         expected = share(tenth / 10)
-        found = sum(r == tenth / 10 for r in drawn) / (num_prompts * num_epochs)
+        found = sum(r == tenth / 10 for r in rates) / (num_prompts * num_epochs)
         assert found == pytest.approx(
             expected, abs=4 * np.sqrt(expected * (1 - expected) / (num_prompts * num_epochs)) + 0.01
         )
 
 
-def test_every_epoch_passes_each_prompt_once_and_counts_what_it_skips():
+def test_every_epoch_visits_each_prompt_once_and_counts_skipped_ones():
     source = measured(stream())
-    drawn = [source.take(1)[0].prompt_id for _ in range(700)]
-    assert source.num_drawn == source.num_skipped + len(drawn)
+    taken = [source.take(1)[0].prompt_id for _ in range(700)]
+    assert source.num_drawn == source.num_skipped + len(taken)
     assert source.num_skipped > 0
     again = measured(stream())
     epochs: dict[int, list[str]] = {}
-    for name in drawn:
+    for name in taken:
         assert again.take(1)[0].prompt_id == name
         epochs.setdefault((again.num_drawn - 1) // NUM_PROMPTS, []).append(name)
     assert len(epochs) > 3
     assert all(len(set(names)) == len(names) < NUM_PROMPTS for names in epochs.values())
 
 
-def test_a_restored_stream_goes_on_with_what_was_measured():
+def test_a_restored_stream_keeps_measured_pass_rates():
     source = measured(stream(num_groups=2))
     source.take(120)
     saved = json.loads(json.dumps(source.state_dict()))
@@ -103,13 +103,13 @@ def test_only_the_latest_groups_count():
     assert curriculum.probability("train:0") == pytest.approx(4 * 0.25 * 0.75)
 
 
-def test_a_groups_pass_rate_is_its_share_of_solved_answers():
+def test_a_groups_pass_rate_is_its_share_of_right_responses():
     one = np.zeros(1, np.int32)
     answers = [Trajectory(one, one, one, (VersionSpan(0, 1),), "stop", "", reward=r) for r in (1.0, 0.9, 2.0, -1.0)]
     assert pass_rate(Group(prompts()[0], tuple(answers))) == 0.5
 
 
-def test_a_recorded_pass_rate_counts_until_there_is_a_measured_one(tmp_path):
+def test_a_recorded_pass_rate_is_used_until_one_is_measured(tmp_path):
     path = tmp_path / "rates.jsonl"
     path.write_text('{"prompt_id": "train:0", "pass_rate": 1.0}\n{"prompt_id": "train:1", "pass_rate": 0.1}\n')
     curriculum = Curriculum(CurriculumConfig(pass_rates=path), ["train:0", "train:1"])

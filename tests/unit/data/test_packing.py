@@ -78,7 +78,7 @@ def test_padded_lengths_can_be_cut_as_the_layout_cuts_them(layout, lengths):
         ((2, 1, True, 16, False), PaddingRule(256, 256, equal_lengths=True)),
     ],
 )
-def test_the_least_padding_that_a_layout_allows(layout, rule):
+def test_padding_is_the_least_that_a_layout_allows(layout, rule):
     tensor_size, context_size, sequence_parallel, fp8_multiple, packing = layout
     assert rule == padding_rule(
         tensor_size, context_size, sequence_parallel=sequence_parallel, fp8_multiple=fp8_multiple, packing=packing
@@ -174,7 +174,7 @@ def test_long_trajectories_weigh_more_than_their_tokens():
     assert pack(lengths, max_tokens=40000, num_ranks=2, attention_length=1e9) == [[[0, 6]], [[1, 2, 3, 4, 5]]]
 
 
-def test_equal_lengths_put_like_with_like():
+def test_equal_lengths_group_sequences_of_similar_length():
     lengths = [2, 10, 2, 10, 2, 10, 2, 2]
     rule = PaddingRule(equal_lengths=True)
     assert pack(lengths, max_tokens=30, num_ranks=1, rule=rule) == [[[1, 3, 5], [0, 2, 4, 6, 7]]]
@@ -184,14 +184,14 @@ def test_a_budget_between_two_multiples_is_used_up_to_the_lower():
     assert pack([8, 8, 8], max_tokens=31, num_ranks=1, rule=PaddingRule(1, 16)) == [[[0, 2], [1]]]
 
 
-def test_places_without_a_trajectory_stay_empty():
+def test_micro_batches_without_a_trajectory_stay_empty():
     assert pack([5, 7, 6], max_tokens=10, num_ranks=4) == [[[1]], [[2]], [[0]], [[]]]
     assert pack([7], max_tokens=10, num_ranks=1, num_multiple_of=2) == [[[0], []]]
     assert pack([10, 10, 10], max_tokens=10, num_ranks=2) == [[[0], [2]], [[1], []]]
     assert pack([], max_tokens=10, num_ranks=2) == [[[]], [[]]]
 
 
-def test_a_trajectory_over_the_budget_names_length_key_and_way_out():
+def test_a_trajectory_over_the_budget_names_length_key_and_remedy():
     message = r"with 11 tokens, 12 with padding, .* the 11 .*trainer\.max_tokens_per_gpu.*; raise trainer\.max_tok"
     with pytest.raises(UserError, match=message):
         pack([3, 11], max_tokens=11, num_ranks=1, rule=PaddingRule(4))

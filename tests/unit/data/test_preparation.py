@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.data.contamination import index_evaluation_prompts
 from megatron_bapo.data.preparation import Prepared, prepare, read_evaluation_prompts, write_prompts
 from megatron_bapo.data.prompts import load_prompts
@@ -28,7 +28,7 @@ def dropped(prepared: Prepared) -> list[tuple[str, str]]:
     return [(row.where.rpartition("/")[2], row.reason) for row in prepared.dropped]
 
 
-def test_every_row_is_kept_or_left_out_for_one_reason(tmp_path):
+def test_every_row_is_kept_or_dropped_for_one_reason(tmp_path):
     evaluation = source(tmp_path, task("What is 5 + 5?"), task(f"{LONG}?"), name="eval.jsonl")
     first = source(
         tmp_path,
@@ -76,7 +76,7 @@ def test_every_row_is_kept_or_left_out_for_one_reason(tmp_path):
     assert prepared.token_counts() == {"min": 14, "p50": 14, "p90": 14, "p99": 14, "max": 14, "total": 28}
 
 
-def test_a_row_with_an_empty_answer_is_malformed_unless_it_is_asked_for(tmp_path):
+def test_a_row_with_an_empty_answer_is_malformed_unless_allowed(tmp_path):
     rows = source(tmp_path, task("1 + 1?", ""), task("2 + 2?", " "), task("3 + 3?", 6))
     prepared = prepare([rows])
     assert dropped(prepared) == [("tasks.jsonl:1", "malformed"), ("tasks.jsonl:2", "malformed")]
@@ -97,7 +97,7 @@ def test_other_roles_make_other_prompts(tmp_path):
     assert prepare([source(tmp_path, task(system), task(user))]).counts()["kept"] == 2
 
 
-def test_lengths_are_counted_over_what_is_kept(tmp_path):
+def test_lengths_are_counted_over_kept_rows(tmp_path):
     rows = [task("x" * length) for length in range(1, 201)]
     prepared = prepare([source(tmp_path, *rows)], num_tokens=lambda prompt: len(prompt.messages[0]["content"]))
 
@@ -105,7 +105,7 @@ def test_lengths_are_counted_over_what_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
-def test_what_is_written_has_verls_columns_and_is_read_as_it_was(tmp_path, name):
+def test_written_prompts_have_verls_columns_and_are_read_back_unchanged(tmp_path, name):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2, 日本?"}]
     rows = [
         {"data_source": "gsm8k", **task("1 + 1?", 2, extra_info={"split": "train", "index": 7})},
@@ -150,7 +150,7 @@ def test_what_is_written_has_verls_columns_and_is_read_as_it_was(tmp_path, name)
         (({}, {}), "train.csv", "must end in .parquet or .jsonl"),
     ],
 )
-def test_what_cannot_be_written_leaves_nothing_behind_and_an_earlier_file_alone(tmp_path, infos, name, message):
+def test_a_failed_write_leaves_no_partial_file_and_keeps_an_earlier_one(tmp_path, infos, name, message):
     prompts = prepare([source(tmp_path, *(task(f"{i}?", extra_info=info) for i, info in enumerate(infos)))]).kept
     target = tmp_path / "out" / name
     target.parent.mkdir()
@@ -168,5 +168,5 @@ def test_nothing_left_is_an_error(tmp_path):
 
 
 def test_a_malformed_evaluation_row_is_an_error(tmp_path):
-    with pytest.raises(UserError, match=r"tasks.jsonl:2: not JSON .* must be whole"):
+    with pytest.raises(UserError, match=r"tasks.jsonl:2: not JSON .* must be valid"):
         read_evaluation_prompts([source(tmp_path, task("1?"), "{oops")])

@@ -18,7 +18,7 @@ def ids(prompts: list[Prompt]) -> list[str]:
 
 
 @given(num_prompts=st.integers(1, 7), takes=st.lists(st.integers(0, 20), max_size=8), shuffle=st.booleans())
-def test_every_epoch_holds_every_prompt_once_however_it_is_taken(num_prompts, takes, shuffle):
+def test_every_epoch_has_every_prompt_once_for_any_batch_sizes(num_prompts, takes, shuffle):
     stream = PromptStream(make_prompts(num_prompts), seed=1, shuffle=shuffle)
     batches = [stream.take(num) for num in takes]
     assert [len(batch) for batch in batches] == takes

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.data.prompts import PromptSet, load_prompts, without
 from megatron_bapo.errors import UserError
 
@@ -114,18 +114,21 @@ BAD_LINES = {
     "no_answer": ('{"prompt": "a"}', "label_key names"),
     "null_answer": ('{"prompt": "a", "answer": null}', "no ground truth"),
     "number_as_prompt": ('{"prompt": 7, "answer": 1}', "must be text or a list of messages"),
-    "empty_prompt": ('{"prompt": " ", "answer": 1}', "must be text, not empty"),
+    "empty_prompt": ('{"prompt": " ", "answer": 1}', "must be non-empty text"),
     "empty_chat": ('{"prompt": [], "answer": 1}', "must be text or a list of messages"),
     "unknown_role": ('{"prompt": [{"role": "usr", "content": "a"}], "answer": 1}', "system, user, assistant, tool"),
     "no_content": ('{"prompt": [{"role": "user"}], "answer": 1}', "needs exactly a role"),
-    "image_content": ('{"prompt": [{"role": "user", "content": [{"image": "x"}]}], "answer": 1}', "it must be text"),
+    "image_content": (
+        '{"prompt": [{"role": "user", "content": [{"image": "x"}]}], "answer": 1}',
+        "it must be non-empty text",
+    ),
     "bad_extra_info": ('{"prompt": "a", "answer": 1, "extra_info": "x"}', "must be an object"),
     "bad_data_source": ('{"prompt": "a", "answer": 1, "data_source": 3}', "data_source is 3"),
 }
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.values(), ids=BAD_LINES.keys())
-def test_a_malformed_line_stops_and_names_place_reason_excerpt_and_way_out(tmp_path, line, reason):
+def test_a_malformed_line_stops_and_names_location_reason_excerpt_and_remedy(tmp_path, line, reason):
     path = write_jsonl(tmp_path, {"prompt": "a", "answer": 1}, "", line)
     with pytest.raises(UserError) as caught:
         load(path)
@@ -146,7 +149,7 @@ def test_a_line_that_is_not_utf8_stops(tmp_path):
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 200_000], ids=["digits", "nesting"])
 def test_json_that_python_does_not_read_is_malformed(tmp_path, value):
     path = write_jsonl(tmp_path, '{"prompt": "1 + 1?", "answer": ' + value, {"prompt": "2 + 2?", "answer": "4"})
-    with pytest.raises(UserError, match=r"tasks.jsonl:1: JSON that Python does not read .* the row starts"):
+    with pytest.raises(UserError, match=r"tasks.jsonl:1: JSON that Python cannot read .* the row starts"):
         load(path)
     assert [prompt.ground_truth for prompt in load(path, on_bad_line="skip").prompts] == ["4"]
 
@@ -162,7 +165,7 @@ def test_json_that_python_does_not_read_is_malformed(tmp_path, value):
 def test_a_parquet_value_that_cannot_be_read_makes_its_row_malformed(tmp_path, column):
     path = tmp_path / "tasks.parquet"
     pq.write_table(pa.table({"prompt": ["1 + 1?", "2 + 2?"], "answer": ["2", "4"], "extra": column}), path)
-    with pytest.raises(UserError, match=r"tasks.parquet, row 1: column 'extra' cannot be read .* leave the column out"):
+    with pytest.raises(UserError, match=r"tasks.parquet, row 1: column 'extra' cannot be read .* remove the column"):
         load(path)
     found = load(path, on_bad_line="skip")
     assert ([prompt.ground_truth for prompt in found.prompts], found.num_skipped) == (["4"], 1)
@@ -192,14 +195,14 @@ def test_a_file_with_malformed_lines_only_is_refused(tmp_path):
 def test_an_empty_file_is_refused(tmp_path, content):
     path = tmp_path / "empty.jsonl"
     path.write_text(content)
-    with pytest.raises(UserError, match="holds no prompts"):
+    with pytest.raises(UserError, match="contains no prompts"):
         load(path)
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path):
     path = tmp_path / "empty.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
-    with pytest.raises(UserError, match="holds no prompts"):
+    with pytest.raises(UserError, match="contains no prompts"):
         load(path)
 
 
@@ -224,12 +227,21 @@ def test_another_extension_is_refused(tmp_path):
 def test_a_damaged_parquet_file_is_refused(tmp_path):
     path = write_parquet(tmp_path, VERL_ROW)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="not a whole Parquet file"):
+    with pytest.raises(UserError, match="not a complete Parquet file"):
         load(path)
 
 
-def test_held_out_prompts_are_left_out_of_training(tmp_path):
+def test_held_out_prompts_are_removed_from_training(tmp_path):
     prompts = load(write_jsonl(tmp_path, *({"prompt": str(i), "answer": i} for i in range(4)))).prompts
     kept, num_left_out = without(prompts, prompts[1:3])
     assert [prompt.ground_truth for prompt in kept] == ["0", "3"]
     assert num_left_out == 2
+
+
+@pytest.mark.parametrize("content", ["What is 1 + 1?\n", "What is  1 + 1?", "what is １ + 1?"])
+def test_held_out_prompts_are_found_whatever_their_spaces_case_and_system_prompt(tmp_path, content):
+    held_out = load(write_jsonl(tmp_path, {"prompt": "What is 1 + 1?", "answer": 2})).prompts
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    rows = ({"prompt": chat, "answer": 2}, {"prompt": "What is 1 - 1?", "answer": 0})
+    kept, num_left_out = without(load(write_jsonl(tmp_path, *rows)).prompts, held_out)
+    assert ([prompt.ground_truth for prompt in kept], num_left_out) == (["0"], 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.config.schema import PromptSourceConfig
+from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.data.prompts import load_prompts
 from megatron_bapo.data.reasoning_gym_tasks import generate_entries
 from megatron_bapo.errors import UserError
@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_prompts_in_another_process():
     assert json.loads(output) == [list(pair) for pair in here]
 
 
-def test_neighbouring_seeds_give_other_questions():
+def test_adjacent_seeds_give_different_questions():
     tasks = {"chain_sum": {"min_digits": 4, "max_digits": 4}}
     first, second = (
         {prompt.messages[0]["content"] for prompt in generate(tasks, size=50, seed=seed)} for seed in (0, 1)
@@ -59,13 +59,11 @@ def test_all_of_a_small_task_is_found_and_each_question_once():
 
 
 def test_a_task_with_fewer_questions_than_asked_for_is_refused():
-    with pytest.raises(
-        UserError, match=r"chain_sum has only 200 distinct questions .* and 201 are asked for; lower size"
-    ):
+    with pytest.raises(UserError, match=r"chain_sum has only 200 distinct questions .* and 201 are needed; lower size"):
         generate(ONE_DIGIT_SUMS, size=201)
 
 
-def test_a_generator_that_knows_no_index_beyond_its_size_goes_on():
+def test_a_generator_without_an_index_beyond_its_size_continues():
     assert len(generate({"gsm_symbolic": {}}, size=600)) == 600
 
 
@@ -81,7 +79,7 @@ def test_an_unknown_parameter_names_the_nearest():
 
 @pytest.mark.parametrize("params", [{"min_terms": 5, "max_terms": 2}, {"min_terms": "two"}])
 def test_refused_parameters_are_named(params):
-    with pytest.raises(UserError, match="chain_sum refuses the parameters"):
+    with pytest.raises(UserError, match="chain_sum rejects the parameters"):
         generate({"chain_sum": params}, size=1)
 
 

@@ -1,3 +1,5 @@
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,30 +10,26 @@ import pytest
 from megatron_bapo.data.rollout_files import (
     RolloutHeader,
     read_header,
-    read_held,
     read_rollouts,
     remove_rollouts_after,
     rollout_files,
-    write_held,
     write_rollouts,
 )
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import (
-    BufferedGroup,
-    Group,
-    HeldRollouts,
-    Prompt,
-    Trajectory,
-    UnfinishedAnswer,
-    UnfinishedGroup,
-    VersionSpan,
-)
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 
 HEADER = RolloutHeader(
-    step=1, policy_version=3, num_groups=2, n=2, vocab_size=320, num_reward_timeouts=1, data_state={"stream": [1, 2]}
+    step=1,
+    policy_version=3,
+    num_groups=2,
+    n=2,
+    vocab_size=320,
+    num_reward_timeouts=1,
+    data_state={"stream": [1, 2]},
+    sampling={"temperature": 0.6, "top_k": -1},
 )
 AWKWARD = np.array([-0.0, -1e-45, -0.1, -np.inf, np.nan], np.float32)
-"""Values that a decimal or a lossy column would change: minus zero, the smallest subnormal, no numbers."""
+"""Values that a decimal or lossy column would change: minus zero, the smallest subnormal, infinity and NaN."""
 
 
 def trajectory(length: int, reward: float) -> Trajectory:
@@ -73,7 +71,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "step-00000001.parquet"
 
 
-def test_a_batch_comes_back_bit_by_bit(file):
+def test_a_batch_is_read_back_bit_by_bit(file):
     header, found = read_rollouts(file)
 
     assert header == read_header(file) == HEADER
@@ -83,13 +81,13 @@ def test_a_batch_comes_back_bit_by_bit(file):
     ]
 
 
-def test_what_is_read_may_be_written_to(file):
+def test_arrays_that_are_read_are_writable(file):
     (first, *_), *_ = [group.trajectories for group in read_rollouts(file)[1]]
 
     assert all(array.flags.writeable for array in (first.response_token_ids, first.behaviour_log_probs))
 
 
-def test_other_programs_find_advantages_and_groups_in_columns(file, tmp_path):
+def test_advantages_and_groups_are_plain_columns_for_other_programs(file, tmp_path):
     table = pq.read_table(file)
 
     assert table["group"].to_pylist() == [0, 0, 1, 1]
@@ -98,11 +96,11 @@ def test_other_programs_find_advantages_and_groups_in_columns(file, tmp_path):
     assert pq.read_table(tmp_path / "untrained" / file.name)["advantages"].to_pylist() == [None] * 4
 
 
-def test_a_file_that_was_cut_off_is_refused(file):
+def test_a_truncated_file_is_refused(file):
     file.write_bytes(file.read_bytes()[:-20])
 
     for read in (read_header, read_rollouts):
-        with pytest.raises(UserError, match=r"step-00000001\.parquet is no whole file of rollouts"):
+        with pytest.raises(UserError, match=r"step-00000001\.parquet is not a complete rollout file"):
             read(file)
 
 
@@ -116,14 +114,14 @@ def test_a_changed_byte_of_a_column_is_refused(file):
     damaged[log_probs.data_page_offset + log_probs.total_compressed_size // 2] ^= 1
     file.write_bytes(damaged)
 
-    with pytest.raises(UserError, match="is no whole file of rollouts"):
+    with pytest.raises(UserError, match="is not a complete rollout file"):
         read_rollouts(file)
 
 
-def test_a_table_of_something_else_is_refused(file):
+def test_another_kind_of_table_is_refused(file):
     metadata = pq.read_schema(file).metadata
     pq.write_table(pa.table({"update": [1.0]}), file)
-    with pytest.raises(UserError, match="its metadata name no rollout batch"):
+    with pytest.raises(UserError, match="its metadata has no header of a rollout batch"):
         read_header(file)
 
     pq.write_table(pa.table({"update": [1.0]}).replace_schema_metadata(metadata), file)
@@ -132,7 +130,7 @@ def test_a_table_of_something_else_is_refused(file):
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (1, [1]), (5, [1, 2])])
-def test_a_resumed_run_drops_the_files_of_the_steps_that_it_takes_again(tmp_path, step, kept):
+def test_a_resumed_run_drops_the_files_of_the_steps_that_it_repeats(tmp_path, step, kept):
     for written in (2, 1):
         (tmp_path / f"step-{written:08d}.parquet").touch()
     (tmp_path / "step-00000003.partial").touch()
@@ -143,67 +141,10 @@ def test_a_resumed_run_drops_the_files_of_the_steps_that_it_takes_again(tmp_path
     assert rollout_files(tmp_path / "missing") == {}
 
 
-def unfinished(length: int, *, turn_ended: bool) -> UnfinishedAnswer:
-    """As far as `trajectory` of this length."""
-    of = trajectory(length, 0.0)
-    return UnfinishedAnswer(
-        response_token_ids=of.response_token_ids,
-        behaviour_log_probs=of.behaviour_log_probs,
-        version_spans=of.version_spans if length else (),
-        finish_reason="stop" if length == 2 else None,
-        loss_mask=of.loss_mask,
-        turns=of.turns,
-        turn_ended=turn_ended,
-    )
+def test_a_file_of_an_earlier_version_says_nothing_of_how_it_was_sampled(file):
+    schema = pq.read_schema(file)
+    ((key, saved),) = [(key, json.loads(value)) for key, value in schema.metadata.items() if b"rollouts" in key]
+    del saved["sampling"]
+    pq.write_table(pq.read_table(file).replace_schema_metadata({key: json.dumps(saved)}), file)
 
-
-@pytest.fixture
-def held() -> HeldRollouts:
-    first, second = groups()
-    return HeldRollouts(
-        buffered=(BufferedGroup(3, first, num_uses=1), BufferedGroup(7, second)),
-        unfinished=(
-            UnfinishedGroup(5, "p:1", (unfinished(4, turn_ended=True), unfinished(2, turn_ended=False))),
-            UnfinishedGroup(8, "p:1", (unfinished(0, turn_ended=False), unfinished(3, turn_ended=False))),
-        ),
-    )
-
-
-def test_what_a_checkpoint_holds_of_later_batches_comes_back_bit_by_bit(held, tmp_path):
-    write_held(tmp_path, held)
-    found = read_held(tmp_path)
-
-    assert [(e.serial, e.num_uses, e.group.prompt) for e in found.buffered] == [
-        (e.serial, e.num_uses, e.group.prompt) for e in held.buffered
-    ]
-    assert [[bits(t) for t in e.group.trajectories] for e in found.buffered] == [
-        [bits(t) for t in e.group.trajectories] for e in held.buffered
-    ]
-    assert [(group.serial, group.prompt_id) for group in found.unfinished] == [(5, "p:1"), (8, "p:1")]
-    for group, expected in zip(found.unfinished, held.unfinished, strict=True):
-        for answer, written in zip(group.answers, expected.answers, strict=True):
-            for name in UnfinishedAnswer.__dataclass_fields__:
-                value, same = getattr(answer, name), getattr(written, name)
-                if isinstance(same, np.ndarray):
-                    assert (value.dtype, value.tobytes()) == (same.dtype, same.tobytes())
-                else:
-                    assert value == same
-
-
-def test_a_checkpoint_that_holds_nothing_has_no_file(tmp_path):
-    write_held(tmp_path, HeldRollouts())
-
-    assert [*tmp_path.iterdir()] == []
-    assert read_held(tmp_path) == HeldRollouts()
-
-
-@pytest.mark.parametrize("name", ["buffered.parquet", "unfinished.parquet"])
-def test_held_rollouts_that_were_cut_off_are_refused_with_the_way_out(held, tmp_path, name):
-    write_held(tmp_path, held)
-    file = tmp_path / name
-    file.write_bytes(file.read_bytes()[:-20])
-
-    with pytest.raises(
-        UserError, match=rf"{name} is not as the checkpoint was written: .* Delete it, and what it held"
-    ):
-        read_held(tmp_path)
+    assert read_header(file) == replace(HEADER, sampling={})

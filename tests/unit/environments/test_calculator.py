@@ -1,11 +1,12 @@
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.data.prompts import load_prompts
-from megatron_bapo.environments.calculator import calculate, demonstration, reply
+from megatron_bapo.environments.calculator import calculate, demonstration, last_call, longest_expression, reply
 from megatron_bapo.functions.user_function import load
 from megatron_bapo.rewards.scorer import reward_target
 
@@ -45,27 +46,78 @@ def answer(content: str) -> str | None:
         ("(" * 100 + "1" + ")" * 99, "error: not an arithmetic expression"),
     ],
 )
-def test_expressions_have_exact_results_or_say_what_is_wrong(expression, result):
+def test_expressions_have_exact_results_or_an_error_text(expression, result):
     started = time.monotonic()
     assert answer(f"Let me see: <calculator>{expression}</calculator>") == result
     assert time.monotonic() - started < 1.0
 
 
+@pytest.mark.parametrize("unit", ["<calculator>", "<calculator>1 + 1", "</calculator>", "<", "(", "1 ", "+(", "1("])
+@pytest.mark.parametrize("function", [reply, demonstration])
+def test_time_grows_no_faster_than_the_length_of_a_message(function, unit):
+    """20 times the length takes about 20 times as long; a quadratic search would take 400 times as long."""
+
+    def cpu_s(num_characters: int) -> float:
+        content = unit * (num_characters // len(unit))
+        durations = []
+        for _ in range(3):
+            start = time.process_time()
+            with suppress(ValueError):
+                function([{"role": "user", "content": content}], "d", "42")
+            durations.append(time.process_time() - start)
+        return min(durations)
+
+    cpu_s(1000)
+    assert cpu_s(60_000) < 80 * max(cpu_s(3000), 0.001)
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("<calculator>1<calculator>2</calculator>3</calculator>", "1<calculator>2"),
+        ("<calculator>1</calculator></calculator><calculator>2", "1"),
+        ("</calculator><calculator>\n1 + 1\n</calculator>", "\n1 + 1\n"),
+        ("<calculator></calculator>", ""),
+        ("<calculator>1</calculator", None),
+        ("", None),
+    ],
+)
+def test_the_last_call_runs_from_the_first_opening_tag_to_the_next_closing_tag(text, call):
+    assert last_call(text) == call
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("What is (3 + 4) * 2?", "(3 + 4) * 2"),
+        ("12 and 3 + 45 and 6", "3 + 45"),
+        ("-7 + (2 - 1) - ", "7 + (2 - 1)"),
+        ("1", ""),
+        (") + 1", ""),
+        (".)", ""),
+        ("no number", ""),
+        ("\u0661\u0662 +\u00a0\u0663", "\u0661\u0662 +\u00a0\u0663"),
+    ],
+)
+def test_the_longest_expression_of_a_message_is_found(text, found):
+    assert longest_expression(text) == found
+
+
 @pytest.mark.parametrize(
     "expression", ["__import__('os').getcwd()", "(1).__class__", "print(1)", "[1 for _ in (1,)]", "x", "f'{1}'"]
 )
-def test_nothing_is_run(expression):
+def test_no_expression_is_executed(expression):
     with pytest.raises(ValueError, match="only numbers"):
         calculate(expression)
 
 
-def test_the_last_call_of_the_last_message_counts_and_none_ends_the_answer():
+def test_the_last_call_of_the_last_message_counts_and_no_call_ends_the_response():
     assert answer("<calculator>1</calculator> or <calculator>2</calculator>") == "2"
     assert answer("It is 42.") is None
     assert answer("<calculator>1") is None
 
 
-def test_the_example_run_teaches_calls_that_are_understood_and_pays_for_their_results():
+def test_the_example_run_demonstrates_valid_calls_and_rewards_their_results():
     config = load_config(Path(__file__).parents[3] / "configs/calculator_tool.yaml")
     assert config.environment is not None
     assert config.environment.type == "calculator"

@@ -16,7 +16,7 @@ MODULE_NUMBERS = count()
 
 @pytest.fixture
 def write_module(tmp_path, monkeypatch):
-    """Writes an importable module and returns its name, another one at every call."""
+    """Return a function that writes an importable module and returns its name, a new one at every call."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(source: str) -> str:
@@ -57,7 +57,7 @@ def test_numbers_and_dicts_are_rewards(write_module, definition, body, reward):
     assert call(f"{name}:f") == {"score": reward, "pred": None}
 
 
-def test_a_function_that_asks_for_the_conversation_gets_it(write_module):
+def test_a_function_with_conversation_parameters_gets_them(write_module):
     name = write_module(
         "def f(data_source, solution_str, ground_truth, extra_info=None, prompt=()):\n    return len(prompt)\n"
     )
@@ -67,13 +67,13 @@ def test_a_function_that_asks_for_the_conversation_gets_it(write_module):
 @pytest.mark.parametrize(
     ("result", "answer"), [("{'score': 1, 'pred': 7}", "7"), ("{'score': 1}", None), ("1.0", None)]
 )
-def test_a_dict_may_say_which_answer_was_read(write_module, result, answer):
+def test_a_dict_may_contain_the_extracted_answer(write_module, result, answer):
     name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {result}\n")
     assert call(f"{name}:f") == {"score": 1.0, "pred": answer}
 
 
 @pytest.mark.parametrize("value", ["None", "'1.0'", "float('nan')", "{'reward': 1.0}", "[1.0]"])
-def test_anything_else_raises(write_module, value):
+def test_another_return_value_raises(write_module, value):
     name = write_module(f"def f(data_source, solution_str, ground_truth, extra_info=None):\n    return {value}\n")
     with pytest.raises(
         ValueError, match=r"it returned .*; a reward is a finite number, or a dict with one under 'score'"
@@ -115,7 +115,7 @@ def test_an_error_at_import_is_shown(write_module):
         load(target(f"{name}:f"))
 
 
-def test_what_is_no_function_is_refused(write_module):
+def test_an_object_that_is_no_function_is_refused(write_module):
     name = write_module("f = 3\n")
     with pytest.raises(UserError, match=f"{name}:f is a int, not a function"):
         load(target(f"{name}:f"))
@@ -133,8 +133,8 @@ def test_another_signature_is_refused_with_the_right_one(write_module, arguments
 
 
 @pytest.mark.parametrize("value", ["'42'", "[]", "['call', 'reply']", "['call', '', 'answer']", "[42]"])
-def test_turns_are_texts_that_begin_and_end_with_the_policy(value):
+def test_turns_begin_and_end_with_the_policy(value):
     shown = Target("warm_start.demonstration=mine:shown", "mine:shown", ("messages",), "turns")
     assert checked(shown, ["call", "reply", "answer"]) == ["call", "reply", "answer"]
-    with pytest.raises(ValueError, match=r"it returned .*; a demonstration is a list of texts"):
+    with pytest.raises(ValueError, match=r"it returned .*; a demonstration is a list of non-empty texts"):
         checked(shown, ast.literal_eval(value))

@@ -26,7 +26,7 @@ def test_metrics_within_their_limits_or_absent_raise_no_alarm() -> None:
         ("gen_kl_error", float("nan"), "allows at most 0.001"),
     ],
 )
-def test_an_alarm_says_value_limit_and_way_out(name: str, value: float, allowed: str) -> None:
+def test_an_alarm_names_value_limit_and_remedy(name: str, value: float, allowed: str) -> None:
     (alarm,) = mismatch_alarms({**WITHIN, f"training/{name}": value}, LIMITS)
     assert alarm.startswith(f"training/{name} is {value:.5g}, logging.mismatch_alarms.{name} {allowed}")
     assert "rollout_correction" in alarm

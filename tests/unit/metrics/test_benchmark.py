@@ -36,16 +36,16 @@ ROWS = [
 ]
 
 
-def test_answers_find_their_problems_in_whatever_order_they_came() -> None:
+def test_responses_are_grouped_by_problem_in_any_order() -> None:
     first, second = problems_of(PROMPTS, ROWS, n=4)
 
-    assert [answer["sample"] for answer in first.answers] == [0, 1, 2, 3]
-    assert first.votes == Votes(right=2, wrong=(1,), silent=1)
+    assert [response["sample"] for response in first.responses] == [0, 1, 2, 3]
+    assert first.votes == Votes(right=2, wrong=(1,), no_answer=1)
     assert second.votes == Votes(right=1, wrong=(2, 1))
     assert (first.majority, second.majority) == (("42", 2), ("9", 2))
 
 
-def test_results_are_for_each_data_source_and_all_together() -> None:
+def test_results_cover_each_data_source_and_all_combined() -> None:
     found = results(problems_of(PROMPTS, ROWS, n=4), sizes=(1, 2, 4))
 
     assert list(found["sources"]) == ["all", "aime_2024", "aime_2025"]
@@ -65,15 +65,15 @@ def test_results_are_for_each_data_source_and_all_together() -> None:
     assert (together["mean_tokens"], together["truncated"], together["mean_score"]) == (12.5, 0.125, 3.5 / 8)
 
 
-def test_answers_beyond_the_wanted_ones_are_left_out() -> None:
+def test_responses_beyond_n_are_ignored() -> None:
     found = results(problems_of(PROMPTS, ROWS, n=2), sizes=(1, 2))
     assert found["problems"][0]["num_right"] == 1
     assert found["sources"]["all"]["num_answers"] == 4
 
 
-def test_where_the_reward_says_no_answers_there_are_no_votes() -> None:
-    silent: list[AnswerRow] = [{**each, "answer": None} for each in ROWS]
-    found = results(problems_of(PROMPTS, silent, n=4), sizes=(4,))
+def test_without_extracted_answers_there_is_no_majority_metric() -> None:
+    rows: list[AnswerRow] = [{**each, "answer": None} for each in ROWS]
+    found = results(problems_of(PROMPTS, rows, n=4), sizes=(4,))
     assert list(found["sources"]["all"]["metrics"]) == ["mean@4", "pass@4"]
 
 
@@ -84,7 +84,7 @@ def test_the_tables_show_estimates_intervals_and_problems() -> None:
     print_results(Console(width=160, file=shown), found)
     text = shown.getvalue()
 
-    assert "aime_2025: 1 problems, 4 answers" in text
+    assert "aime_2025: 1 problems, 4 responses" in text
     low, high = (found["sources"]["all"]["metrics"]["mean@4"][end] for end in ("low", "high"))
     assert f"{100 * low:.1f}% to {100 * high:.1f}%" in text
     assert "9 (2)" in text

@@ -15,7 +15,7 @@ sibling.kill()
 """
 
 
-def test_what_a_child_computes_counts_and_what_it_sleeps_does_not():
+def test_a_childs_computation_counts_and_its_sleep_does_not():
     # In a family of its own: others of this process's parent may be busy.
     alone = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {MEASURE!r}])"
     done = subprocess.run([sys.executable, "-c", alone], capture_output=True, text=True, check=True)

@@ -81,19 +81,19 @@ def test_the_page_loads_nothing(tmp_path: Path):
     assert "default-src 'none'" in html
 
 
-def test_every_figure_is_drawn_when_its_metrics_are_there(tmp_path: Path):
+def test_every_figure_with_metrics_is_plotted(tmp_path: Path):
     rows = [row(step, every_metric(step), phase) for step in (1, 2) for phase in ("warm_start", "train", "validation")]
     report = page(tmp_path, rows=rows)
     assert set(report.headings) == TITLES
     assert [tag for tag, _ in report.elements].count("svg") == len(TITLES)
 
 
-def test_a_figure_without_metrics_is_left_out(tmp_path: Path):
+def test_a_figure_without_metrics_is_omitted(tmp_path: Path):
     report = page(tmp_path, rows=[row(1, {"critic/score/mean": 0.5, "actor/entropy": math.nan})])
-    assert report.headings == ["Mean reward of the sampled answers"]
+    assert report.headings == ["Mean reward of the sampled responses"]
 
 
-def test_markup_in_texts_of_the_run_is_shown_and_not_run(tmp_path: Path):
+def test_markup_in_a_runs_texts_is_escaped(tmp_path: Path):
     evil = "<script>alert('x')</script>"
     report = page(
         tmp_path,
@@ -104,7 +104,7 @@ def test_markup_in_texts_of_the_run_is_shown_and_not_run(tmp_path: Path):
         config_yaml=f"model: {evil}\n",
     )
     assert "script" not in {tag for tag, _ in report.elements}
-    # Page and heading title, fact, prompt, answer and legend.
+    # Page title, heading, fact, prompt, response and legend.
     assert report.texts.count(evil) == 6
     assert f"expected {evil}" in report.texts
     assert f"model: {evil}" in report.texts
@@ -120,7 +120,7 @@ def test_an_accuracy_that_was_not_measured_is_a_dash(tmp_path: Path):
     assert {"12.5%", "–"} <= set(report.texts)
 
 
-def test_answers_of_the_first_and_the_last_step_are_shown(tmp_path: Path):
+def test_samples_of_the_first_and_the_last_step_are_shown(tmp_path: Path):
     samples = [sample(step, answer=f"answer {step}") for step in (1, 2, 3)]
     report = page(tmp_path, samples=samples)
     assert report.headings == ["Step 1", "Step 3"]
@@ -128,17 +128,17 @@ def test_answers_of_the_first_and_the_last_step_are_shown(tmp_path: Path):
     assert "answer 2" not in report.texts
 
 
-def test_an_answer_that_was_cut_or_not_scored_says_so(tmp_path: Path):
+def test_a_truncated_or_unscored_sample_is_marked(tmp_path: Path):
     report = page(tmp_path, samples=[sample(1, reward=None, finish_reason="length")])
     assert {"reward –", "cut at the length limit"} <= set(report.texts)
 
 
-def test_an_answer_that_is_no_valid_text_does_not_stop_the_report(tmp_path: Path):
+def test_a_response_with_an_unpaired_surrogate_does_not_stop_the_report(tmp_path: Path):
     assert "4 ?" in page(tmp_path, samples=[sample(1, answer="4 \ud800")]).texts
 
 
 @pytest.mark.parametrize("measure", ["share", "ratio"])
-def test_the_target_line_is_a_share_whatever_the_run_compares(tmp_path: Path, measure: str):
+def test_the_target_line_is_a_share_for_either_target_measure(tmp_path: Path, measure: str):
     bounds = f"{{positive_contribution_target: 0.4, target_measure: {measure}}}"
     report = page(
         tmp_path,
@@ -154,7 +154,7 @@ def test_the_total_of_a_step_is_not_stacked_on_its_parts(tmp_path: Path):
     assert report.texts.count("step") == 1
 
 
-def test_many_small_phases_become_one(tmp_path: Path):
+def test_many_small_phases_are_summed_up(tmp_path: Path):
     phases = {f"timing_s/phase_{index}": 10.0 - index for index in range(9)}
     report = page(tmp_path, rows=[row(1, phases)])
     assert {"phase_0", "phase_5", "other"} <= set(report.texts)

@@ -52,7 +52,7 @@ def test_a_number_that_is_not_finite_is_written_as_null(tmp_path: Path, value: f
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["metrics"] == {"loss": None}
 
 
-def test_a_sampled_answer_comes_back_unchanged(tmp_path: Path):
+def test_a_sample_is_read_back_unchanged(tmp_path: Path):
     sample: SampleRow = {
         "step": 3,
         "prompt": "2 + 2 =\n",

@@ -13,7 +13,7 @@ def table(value: float) -> dict[str, np.ndarray]:
     return {name: np.full(3, value, np.float32) for name in COLUMNS}
 
 
-def test_tables_come_back_by_step(tmp_path):
+def test_tables_are_read_back_by_step(tmp_path):
     for step in (2, 1):
         write_token_table(tmp_path / "tokens", step, table(step + 0.5))
 
@@ -24,7 +24,7 @@ def test_tables_come_back_by_step(tmp_path):
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (1, [1]), (5, [1, 2])])
-def test_a_resumed_run_drops_the_tables_of_the_steps_that_it_takes_again(tmp_path, step, kept):
+def test_a_resumed_run_drops_the_tables_of_the_steps_that_it_repeats(tmp_path, step, kept):
     for written in (1, 2):
         write_token_table(tmp_path, written, table(0.0))
 

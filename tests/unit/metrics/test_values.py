@@ -11,7 +11,7 @@ finite = st.floats(-1e6, 1e6)
 
 
 def reduce_over_ranks(ranks: list[dict[str, Metric]]) -> list[dict[str, float]]:
-    """What one SUM and one MAX all-reduce make of the ranks' metrics."""
+    """Reduce the ranks' metrics with one SUM and one MAX all-reduce."""
     packed = [to_vectors(metrics) for metrics in ranks]
     sums = np.sum([vector for vector, _ in packed], axis=0)
     maxima = np.max([vector for _, vector in packed], axis=0)
@@ -64,7 +64,7 @@ def test_the_order_in_which_a_rank_recorded_its_metrics_does_not_matter():
 
 
 @pytest.mark.parametrize("other", [{"b": Max(1.0)}, {"a": Last(1.0)}], ids=["other name", "other reduction"])
-def test_ranks_that_packed_different_metrics_are_noticed(other: dict[str, Metric]):
+def test_ranks_with_different_metrics_are_detected(other: dict[str, Metric]):
     local: dict[str, Metric] = {"a": Max(1.0)}
     with pytest.raises(AssertionError, match=r"the ranks packed different metrics; this one packed \['a'\]"):
         reduce_over_ranks([local, other])

@@ -22,7 +22,7 @@ ROWS: list[tuple[Phase, int, dict[str, float | None]]] = [
 ]
 
 
-def settings(run_dir: Path, **values: str) -> Config:
+def settings(run_dir: Path, **values: str | None) -> Config:
     return config(run_dir=str(run_dir), logging__wandb={"project": "reasoning", "mode": "offline", **values})
 
 
@@ -32,7 +32,7 @@ def row(phase: Phase, step: int, metrics: dict[str, float | None]) -> MetricsRow
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run that was resumed after its third row."""
+    """Return the files of a run that was resumed after its third row."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_API_KEY", KEY)
@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_same_wandb_run(written: WandbFiles) -> None:
     assert written.runs == [("reasoning", "abcd1234", "first")] * 2
 
 
-def test_rows_come_back_by_their_place_with_their_phases_steps(written: WandbFiles) -> None:
+def test_rows_are_read_back_in_order_with_their_phases_steps(written: WandbFiles) -> None:
     assert [number for number, _ in written.rows] == [0, 1, 2, 3]
     warm_start, validation, train, _ = (values for _, values in written.rows)
     assert warm_start == {"warm_start/global_step": 1, "warm_start/actor/loss": 3.0}
@@ -62,7 +62,7 @@ def test_rows_come_back_by_their_place_with_their_phases_steps(written: WandbFil
     assert train == {"training/global_step": 1, "actor/loss": 0.5, "response_length/mean": 9.0}
 
 
-def test_a_metric_is_drawn_over_its_phases_steps(written: WandbFiles) -> None:
+def test_a_metrics_x_axis_is_its_phases_steps(written: WandbFiles) -> None:
     assert written.axes["actor/loss"] == written.axes["val/mean@4"] == "training/global_step"
     assert written.axes["warm_start/actor/loss"] == "warm_start/global_step"
 
@@ -71,6 +71,39 @@ def test_the_key_is_nowhere_in_the_run_directory(run_dir: Path) -> None:
     files = [path for path in run_dir.rglob("*") if path.is_file()]
     assert len(files) > 2
     assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+
+
+MODE_OF_ENVIRONMENT = """
+import sys
+from pathlib import Path
+from megatron_bapo.metrics.wandb_sink import WandbSink
+from tests.unit.metrics.test_wandb_sink import ROWS, row, settings
+sink = WandbSink(settings(Path(sys.argv[1]), mode=None), "abcd1234")
+sink.write(row(*ROWS[0]))
+sink.close()
+"""
+
+
+def in_a_process(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process without a key, because wandb caches the key and the settings of the environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(folder), "WANDB_BASE_URL": "http://127.0.0.1:9", **variables}  # where no server listens
+    command = [sys.executable, "-c", code, str(folder)]
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_wandb_mode_offline_writes_to_the_run_directory_without_a_key(tmp_path: Path) -> None:
+    ended = in_a_process(MODE_OF_ENVIRONMENT, tmp_path, WANDB_MODE="offline")
+    assert ended.returncode == 0, ended.stderr
+    assert read_wandb(tmp_path).rows == [(0, {"warm_start/global_step": 1, "warm_start/actor/loss": 3.0})]
+
+
+@pytest.mark.slow
+def test_a_wandb_mode_that_wandb_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    ended = in_a_process(MODE_OF_ENVIRONMENT, tmp_path, WANDB_MODE="off")
+    assert "UserError: logging.wandb:" in ended.stderr
+    assert "'online', 'offline'" in ended.stderr
 
 
 WITHOUT_KEY = """
@@ -82,11 +115,8 @@ WandbSink(settings(Path(sys.argv[1]), mode="online"), "abcd1234")
 """
 
 
-def test_without_a_key_the_way_out_is_named(tmp_path: Path) -> None:
-    """In a process of its own: wandb remembers a key. At its server's address there is nothing."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment |= {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    command = [sys.executable, "-c", WITHOUT_KEY, str(tmp_path)]
-    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+@pytest.mark.slow
+def test_without_a_key_the_error_names_the_remedy(tmp_path: Path) -> None:
+    ended = in_a_process(WITHOUT_KEY, tmp_path)
     assert "UserError: logging.wandb:" in ended.stderr
     assert "set WANDB_API_KEY or run `wandb login`, or set logging.wandb.mode=offline" in ended.stderr

@@ -1,6 +1,6 @@
-"""What wandb has written to a folder in offline mode, as its server would read it.
+"""Read the files that wandb writes in offline mode, as its server would.
 
-Records are protobuf messages in LevelDB's log format (github.com/google/leveldb, doc/log_format.md) behind 7 bytes.
+Records are protobuf messages in LevelDB's log format (github.com/google/leveldb, doc/log_format.md) after 7 bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FULL, LAST = 1, 4
 @dataclass
 class WandbFiles:
     runs: list[tuple[str, str, str]] = field(default_factory=list)
-    """(project, id, name), one each time that a run was opened."""
+    """(project, id, name) for each time that a run was opened."""
     axes: dict[str, str] = field(default_factory=dict)
-    """What a metric is drawn over."""
+    """x axis of each metric."""
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """By wandb's own step, without what wandb adds."""
+    """Logged values by wandb's step, without the keys that wandb adds."""
 
 
 def read_wandb(run_dir: Path) -> WandbFiles:

@@ -1,4 +1,4 @@
-"""What each rank of a layout holds, by Megatron's rules, without starting processes."""
+"""Parameters of each rank of a layout by Megatron's rules, without starting processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_bapo.parallel.megatron import parallel_state
 
 
 def architecture(family: str, **changes: Any) -> Architecture:
-    """A small model; Qwen3-MoE has a dense layer among its four."""
+    """Return a small model; Qwen3-MoE has one dense layer among its four."""
     shape: dict[str, Any] = {
         "num_hidden_layers": 4,
         "hidden_size": 16,
@@ -42,7 +42,7 @@ def architecture(family: str, **changes: Any) -> Architecture:
 
 
 def groups_of(parallel: ParallelConfig, rank: int) -> ParallelGroups:
-    """One rank's place in the mesh; the groups themselves are absent."""
+    """Position of one rank in the mesh, without process groups."""
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     etp, ep = parallel.expert_tensor_parallel_size or tp, parallel.expert_model_parallel_size
     order = "tp-cp-ep-dp-pp"
@@ -75,7 +75,7 @@ def groups_of(parallel: ParallelConfig, rank: int) -> ParallelGroups:
 def parameter_shapes(
     arch: Architecture, parallel: ParallelConfig, groups: ParallelGroups, *, transformer_engine: bool = False
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(global name, shape) of every parameter of one rank, in Megatron's order of chunks, layers and modules."""
+    """Return (global name, shape) of every parameter of one rank, in Megatron's order of chunks, layers and modules."""
     num_chunks, stage = groups.num_virtual_stages, groups.pipeline
     layers_per_chunk = arch.num_hidden_layers // (num_chunks * stage.size)
     tp, hidden = groups.tensor.size, arch.hidden_size
@@ -139,12 +139,12 @@ def _layer(
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model, as import and export see it."""
+    """One rank's part of a model, with the interface that import and export use."""
 
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]
     chunks: tuple[()] = ()
-    """Without optimizer shards there is nothing to gather before an export."""
+    """Replacement for a DDP chunk; without optimizer shards there is nothing to gather before an export."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.parameters.items()
@@ -153,7 +153,7 @@ class Shard:
 def empty_shard(
     arch: Architecture, parallel: ParallelConfig, rank: int, *, transformer_engine: bool = False
 ) -> tuple[Shard, ParallelGroups]:
-    """A rank's parameters, all NaN."""
+    """Return the parameters of a rank, filled with NaN."""
     groups = groups_of(parallel, rank)
     shapes = parameter_shapes(arch, parallel, groups, transformer_engine=transformer_engine)
     return Shard(arch, {name: torch.nn.Parameter(torch.full(shape, torch.nan)) for name, shape in shapes}), groups

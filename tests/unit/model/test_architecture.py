@@ -14,7 +14,7 @@ from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.unit.model.shards import architecture
 
-# Megatron-Core 0.16 warns of its own default.
+# Megatron-Core 0.16 warns about its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -76,7 +76,7 @@ def config_of(family: str, parallel: ParallelConfig | None = None, **changes: ob
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
-def test_the_router_weighs_experts_as_transformers_does(norm_topk_prob):
+def test_the_router_weights_experts_as_transformers_does(norm_topk_prob):
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     config = config_of("qwen3_moe", num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk_prob)
@@ -98,7 +98,7 @@ def test_the_router_weighs_experts_as_transformers_does(norm_topk_prob):
     assert config.moe_router_load_balancing_type == "none"
 
 
-def test_only_the_layers_with_experts_get_them():
+def test_only_the_configured_layers_have_experts():
     config = config_of("qwen3_moe")
 
     assert config.num_moe_experts == 4

@@ -82,7 +82,7 @@ def test_the_trainer_reads_the_shape_that_was_asked_for(checkpoint):
 
 
 @given(st.text(max_size=40))
-def test_any_text_survives_encoding_and_decoding(text):
+def test_encoding_and_decoding_preserve_any_text(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
@@ -91,7 +91,7 @@ def test_text_without_the_added_tokens_is_one_token_a_byte(text):
     assert len(TOKENIZER.encode(text)) == len(text.encode())
 
 
-def test_the_words_that_begin_every_prompt_are_one_token():
+def test_the_common_prefix_of_all_prompts_is_one_token():
     assert TOKENIZER.convert_ids_to_tokens(TOKENIZER.encode(PROMPTS[1])) == [BEGINNING, "d", "o", "g"]
 
 

@@ -22,7 +22,7 @@ from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import parallel_state
 from tests.unit.model.shards import architecture, empty_shard, groups_of
 
-# Megatron-Core 0.16 warns of its own defaults.
+# Megatron-Core 0.16 warns about its own defaults.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:MLP requires ffn_hidden_size:DeprecationWarning"),
@@ -59,7 +59,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_ranks_announce_every_tensor_once(layout):
+def test_own_shapes_of_all_ranks_list_every_tensor_once(layout):
     parallel = ParallelConfig(world_size=16, **LAYOUTS[layout])
     arch = architecture("qwen3_moe")
     announced = []
@@ -71,8 +71,8 @@ def test_the_ranks_announce_every_tensor_once(layout):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_the_ranks_of_a_stage_write_differs_by_its_largest_parameter_at_most(layout, family):
-    """Those of each expert rank, which alone have its experts; without experts they are all."""
+def test_the_loads_of_the_ranks_of_a_stage_differ_by_at_most_its_largest_parameter(layout, family):
+    """Compare the ranks of each expert rank, because only they have its experts; without experts compare all ranks."""
     arch = architecture(family, num_hidden_layers=32)
     experts = {} if arch.num_experts else {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
     parallel = ParallelConfig(world_size=16, **LAYOUTS[layout] | experts)
@@ -87,7 +87,7 @@ def test_what_the_ranks_of_a_stage_write_differs_by_its_largest_parameter_at_mos
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_has_the_same_number_in_its_stage_by_its_place_among_the_experts(layout):
+def test_the_stage_rank_is_consistent_with_the_expert_axes(layout):
     parallel = ParallelConfig(world_size=16, **LAYOUTS[layout])
     for rank in range(parallel.world_size):
         groups = groups_of(parallel, rank)
@@ -95,7 +95,7 @@ def test_a_rank_has_the_same_number_in_its_stage_by_its_place_among_the_experts(
         assert groups.expert_shards.rank == groups.expert.rank * groups.expert_tensor.size + groups.expert_tensor.rank
 
 
-def test_one_rank_streams_what_it_loaded_in_the_announced_order(tmp_path):
+def test_one_rank_streams_what_it_loaded_in_the_order_of_own_shapes(tmp_path):
     arch = architecture("qwen3_moe", vocab_size=7)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
@@ -111,7 +111,7 @@ def test_one_rank_streams_what_it_loaded_in_the_announced_order(tmp_path):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in streamed)
 
 
-def test_what_is_read_for_a_parameter_is_what_is_streamed():
+def test_the_stream_contains_what_the_read_function_returns():
     shard, groups = empty_shard(architecture("llama"), ParallelConfig(), rank=0)
     numbers = {parameter: float(i) for i, (_, parameter) in enumerate(shard.named_parameters())}
 
@@ -140,19 +140,19 @@ def test_a_stream_is_written_as_a_safetensors_file(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("announced", "message"),
     [
-        ({"a": (2,), "c": (3,)}, r"b \[3\] torch.float32 came where c \[3\] torch.float32 was due"),
-        ({"a": (2,), "b": (4,)}, r"b \[3\] .* came where b \[4\] .* was due"),
-        ({"a": (2,), "b": (3,), "c": (1,)}, "1 of 3 tensors did not come, first c"),
-        ({"a": (2,)}, r"b \[3\] .* came where None"),
+        ({"a": (2,), "c": (3,)}, r"expected c \[3\] torch.float32, got b \[3\] torch.float32"),
+        ({"a": (2,), "b": (4,)}, r"expected b \[4\] .*, got b \[3\] .*"),
+        ({"a": (2,), "b": (3,), "c": (1,)}, "1 of 3 tensors are missing from the stream, first c"),
+        ({"a": (2,)}, r"expected None .*, got b \[3\]"),
     ],
 )
-def test_a_stream_that_is_not_what_was_announced_is_an_error(tmp_path, announced, message):
+def test_a_stream_that_differs_from_the_given_shapes_is_an_error(tmp_path, announced, message):
     with pytest.raises(AssertionError, match=message):
         write_safetensors(tmp_path / "x", announced, [("a", torch.zeros(2)), ("b", torch.zeros(3))])
 
 
 def test_a_stream_of_two_dtypes_is_an_error(tmp_path):
-    with pytest.raises(AssertionError, match=r"b \[3\] torch.bfloat16 came where b \[3\] torch.float32 was due"):
+    with pytest.raises(AssertionError, match=r"expected b \[3\] torch.float32, got b \[3\] torch.bfloat16"):
         write_safetensors(
             tmp_path / "x", {"a": (2,), "b": (3,)}, [("a", torch.zeros(2)), ("b", torch.zeros(3).bfloat16())]
         )
@@ -217,7 +217,7 @@ def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tm
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
 
 
-def test_an_incomplete_export_is_never_named_complete(checkpoint, tmp_path, groups):
+def test_an_incomplete_export_never_gets_the_final_name(checkpoint, tmp_path, groups):
     model = loaded(checkpoint, "float32", groups)
     model.chunks[0].gpt.decoder.layers[1].self_attention.q_layernorm = torch.nn.Identity()
 
@@ -227,7 +227,7 @@ def test_an_incomplete_export_is_never_named_complete(checkpoint, tmp_path, grou
     assert not (tmp_path / "hf").exists()
 
 
-def test_every_file_of_an_export_is_flushed_once_and_whole_before_its_folder_gets_its_name(
+def test_every_file_of_an_export_is_flushed_once_before_its_folder_gets_the_final_name(
     checkpoint, tmp_path, groups, monkeypatch
 ):
     target, flushed, fsync = tmp_path / "hf", [], os.fsync

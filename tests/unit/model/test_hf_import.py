@@ -45,7 +45,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 def save_checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
-    """A checkpoint of `shards.architecture` with random weights, in two files."""
+    """Write a checkpoint of `shards.architecture` with random weights in two files."""
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(architecture(family, **changes))
     tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -60,7 +60,7 @@ def save_checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.float3
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_knows_every_parameter_of_megatrons_model_and_its_shape(family, tied):
+def test_the_table_has_every_parameter_of_megatrons_model_with_its_shape(family, tied):
     arch = architecture(family, tie_word_embeddings=tied)
     model = ModelConfig(path=Path("model"), dtype="float32")
     config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=True)
@@ -89,7 +89,7 @@ def test_the_table_knows_every_parameter_of_megatrons_model_and_its_shape(family
 
 @pytest.mark.parametrize("transformer_engine", [False, True], ids=["local names", "Transformer Engine's names"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_rank_of_a_layout_is_filled_with_its_part(tmp_path, family, transformer_engine):
+def test_every_rank_of_a_layout_loads_its_part(tmp_path, family, transformer_engine):
     tensors = save_checkpoint(tmp_path, family)
     parallel = LAYOUT if FAMILIES[family].experts else LAYOUT.model_copy(update={"expert_model_parallel_size": 1})
     seen = dict.fromkeys(tensors, 0)
@@ -101,7 +101,7 @@ def test_every_rank_of_a_layout_is_filled_with_its_part(tmp_path, family, transf
             entry = lookup(name)
             assert not parameter.isnan().any(), name
             for hf_name in entry.names:
-                # Random numbers are all different, so whose numbers these are says which part was read.
+                # All random numbers differ, so the values identify the part that was read.
                 seen[hf_name] += int(torch.isin(parameter, tensors[hf_name]).sum())
 
     ranks_per_copy = {
@@ -112,13 +112,13 @@ def test_every_rank_of_a_layout_is_filled_with_its_part(tmp_path, family, transf
 
 
 def _num_shards(hf_name: str, parallel: ParallelConfig) -> int:
-    """Ranks of a stage that hold one whole copy of a tensor."""
+    """Return the ranks of a stage that together have one copy of a tensor."""
     if "layernorm" in hf_name or "_norm." in hf_name or hf_name in ("model.norm.weight",) or ".mlp.gate." in hf_name:
         return 1
     return 4 if "experts" in hf_name else parallel.tensor_model_parallel_size
 
 
-def test_a_tied_output_layer_on_the_last_stage_is_filled_from_the_embedding(tmp_path):
+def test_a_tied_output_layer_on_the_last_stage_is_loaded_from_the_embedding(tmp_path):
     tensors = save_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
     parallel = ParallelConfig(world_size=2, pipeline_model_parallel_size=2)
     shard, groups = empty_shard(architecture("qwen2", tie_word_embeddings=True), parallel, rank=1)
@@ -129,7 +129,7 @@ def test_a_tied_output_layer_on_the_last_stage_is_filled_from_the_embedding(tmp_
     assert torch.equal(shard.parameters["output_layer.weight"], tensors["model.embed_tokens.weight"])
 
 
-def test_a_writer_gets_the_files_own_dtype(tmp_path):
+def test_the_write_function_gets_the_dtype_of_the_file(tmp_path):
     save_checkpoint(tmp_path, "qwen3", torch.bfloat16)
     shard, groups = empty_shard(architecture("qwen3"), ParallelConfig(), rank=0)
     dtypes = set()
@@ -142,7 +142,7 @@ def test_a_writer_gets_the_files_own_dtype(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 3, 7])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_rank_needs_its_shard_and_one_tensor_of_it_at_most(tmp_path, family, rank):
+def test_loading_needs_the_memory_of_the_shard_and_at_most_one_of_its_tensors(tmp_path, family, rank):
     shape = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 1001}
     shape |= {"moe_intermediate_size": 128} if family == "qwen3_moe" else {}
     save_checkpoint(tmp_path, family, **shape)
@@ -155,7 +155,7 @@ def test_a_rank_needs_its_shard_and_one_tensor_of_it_at_most(tmp_path, family, r
             load_tensors(shard, folder, groups)
 
     assert 0 < peak_allocated_bytes(load, tmp_path.glob("*.safetensors")) <= largest
-    # The measure does see a rank that copies whole tensors.
+    # The measurement detects a rank that copies whole tensors.
     whole = load_file(tmp_path / "part-0.safetensors").values()
     assert peak_allocated_bytes(lambda: [tensor.clone() for tensor in whole]) > 2 * largest
 
@@ -165,15 +165,15 @@ def test_a_missing_a_surplus_and_a_misshapen_tensor_are_each_refused_by_name(tmp
     found = expected_shapes(arch)
     name = "model.layers.2.mlp.experts.3.up_proj.weight"
 
-    with pytest.raises(UserError, match=rf"lacks 1 tensors that config.json calls for, first {name}"):
+    with pytest.raises(UserError, match=rf"lacks 1 tensors that config.json requires, first {name}"):
         check_tensors({n: shape for n, shape in found.items() if n != name}, arch, tmp_path)
-    with pytest.raises(UserError, match=r"holds 1 tensors that the architecture has no place for, first score\.weight"):
+    with pytest.raises(UserError, match=r"contains 1 tensors that the architecture does not have, first score\.weight"):
         check_tensors(found | {"score.weight": (1,)}, arch, tmp_path)
-    with pytest.raises(UserError, match=rf"{name} has the shape \[16, 8\]; config.json calls for \[8, 16\]"):
+    with pytest.raises(UserError, match=rf"{name} has the shape \[16, 8\], but config.json requires \[8, 16\]"):
         check_tensors(found | {name: (16, 8)}, arch, tmp_path)
 
 
-def test_what_old_exports_repeat_is_ignored(tmp_path):
+def test_redundant_tensors_of_old_exports_are_ignored(tmp_path):
     arch = architecture("llama", tie_word_embeddings=True)
     repeated = {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,), "lm_head.weight": (22, 16)}
 
@@ -183,7 +183,9 @@ def test_what_old_exports_repeat_is_ignored(tmp_path):
 def test_a_tensor_in_two_files_is_refused_and_an_index_says_which_file_counts(tmp_path):
     save_file({"a": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00001.safetensors")
-    with pytest.raises(UserError, match=r"both consolidated.safetensors and model-00001-of-00001.safetensors hold a"):
+    with pytest.raises(
+        UserError, match=r"both consolidated.safetensors and model-00001-of-00001.safetensors contain a"
+    ):
         SafetensorsFolder(tmp_path).__enter__()
 
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
@@ -196,5 +198,7 @@ def test_a_tensor_in_two_files_is_refused_and_an_index_says_which_file_counts(tm
 def test_a_damaged_file_is_named(tmp_path, damage):
     (tmp_path / "model.safetensors").write_bytes(damage)
 
-    with pytest.raises(UserError, match=r"model\.safetensors is not a readable safetensors file .*fetch or write it"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is not a readable safetensors file .*download or write it"
+    ):
         SafetensorsFolder(tmp_path).__enter__()

@@ -36,9 +36,11 @@ MODELS = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
 
 
-def test_the_table_knows_every_parameter_of_transformer_engines_layers():
-    """As Megatron-Core 0.19.2 and Transformer Engine 2.20.2 build `shards.architecture`, untied; the GPU checks compare
-    the record with what is installed."""
+def test_the_table_has_every_parameter_of_transformer_engines_layers():
+    """Compare with the recorded parameters of Megatron-Core 0.19.2 and Transformer Engine 2.20.2.
+
+    They are those of `shards.architecture`, untied. The GPU checks compare the record with the installed versions.
+    """
     recorded = json.loads(Path(__file__).with_name("transformer_engine_parameters.json").read_text())
     assert recorded.keys() == FAMILIES.keys()
     for family, parameters in recorded.items():
@@ -50,7 +52,7 @@ def test_the_table_knows_every_parameter_of_transformer_engines_layers():
 
 @pytest.fixture(scope="module", params=[(name, tie) for name in MODELS for tie in (True, False)], ids=str)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that transformers wrote."""
+    """Return a checkpoint that transformers wrote."""
     name, tie = request.param
     model_class, config_class = MODELS[name]
     folder = tmp_path_factory.mktemp(name)
@@ -78,7 +80,7 @@ def test_the_expected_names_and_shapes_are_those_that_transformers_writes(checkp
 
 @st.composite
 def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
-    """Any family with a shape that any layout can split; the vocabulary need not be divisible."""
+    """Draw a family with a shape that every layout can split; the vocabulary need not be divisible."""
     tp, pp, vpp = (draw(st.sampled_from([1, 2, 3])) for _ in range(3))
     vpp = 1 if pp == 1 else vpp
     ep, etp = draw(st.sampled_from([(1, tp), (2, 1), (2, 2), (1, 1), (3, 1)]))
@@ -104,7 +106,7 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
             "moe_layers": draw(st.frozensets(layers)),
         }
     parallel = ParallelConfig(
-        # As many ranks in a stage as both grids can share, which gives data parallelism its turn too.
+        # The product of the ranks of both grids, which also covers data parallelism.
         world_size=tp * pp * ep * etp,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -117,7 +119,7 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
 
 @given(models_and_layouts(), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_what_all_ranks_read_merges_into_the_checkpoints_bits(model_and_layout, transformer_engine):
+def test_merging_what_all_ranks_read_gives_the_bits_of_the_checkpoint(model_and_layout, transformer_engine):
     arch, parallel = model_and_layout
     generator = torch.Generator().manual_seed(0)
     checkpoint = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
@@ -147,7 +149,7 @@ def test_what_all_ranks_read_merges_into_the_checkpoints_bits(model_and_layout, 
     assert all(torch.equal(merged[name], checkpoint[name]) for name in checkpoint)
 
 
-def test_rows_behind_the_vocabularys_end_are_zero():
+def test_padding_rows_of_the_vocabulary_are_zero():
     arch = architecture("llama", vocab_size=5, hidden_size=2)
     table = torch.arange(1.0, 11.0).view(5, 2)
     entry = lookup("embedding.word_embeddings.weight")
@@ -195,13 +197,13 @@ def test_an_experts_tensors_carry_its_layer_and_its_number(name):
     assert entry.row.axis == "expert_tensor"
 
 
-def test_only_experts_lie_on_the_expert_tensor_axis():
+def test_only_experts_are_split_over_the_expert_tensor_axis():
     assert {row.is_expert for row in TABLE if row.axis == "expert_tensor"} == {True}
     assert {row.is_expert for row in TABLE if row.axis == "tensor"} == {False}
 
 
-def test_transformer_engines_fused_norms_are_the_ones_that_megatron_names():
-    """Megatron writes checkpoints of the local specs under Transformer Engine's names; this is its own translation."""
+def test_transformer_engines_fused_norms_map_to_the_norms_of_the_local_specs():
+    """Compare with Megatron's translation of local names to Transformer Engine's names, which its checkpoints use."""
     local_to_fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
 
     for local, fused in local_to_fused.items():
@@ -213,6 +215,6 @@ def test_transformer_engines_fused_norms_are_the_ones_that_megatron_names():
 @pytest.mark.parametrize(
     "name", ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.router.expert_bias"]
 )
-def test_a_parameter_without_a_row_is_named(name):
+def test_the_error_for_a_parameter_without_a_row_names_it(name):
     with pytest.raises(AssertionError, match=rf"no row in .* {name}"):
         lookup(name)

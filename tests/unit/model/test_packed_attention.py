@@ -9,7 +9,7 @@ from megatron_bapo.model.packed_attention import PackedAttention, PackedRotaryEm
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.tolerances import GRADIENT, LOG_PROB
 
-# Megatron-Core 0.16 warns of its own default.
+# Megatron-Core 0.16 warns about its own default.
 pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 HEAD_DIM = 8
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def attention(num_heads: int, num_groups: int, softmax_scale: float | None = Non
 
 
 def attend(module: PackedAttention, inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Megatron's shapes carry a batch axis of 1."""
+    """Run attention with Megatron's shapes, which have a batch axis of 1."""
     batched = [x_TND[:, None] for x_TND in inputs]
     return module(*batched, None, packed_seq_params=packed_sequences(lengths, 0, 1, CPU)).squeeze(1)
 
@@ -31,7 +31,7 @@ def attend(module: PackedAttention, inputs: list[torch.Tensor], lengths: list[in
 def reference(
     query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: list[int], scale: float
 ) -> torch.Tensor:
-    """Token by token: each head attends to the tokens before it in its own sequence."""
+    """Compute attention token by token: each head attends to the earlier tokens of the same sequence."""
     heads_per_group = query_THD.size(1) // key_TGD.size(1)
     out, start = [], 0
     for length in lengths:
@@ -46,7 +46,7 @@ def reference(
     return torch.stack(out)
 
 
-def test_transformer_engine_is_told_where_the_sequences_of_all_ranks_lie():
+def test_transformer_engine_gets_the_boundaries_of_the_sequences_of_all_ranks():
     of_ranks = [packed_sequences([16, 8, 8], rank, 2, CPU) for rank in range(2)]
     for packed in of_ranks:
         thd = packed.thd
@@ -54,7 +54,7 @@ def test_transformer_engine_is_told_where_the_sequences_of_all_ranks_lie():
         assert thd.cu_seqlens_q.tolist() == thd.cu_seqlens_kv_padded.tolist() == [0, 16, 24, 32]
         assert thd.cu_seqlens_q.dtype == torch.int32
         assert (thd.max_seqlen_q, thd.max_seqlen_kv) == (16, 16)
-        assert getattr(thd, "pad_between_seqs", False) is False  # None would have Transformer Engine ask the device
+        assert getattr(thd, "pad_between_seqs", False) is False  # with None, Transformer Engine would read the device
     positions = torch.cat([packed.positions_T for packed in of_ranks])
     assert positions.numel() == 32
 
@@ -65,7 +65,7 @@ def test_transformer_engine_is_told_where_the_sequences_of_all_ranks_lie():
     ids=["one sequence", "equal lengths", "falling lengths", "any order"],
 )
 @pytest.mark.parametrize("num_groups", [4, 2, 1])
-def test_output_and_gradients_are_those_of_plain_attention_over_each_sequence(lengths, num_groups):
+def test_output_and_gradients_match_plain_attention_over_each_sequence(lengths, num_groups):
     generator = torch.Generator().manual_seed(0)
     shapes = [(sum(lengths), heads, HEAD_DIM) for heads in (4, num_groups, num_groups)]
     ours = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
@@ -94,7 +94,7 @@ def test_a_softmax_scale_of_the_model_replaces_the_usual_one():
     torch.testing.assert_close(out.double(), expected, atol=LOG_PROB, rtol=0.0)
 
 
-def test_what_stands_in_one_sequence_does_not_reach_another():
+def test_the_content_of_one_sequence_does_not_affect_another():
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(8, 2, HEAD_DIM, generator=generator) for _ in range(3))
     core = attention(2, 2)
@@ -124,7 +124,7 @@ def test_context_parallel_ranks_see_the_keys_up_to_each_of_their_tokens():
         assert batch.key_slots.unique().numel() == batch.key_slots.numel() == 2 * positions.numel()
 
 
-def test_rotary_angles_follow_the_positions_in_float32_also_in_a_bfloat16_model():
+def test_rotary_angles_follow_the_positions_in_float32_even_in_a_bfloat16_model():
     frequencies = torch.tensor([1.0, 0.3])
     packed = packed_sequences([3, 2], 0, 1, CPU)
 

@@ -1,4 +1,4 @@
-"""The kernels against float64 autograd, on the GPU where there is one and in Triton's interpreter elsewhere."""
+"""The kernels against float64 autograd, on a GPU if there is one and otherwise in Triton's interpreter."""
 
 from typing import cast
 
@@ -15,7 +15,7 @@ from tests.parallel.vocab_parallel_examples import HIDDEN_SIZE, TokenExample, ex
 from tests.tolerances import BF16_GRADIENT_ROUNDING, GRADIENT, LOG_PROB
 
 NUM_TOKENS, VOCAB_SIZE = 19, 101
-# An axis of one process calls no collective, so it needs no group.
+# An axis of size 1 calls no collective, so it needs no group.
 ALONE = Axis(cast(dist.ProcessGroup, None), rank=0, size=1)
 
 
@@ -33,7 +33,7 @@ def run(
     dtype: torch.dtype = torch.float32,
     num_rows: int = VOCAB_SIZE,
 ) -> dict[str, Tensor]:
-    """What `exact_results` names; rows over the vocabulary hold what must not matter."""
+    """Return the values that `exact_results` names; rows beyond the vocabulary contain values that must not matter."""
     device = local_device()
     padding = torch.full((num_rows - VOCAB_SIZE, HIDDEN_SIZE), 7.0)
     hidden_TH, weight_VH = (
@@ -87,7 +87,7 @@ def test_both_paths_give_float64_values_and_gradients(
         assert (found[name] - exact[name]).abs().max() < GRADIENT * exact[name].abs().max()
 
 
-def test_a_bfloat16_layer_differs_by_its_rounding_alone() -> None:
+def test_a_bfloat16_layer_differs_only_by_its_rounding() -> None:
     example = make_token_example(NUM_TOKENS, VOCAB_SIZE)
     rounded = TokenExample(
         example.hidden_TH.bfloat16().float(),
@@ -105,7 +105,7 @@ def test_a_bfloat16_layer_differs_by_its_rounding_alone() -> None:
         assert (found[name] - exact[name]).abs().max() < BF16_GRADIENT_ROUNDING * exact[name].abs().max()
 
 
-def test_what_memory_held_before_does_not_matter() -> None:
+def test_previous_contents_of_the_memory_have_no_effect() -> None:
     weight_VH = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, device=local_device())
     hidden_CH, label_C = torch.randn(5, HIDDEN_SIZE, device=local_device()), torch.arange(5, device=local_device())
     clean, poisoned = (vocab_kernels.FusedShard(weight_VH, VOCAB_SIZE, num_tokens=8) for _ in range(2))
@@ -115,7 +115,7 @@ def test_what_memory_held_before_does_not_matter() -> None:
     assert poisoned._logits_CV[5:].isnan().all()
 
 
-def test_a_shard_of_padding_alone_has_no_share_and_no_gradient() -> None:
+def test_a_shard_of_only_padding_has_no_probability_and_no_gradient() -> None:
     weight_VH = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, device=local_device())
     hidden_CH, label_C = torch.randn(5, HIDDEN_SIZE, device=local_device()), torch.zeros(5, device=local_device())
     shard = vocab_kernels.FusedShard(weight_VH, 0, num_tokens=5)

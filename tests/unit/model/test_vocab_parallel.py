@@ -12,7 +12,7 @@ from tests.parallel.vocab_parallel_examples import HIDDEN_SIZE, TokenExample, ex
 from tests.tolerances import GRADIENT, LOG_PROB
 
 NUM_TOKENS, VOCAB_SIZE = 37, 101
-# An axis of one process calls no collective, so it needs no group.
+# An axis of size 1 calls no collective, so it needs no group.
 ALONE = Axis(cast(dist.ProcessGroup, None), rank=0, size=1)
 
 
@@ -58,7 +58,7 @@ def test_both_paths_give_float64_values_and_gradients(temperature, chunk_size, e
         assert_gradient(grad_of(weight_VH), exact["grad_weight"])
 
 
-def test_a_loss_that_is_no_sum_over_tokens_differentiates_through_the_log_probs():
+def test_a_loss_that_is_not_a_sum_over_tokens_is_differentiated_through_the_log_probs():
     example = make_token_example(NUM_TOKENS, VOCAB_SIZE)
     hidden_TH, weight_VH = leaves(example)
     exact_TH, exact_VH = (x.double().requires_grad_() for x in (example.hidden_TH, example.weight_VH))
@@ -146,7 +146,7 @@ def test_no_tokens_give_a_zero_loss_with_zero_gradients():
     assert torch.equal(grad_of(weight_VH), torch.zeros_like(weight_VH))
 
 
-def test_rows_beyond_the_vocabulary_take_part_in_nothing():
+def test_rows_beyond_the_vocabulary_have_no_effect():
     example = make_token_example(NUM_TOKENS, VOCAB_SIZE)
     exact = exact_results(example, 1.0, entropy_requires_grad=True)
     hidden_TH, weight_VH = leaves(example)
@@ -166,7 +166,7 @@ def test_rows_beyond_the_vocabulary_take_part_in_nothing():
 
 
 def test_logits_in_the_ten_thousands_stay_finite_and_right():
-    """The hidden states are unit vectors, so that the logits are the weight's own numbers."""
+    """Use unit vectors as hidden states, so the logits are elements of the weight."""
     logits_TV = 1e4 * torch.randn(VOCAB_SIZE, NUM_TOKENS, generator=torch.Generator().manual_seed(0)).T
     labels_T = torch.arange(NUM_TOKENS)
     exact_TV = torch.log_softmax(logits_TV.double(), -1)
@@ -196,7 +196,7 @@ def test_entropy_reaches_from_zero_to_the_logarithm_of_the_vocabulary():
     torch.testing.assert_close(entropy_T, expected_T, atol=LOG_PROB, rtol=1e-6)
 
 
-def test_entropy_keeps_its_digits_over_a_large_vocabulary():
+def test_entropy_keeps_its_precision_over_a_large_vocabulary():
     example = make_token_example(4, 151_936)
     exact = exact_results(example, 1.0, entropy_requires_grad=False)
 
@@ -221,11 +221,11 @@ def test_bfloat16_gets_float32_results_and_sums_the_weights_gradient_in_float32(
     assert loss.dtype == log_probs_T.dtype == entropy_T.dtype == torch.float32
     for ours, key in ((hidden_TH, "grad_hidden"), (weight_VH, "grad_weight")):
         assert grad_of(ours).dtype == torch.bfloat16
-        # bfloat16 keeps 8 bits; 37 sums of it would have lost three of them.
+        # bfloat16 has 8 bits of precision, and 37 bfloat16 sums would lose three of them.
         assert (grad_of(ours) - exact[key]).abs().max() < 2**-7 * exact[key].abs().max()
 
 
-def test_no_tensor_of_all_tokens_times_the_vocabulary_is_ever_held():
+def test_no_tensor_of_all_tokens_times_the_vocabulary_is_ever_allocated():
     num_tokens, vocab_size, chunk_size = 256, 2048, 16
     example = make_token_example(num_tokens, vocab_size)
     num_logits_bytes = 4 * num_tokens * vocab_size

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.model.hf_import import SafetensorsFolder
-from megatron_bapo.model.weight_copy import Copied, copy_tensors, first_difference, plan_files
+from megatron_bapo.model.weight_copy import CopyResult, copy_tensors, first_difference, plan_files
 
 SHAPES = {str(i): (8, 16) for i in range(5)}
 TENSOR_BYTES = 8 * 16 * 4
@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def copy(source: Path, dtype: torch.dtype = torch.float32, num_tensors_a_file: int = 2, advance=nothing) -> Copied:
+def copy(source: Path, dtype: torch.dtype = torch.float32, num_tensors_a_file: int = 2, advance=nothing) -> CopyResult:
     limit = num_tensors_a_file * TENSOR_BYTES
     with SafetensorsFolder(source) as tensors:
         target = source.parent / "target"
@@ -47,12 +47,12 @@ def test_files_are_filled_in_order_up_to_the_limit():
     assert [list(file) for file in plan_files(shapes, 4, 80)] == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-def test_every_bit_is_copied_of_nan_and_minus_zero_too(source):
-    assert copy(source) == Copied(num_tensors=5, num_bytes=5 * TENSOR_BYTES, num_files=3, num_kept_files=0)
+def test_every_bit_is_copied_including_nan_and_minus_zero(source):
+    assert copy(source) == CopyResult(num_tensors=5, num_bytes=5 * TENSOR_BYTES, num_files=3, num_kept_files=0)
     assert bits(source.parent / "target") == bits(source)
 
 
-def test_a_narrower_dtype_is_the_nearest_with_ties_to_even(source):
+def test_a_narrower_dtype_is_rounded_to_nearest_even(source):
     copy(source, torch.bfloat16)
 
     found, original = bits(source.parent / "target"), bits(source)
@@ -73,7 +73,7 @@ def test_an_interrupted_copy_continues(source, num_advances):
         if num_advances == 0:
             raise KeyboardInterrupt
 
-    num_whole = (num_advances - 1) // 4  # a file's two tensors are written, then compared
+    num_whole = (num_advances - 1) // 4  # the two tensors of a file are written, then compared
     with pytest.raises(KeyboardInterrupt):
         copy(source, advance=interrupt)
     sizes: list[int] = []
@@ -97,7 +97,7 @@ def test_a_damaged_file_of_an_earlier_copy_is_written_again(source, damage):
     assert bits(source.parent / "target") == bits(source)
 
 
-def test_files_of_another_size_make_way(source):
+def test_leftover_files_of_another_size_are_removed(source):
     copy(source, num_tensors_a_file=1)
 
     assert copy(source, num_tensors_a_file=5).num_kept_files == 0
@@ -118,7 +118,7 @@ def test_the_first_difference_is_named(source):
         assert first_difference(written, written, {"0": (8, 16)}, torch.float32, nothing) in {"1", "2", "3", "4"}
 
 
-def test_memory_is_a_tensor_as_written_and_as_read_again(tmp_path):
+def test_memory_usage_is_one_tensor_written_and_one_read_back(tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "target").mkdir()
     shapes = {str(i): (64, 1024) for i in range(10)}

@@ -38,7 +38,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
         tie_word_embeddings=draw(st.booleans()),
     )
     tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4, 8], [1, 2], [1, 2], [1, 2]))
-    # Megatron splits the rows of queries, keys and values together.
+    # Megatron splits the rows of queries, keys and values jointly.
     assume((arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
     stage = tp * cp * dp
     experts = family == "qwen3_moe"
@@ -67,7 +67,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
 def loaded_ranks(
     arch: Architecture, parallel: ParallelConfig, tensors: dict[str, torch.Tensor], *, transformer_engine: bool
 ) -> list[LocalSlices]:
-    """What each rank holds after an import of the whole model."""
+    """Return the parameters of each rank after an import of the whole model."""
     ranks = []
     with TemporaryDirectory() as temporary:
         save_file(tensors, Path(temporary) / "model.safetensors")
@@ -85,7 +85,7 @@ def region(box: Box) -> tuple[slice, ...]:
 
 @settings(max_examples=25, deadline=None)
 @given(layouts())
-def test_the_slices_of_all_senders_tile_what_each_host_needs_with_the_whole_models_bits(drawn: tuple):
+def test_the_slices_of_all_senders_tile_each_hosts_needs_with_the_bits_of_the_whole_model(drawn: tuple):
     arch, parallel, engine, placement, transformer_engine = drawn
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
@@ -121,8 +121,8 @@ def test_the_ranks_of_an_engine_need_every_element(drawn: tuple):
 
 @settings(max_examples=25, deadline=None)
 @given(layouts())
-def test_the_trainers_shards_are_where_its_groups_are(drawn: tuple):
-    """Ranks by closed form against Megatron's own rank generator."""
+def test_the_trainers_shards_agree_with_its_parallel_groups(drawn: tuple):
+    """Compare closed-form ranks with Megatron's rank generator."""
     arch, parallel, _, _, transformer_engine = drawn
     held = trainer_shards(arch, parallel)
     for rank in range(parallel.world_size):
@@ -135,14 +135,14 @@ def test_the_trainers_shards_are_where_its_groups_are(drawn: tuple):
                     assert local(Slice(name, part.box)).shape == part.box.shape
 
 
-def test_a_slice_that_a_rank_does_not_hold_is_our_bug():
+def test_a_slice_that_a_rank_does_not_have_fails_an_assertion():
     arch, parallel = architecture("llama"), ParallelConfig(world_size=2, tensor_model_parallel_size=2)
     local = LocalSlices(*empty_shard(arch, parallel, 0))
-    with pytest.raises(AssertionError, match="does not hold"):
+    with pytest.raises(AssertionError, match="this rank does not have"):
         local(Slice("model.layers.0.mlp.up_proj.weight", Box((20, 0), (4, 16))))
 
 
-def test_a_rank_gives_views_of_its_parameters():
+def test_slices_are_views_of_a_ranks_parameters():
     shard, groups = empty_shard(architecture("qwen3"), ParallelConfig(), 0)
     held = {parameter.untyped_storage().data_ptr() for parameter in shard.parameters.values()}
     local = LocalSlices(shard, groups)
@@ -151,7 +151,7 @@ def test_a_rank_gives_views_of_its_parameters():
             assert local(Slice(name, part.box)).untyped_storage().data_ptr() in held
 
 
-def test_engines_fill_the_hosts_behind_the_trainers_or_share_them():
+def test_engines_fill_the_hosts_after_the_trainers_or_share_them():
     parallel, engine = ParallelConfig(world_size=6), EngineLayout(tensor_parallel_size=2)
     behind = many_hosts(parallel, engine, 3, 4, colocated=False)
     assert behind == Placement((0, 0, 0, 0, 1, 1), ((2, 3), (2, 3)))
@@ -167,8 +167,8 @@ def test_key_value_heads_are_repeated_on_more_ranks_than_heads():
     ]  # fmt: skip
 
 
-def test_layers_and_the_ends_of_the_model_lie_on_vllms_stages():
-    """As get_pp_indices of vllm/distributed/utils.py says: 2, 3, 3 and 2 of ten layers on four stages."""
+def test_layers_embedding_and_output_layer_are_on_vllms_stages():
+    """Check get_pp_indices of vllm/distributed/utils.py: 2, 3, 3 and 2 of ten layers on four stages."""
     arch = architecture("llama", num_hidden_layers=10, tie_word_embeddings=True)
     shards = engine_shards(arch, EngineLayout(1, 4))
     stages = [shards[f"model.layers.{layer}.input_layernorm.weight"][0].ranks[0] for layer in range(10)]

@@ -1,4 +1,4 @@
-"""NVML that answers from a file, in place of a driver."""
+"""A replacement for NVML that returns recorded readings from a file."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ import pynvml
 
 
 class ScriptedNvml:
-    """nvidia-ml-py's constants and errors; what is asked of a device comes from `nvml_readings.json`, as it answers.
+    """nvidia-ml-py's constants and errors, with device readings from `nvml_readings.json`.
 
-    There, 0 is an H200 under load, 1 one that is hot and broken; both are made up. 2 is an A100 cut into slices (MIG),
-    3 a workstation's RTX PRO 6000 without ECC: what real ones told nvidia-smi, which asks NVML (drivers 535.54.03 and
-    590.44.01; testdata of influxdata/telegraf, plugins/inputs/nvidia_smi). A list stands for a call's further
-    arguments: [[[arguments], answer], ...]. What is not there is not supported.
+    GPU 0 is an H200 under load and GPU 1 one that is hot and broken; both are invented. GPU 2 is an A100 partitioned
+    with MIG and GPU 3 a workstation's RTX PRO 6000 without ECC; these are real readings of nvidia-smi, which uses NVML
+    (drivers 535.54.03 and 590.44.01; testdata of influxdata/telegraf, plugins/inputs/nvidia_smi). A list gives results
+    by further arguments of a call: [[[arguments], result], ...]. Functions that are missing are unsupported.
     """
 
     NVMLError = pynvml.NVMLError

@@ -18,20 +18,18 @@ def test_a_sound_gpu_passes() -> None:
 
 
 @pytest.mark.parametrize("index", [2, 3])
-def test_a_gpu_is_not_blamed_for_what_it_does_not_tell(index: int) -> None:
+def test_values_that_a_gpu_does_not_report_are_no_problem(index: int) -> None:
     found = read_gpu(ScriptedNvml(index), handle=None)
     assert list(reading_problems(found)) == list(reading_warnings(found)) == []
 
 
-def test_errors_and_repairs_that_are_due_disqualify_a_gpu_and_heat_is_warned_about() -> None:
+def test_errors_and_pending_repairs_disqualify_a_gpu_and_heat_gives_a_warning() -> None:
     assert list(reading_problems(BAD)) == [
         "2 uncorrected ECC errors since the driver was loaded",
-        "a broken row of its memory waits for a reset of the GPU to be replaced",
+        "a faulty memory row needs a GPU reset to be remapped",
     ]
-    assert list(reading_problems(replace(SOUND, repair_failed=True))) == [
-        "a broken row of its memory could not be replaced"
-    ]
-    assert list(reading_warnings(BAD)) == ["its clocks are held down: too hot (hardware slowdown)"]
+    assert list(reading_problems(replace(SOUND, repair_failed=True))) == ["remapping a faulty memory row failed"]
+    assert list(reading_warnings(BAD)) == ["its clocks are reduced: too hot (hardware slowdown)"]
 
 
 @pytest.mark.parametrize(
@@ -42,10 +40,10 @@ def test_every_rank_needs_a_gpu_of_its_own(local_rank: int, ranks_per_host: int,
     problem = count_problem(local_rank, ranks_per_host, num_visible)
     assert (problem is None) == fine
     if problem is not None:
-        assert f"{ranks_per_host} trainer ranks on this host and {num_visible} GPUs" in problem
+        assert f"{ranks_per_host} trainer ranks on this host, but local rank {local_rank} sees {num_visible}" in problem
 
 
-def test_a_device_that_computes_rightly_passes_its_trial() -> None:
+def test_a_device_that_computes_correctly_passes_the_self_test() -> None:
     trial = device_check.run_trial(local_device(), num_bytes=1 << 20)
     assert trial == Trial(0, device_check.NUM_PRODUCTS * device_check.MATRIX_SIZE**2, 0, 2 << 20)
     assert list(trial_problems(trial)) == []
@@ -67,5 +65,5 @@ def test_one_wrong_bit_of_a_product_is_found(monkeypatch: pytest.MonkeyPatch) ->
         f"{trial.num_wrong_products} of {trial.num_products} elements of matrix products are wrong"
     ]
     assert list(trial_problems(replace(trial, num_wrong_products=0, num_wrong_bytes=8))) == [
-        "8 of 2048 bytes of its memory do not hold what was written"
+        "8 of 2048 bytes of its memory differ from what was written"
     ]

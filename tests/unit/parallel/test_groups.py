@@ -23,7 +23,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_process")
-def test_another_number_of_processes_than_configured_is_the_users_to_mend():
+def test_a_wrong_number_of_processes_is_a_user_error():
     with pytest.raises(UserError, match=r"parallel\.world_size is 4, but 1 trainer processes were started"):
         create_groups(ParallelConfig(world_size=4), seed=0, timeout_s=TIMEOUT_S)
 

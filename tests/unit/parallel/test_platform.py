@@ -9,11 +9,11 @@ from megatron_bapo.parallel.platform import SMALLEST_PIECE, host_buffers, profil
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5000, SMALLEST_PIECE, SMALLEST_PIECE + 1, 13 * SMALLEST_PIECE + 17])
-def test_host_memory_comes_in_powers_of_two_that_add_up_to_what_is_asked(num_bytes: int) -> None:
+def test_host_buffers_are_powers_of_two_that_add_up_to_the_requested_size(num_bytes: int) -> None:
     pieces = host_buffers(num_bytes)
     assert sum(piece.nbytes for piece in pieces) == num_bytes
     assert all(piece.dtype == torch.uint8 for piece in pieces)
-    # The allocator rounds only the last one, which is small.
+    # The allocator rounds up only the last buffer, which is small.
     assert all(piece.nbytes.bit_count() == 1 for piece in pieces[:-1])
     assert not pieces or pieces[-1].nbytes.bit_count() == 1 or pieces[-1].nbytes <= SMALLEST_PIECE
 

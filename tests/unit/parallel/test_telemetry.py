@@ -30,7 +30,7 @@ def test_a_reading_has_every_number_in_its_unit() -> None:
     )
 
 
-def test_what_a_gpu_does_not_tell_is_none() -> None:
+def test_values_that_a_gpu_does_not_report_are_none() -> None:
     sliced, without_ecc = reading(2), reading(3)
     assert (sliced.power_w, sliced.sm_clock_mhz, sliced.uncorrected_ecc) == (pytest.approx(67.03), 1275.0, 0)
     assert (sliced.utilization, sliced.repair_pending, sliced.repair_failed) == (None, None, None)
@@ -43,7 +43,7 @@ def test_slow_clocks_carry_their_reason() -> None:
     assert reading(1).slowdowns == ("too hot (hardware slowdown)",)
 
 
-def test_a_gpu_is_read_between_two_takes_and_no_more_after_closing() -> None:
+def test_a_gpu_is_read_between_two_calls_of_take_and_not_after_closing() -> None:
     telemetry = Telemetry(reading, every_s=0.005)
     deadline = time.monotonic() + 10
     while len(taken := telemetry.take()) == 0:
@@ -56,6 +56,6 @@ def test_a_gpu_is_read_between_two_takes_and_no_more_after_closing() -> None:
     assert telemetry.take() == []
 
 
-def test_without_a_driver_there_is_nothing_to_read_by() -> None:
+def test_without_a_driver_there_is_no_telemetry() -> None:
     nvml = open_nvml()
     assert nvml is None or nvml.nvmlDeviceGetCount() > 0

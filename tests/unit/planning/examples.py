@@ -1,4 +1,4 @@
-"""Plans to look into."""
+"""Plans that the tests of this folder share."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -28,7 +28,7 @@ def test_a_gpus_peak_is_found_by_the_name_that_its_driver_gives(device: str, tfl
         "",
     ],
 )
-def test_the_peak_of_another_device_is_not_guessed(device: str) -> None:
+def test_the_peak_of_an_unknown_device_is_none(device: str) -> None:
     assert peak_flops(device) is None
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_bapo.cli import app
+from megatron_bapo.cli.main import app
 from tests.unit.planning.examples import recipe
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "layouts.md").read_text()
-RUNS = re.findall(r"^\$ python -m megatron_bapo (plan .+)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
+PAGE = (ROOT / "docs" / "guides" / "layouts.md").read_text()
+RUNS = re.findall(r"^\$ megatron-bapo (plan .+)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
 ROWS = re.findall(r"^\| (none|`.+=.+`).* \| (.+) \| (.+) \| (.+) \| ([\d.]+)(.*) \| (.+) \|$", PAGE, re.MULTILINE)
 GIB = 2**30
 

@@ -21,7 +21,7 @@ NAME = "qwen2.5-7b_8gpus"
         (recipe(NAME, "rollout.gpu_memory_utilization=0.9", placement="separate"), None),
         (
             recipe(NAME, "rollout.kv_cache_gib=0.25"),
-            "the keys and values of 4,681 tokens, beside 14.2 GiB of weights; the longest prompt and answer have 9,216",
+            "a KV cache of 4,681 tokens, beside 14.2 GiB of weights; the longest prompt and response have 9,216",
         ),
         (
             recipe(NAME, "rollout.num_engines=16"),
@@ -32,10 +32,14 @@ NAME = "qwen2.5-7b_8gpus"
             recipe(NAME, "rollout.tensor_parallel_size=16", "rollout.num_engines=1", placement="separate"),
             "rollout.tensor_parallel_size=16 exceeds the 8 GPUs of a node",
         ),
+        (
+            recipe(NAME, "weight_sync.transport=nccl", placement="separate"),
+            "weight_sync.transport=nccl works only on one machine; set transport=store, which copies weights between",
+        ),
     ],
-    ids=range(7),
+    ids=range(8),
 )
-def test_what_does_not_fit_is_said_with_its_sizes(plan: Plan, problem: str | None) -> None:
+def test_a_problem_names_the_sizes_that_do_not_fit(plan: Plan, problem: str | None) -> None:
     assert plan.fits == (problem is None)
     if problem is not None:
         assert any(problem in found for found in plan.problems), plan.problems
@@ -79,7 +83,7 @@ def test_pipeline_stages_of_an_engine_share_layers_keys_values_and_time() -> Non
     assert any("8 engines of 2 GPUs" in problem for problem in twice.problems)
 
 
-def test_weights_that_go_from_gpu_to_gpu_are_stored_nowhere_and_arrive_sooner() -> None:
+def test_a_direct_weight_transfer_needs_no_store_and_takes_less_time() -> None:
     stored, direct = recipe(NAME), recipe(NAME, "weight_sync.transport=cuda_ipc")
     assert stored.host_bytes - direct.host_bytes == 2 * 2 * 7_615_616_512
     # Every GPU reads all weights over NVLink: 450 GB/s, of which 80 % are reached.
@@ -87,25 +91,25 @@ def test_weights_that_go_from_gpu_to_gpu_are_stored_nowhere_and_arrive_sooner() 
     assert direct.time.weight_sync < stored.time.weight_sync / 10
 
 
-def test_groups_that_are_trained_on_again_are_not_generated_again() -> None:
+def test_reused_groups_are_not_generated_again() -> None:
     once, twice = recipe(NAME), recipe(NAME, "rollout.max_reuse=2", "rollout.max_staleness=8")
     assert once.time.generation / 2 <= twice.time.generation < once.time.generation
 
 
-def test_a_trainer_that_gives_way_leaves_the_gpu_to_the_engine_and_fills_the_host() -> None:
+def test_an_offloading_trainer_leaves_the_gpu_to_the_engine_and_uses_host_memory() -> None:
     stays = recipe(NAME, "optimizer.lr=1.0e-6")
-    gives_way = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9")
-    (stage,) = gives_way.stages
+    offloads = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9")
+    (stage,) = offloads.stages
     state = stage.state
     assert not recipe(NAME, "rollout.gpu_memory_utilization=0.9").fits
-    assert gives_way.fits
-    assert gives_way.while_training(stage) == stays.while_training(stage)
-    assert gives_way.while_generating(stage) == gives_way.engine.total + 3 * 2**30
+    assert offloads.fits
+    assert offloads.while_training(stage) == stays.while_training(stage)
+    assert offloads.while_generating(stage) == offloads.engine.total + 3 * 2**30
     moved = state.parameters + state.main_parameters + state.moments
-    assert gives_way.host_bytes - stays.host_bytes == 8 * moved
+    assert offloads.host_bytes - stays.host_bytes == 8 * moved
 
 
-def test_while_weights_go_to_an_engine_both_hold_them() -> None:
+def test_trainer_and_engine_both_hold_weights_during_a_weight_update() -> None:
     plan = recipe(NAME, "trainer.offload=true", "rollout.kv_cache_gib=1", "parallel.tensor_model_parallel_size=1",
                   "parallel.sequence_parallel=false")  # fmt: skip
     (stage,) = plan.stages
@@ -113,7 +117,7 @@ def test_while_weights_go_to_an_engine_both_hold_them() -> None:
     assert plan.while_generating(stage) > plan.engine.total + 3 * 2**30
 
 
-def test_what_overlaps_takes_as_long_as_the_longer_of_the_two() -> None:
+def test_overlapped_generation_and_training_take_as_long_as_the_longer_of_the_two() -> None:
     name = "r1-distill-qwen-7b_16gpus_async"
     time = recipe(name, placement="separate").time
     assert time.total == max(time.generation, time.training) + time.weight_sync

@@ -20,13 +20,13 @@ def test_all_matrices_of_the_layers_are_multiplied_in_fp8() -> None:
     assert quantised_elements(recipe(BF16).config, plan.architecture, 0) == 0
 
 
-def test_layers_in_bfloat16_are_not() -> None:
+def test_bfloat16_layers_have_no_fp8_elements() -> None:
     plan = recipe("qwen2.5-32b_64gpus_fp8")
     first, second, *_, last = (quantised_elements(plan.config, plan.architecture, stage) for stage in range(4))
     assert first == last == pytest.approx(second * 15 / 16)
 
 
-def test_weights_kept_in_fp8_take_the_bytes_of_bfloat16_and_others_twice_as_many() -> None:
+def test_fp8_params_take_the_bytes_of_bfloat16_and_fp8_copies_double_them() -> None:
     kept, cached, bf16 = recipe(FP8), recipe(FP8, "fp8.param=false"), recipe(BF16)
     in_fp8 = 28 * LAYER // 2
     of = [plan.stages[0].state for plan in (kept, cached, bf16)]
@@ -36,7 +36,7 @@ def test_weights_kept_in_fp8_take_the_bytes_of_bfloat16_and_others_twice_as_many
     assert of[0].on_device == of[2].on_device
 
 
-def test_fp8_speeds_up_products_of_layers_alone() -> None:
+def test_fp8_speeds_up_only_the_linear_layers() -> None:
     plan, gpu, assumptions = recipe(FP8), GPUS["H100"], Assumptions()
     assert fp8_speedup(gpu, assumptions) == pytest.approx(1979 * 0.4 / (989 * 0.55))
     outside = 152064 * 3584 / (28 * LAYER + 152064 * 3584)
@@ -46,7 +46,7 @@ def test_fp8_speeds_up_products_of_layers_alone() -> None:
     assert plan.time.model_flops == recipe(BF16).time.model_flops
 
 
-def test_fp8_keeps_smaller_inputs_of_products() -> None:
+def test_fp8_saves_smaller_inputs_of_linear_layers() -> None:
     plan = recipe(FP8)
     parallel = without_recompute(plan.config.parallel)
 
@@ -61,7 +61,7 @@ def test_fp8_keeps_smaller_inputs_of_products() -> None:
     assert bytes_of(fused)["attention kernel"] < bytes_of(local)["attention kernel"]
 
 
-def test_an_engine_in_fp8_has_half_the_layers_bytes_and_a_smaller_cache_of_keys_and_values() -> None:
+def test_an_fp8_engine_has_half_the_layer_bytes_and_a_smaller_kv_cache() -> None:
     bf16, fp8 = recipe(BF16), recipe(ROLLOUTS)
     saved = bf16.engine.weights - fp8.engine.weights
     assert saved == pytest.approx(28 * LAYER, rel=1e-6)
@@ -77,7 +77,7 @@ def test_an_engine_in_fp8_has_half_the_layers_bytes_and_a_smaller_cache_of_keys_
     [
         (recipe(FP8, gpu="A100"), "A100: fp8.recipe=blockwise needs GPUs of compute capability 9.0"),
         (recipe(FP8, "fp8.recipe=mxfp8", "fp8.param=false"), "H100: fp8.recipe=mxfp8 needs GPUs of compute capability"),
-        (recipe(ROLLOUTS, gpu="A100"), "rollout.quantization=fp8_per_block: an A100 has no FP8 products"),
+        (recipe(ROLLOUTS, gpu="A100"), "rollout.quantization=fp8_per_block: an A100 has no FP8 matrix products"),
     ],
     ids=["a100", "mxfp8 on hopper", "engines on a100"],
 )
@@ -97,4 +97,4 @@ def test_a_plan_refuses_fp8_where_the_gpu_has_none(plan: Plan, expected: str) ->
 )
 def test_a_probe_that_fp8_rounding_would_fail_is_warned_of(values: dict, tolerance: float | None, warned: bool) -> None:
     warnings = check_config(config(**values, model__dtype="bfloat16", weight_sync__probe_tolerance=tolerance))
-    assert any("so the probe may end the run. Leave probe_tolerance out" in line for line in warnings) == warned
+    assert any("so the probe may end the run. Remove probe_tolerance" in line for line in warnings) == warned

@@ -40,13 +40,13 @@ def test_a_recipes_name_is_its_run_directorys_and_says_its_model_and_gpus(name: 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "staleness" in name])
 def test_tokens_of_a_staleness_recipe_are_as_many_updates_old_as_its_name_says(name: str) -> None:
-    """By updates on one rollout batch, as in the paper's study, or by generation that goes on meanwhile."""
+    """Staleness comes from several updates on one rollout batch, as in the paper's study, or from async generation."""
     config = load_config(RECIPES / f"{name}.yaml")
     updates, versions = config.trainer.updates_per_step, config.rollout.max_staleness
     assert int(name[-1]) == (versions * updates if "async" in name else updates)
 
 
-def test_every_way_to_roll_out_has_recipes() -> None:
+def test_every_rollout_mode_has_recipes() -> None:
     rollouts = {name: load_config(RECIPES / f"{name}.yaml").rollout for name in NAMES}
     assert {(found.colocate, found.mode) for found in rollouts.values()} == {
         (True, "sync"),
@@ -61,7 +61,7 @@ def test_every_way_to_roll_out_has_recipes() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "partial" in name])
-def test_an_answer_of_a_partial_rollout_recipe_may_have_all_its_pieces(name: str) -> None:
+def test_a_partial_rollout_recipe_allows_every_piece_of_the_longest_response(name: str) -> None:
     rollout = load_config(RECIPES / f"{name}.yaml").rollout
     assert rollout.max_response_length == rollout.max_staleness * (rollout.partial_rollout.token_budget or 0)
 
@@ -69,5 +69,5 @@ def test_an_answer_of_a_partial_rollout_recipe_may_have_all_its_pieces(name: str
 def test_the_table_of_recipes_is_what_its_command_prints() -> None:
     from tools.plan_recipes import table
 
-    written = (RECIPES.parents[1] / "docs" / "recipes.md").read_text()
+    written = (RECIPES.parents[1] / "docs" / "guides" / "recipes.md").read_text()
     assert table() in written

@@ -4,11 +4,11 @@ from tests.unit.planning.examples import recipe
 GIB = 2**30
 
 
-def test_a_token_of_qwen25_7b_takes_56_kib_of_keys_and_values() -> None:
+def test_a_token_of_qwen25_7b_takes_56_kib_of_kv_cache() -> None:
     assert recipe("qwen2.5-7b_8gpus").engine.kv_per_token == 28 * 2 * 4 * 128 * 2 == 56 * 1024
 
 
-def test_the_cache_has_what_weights_and_workspace_leave_of_the_engines_share() -> None:
+def test_the_kv_cache_gets_what_weights_and_workspace_leave_of_the_engines_share() -> None:
     engine = recipe("qwen2.5-7b_8gpus").engine
     assert engine.weights == 7_615_616_512 * 2
     assert engine.workspace == 4 * GIB
@@ -16,7 +16,7 @@ def test_the_cache_has_what_weights_and_workspace_leave_of_the_engines_share() -
     assert recipe("qwen2.5-7b_8gpus", "rollout.kv_cache_gib=10").engine.kv_cache == 10 * GIB
 
 
-def test_answers_at_once_are_held_half_way_and_limited_by_max_num_seqs() -> None:
+def test_concurrent_responses_are_half_generated_and_limited_by_max_num_seqs() -> None:
     engine = recipe("qwen2.5-7b_8gpus").engine
     mean = 1024 * 0.25 + 8192 * 0.5
     assert engine.num_concurrent == min(256, int(engine.kv_cache // engine.kv_per_token / (mean / 2)))

@@ -9,7 +9,7 @@ from tests.unit.planning.examples import recipe
 
 
 def test_forward_flops_are_those_that_pytorch_counts() -> None:
-    """Its attention multiplies with the future, too, before the mask hides it: twice the causal half."""
+    """PyTorch counts the attention scores that the causal mask discards, too: twice the causal half."""
     shape = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -34,12 +34,21 @@ def test_forward_flops_are_those_that_pytorch_counts() -> None:
     ("overrides", "passes"),
     [
         (["algorithm.objective=ppo"], 3),
-        ([], 3 + 3 / 4),  # the first of four updates finds every ratio at 1
+        ([], 3 + 3 / 4),  # every ratio of the first of four updates is 1
         (["trainer.ppo_mini_batch_size=4096"], 3),
-        (["rollout.max_reuse=2", "rollout.max_staleness=8"], 3 + 1),  # tokens of older weights come first, too
+        (
+            ["rollout.max_reuse=2", "rollout.max_staleness=8"],
+            3 + 1,
+        ),  # the first update has tokens of older weights, too
         (["rollout.partial_rollout.over_sampling=1.5", "rollout.max_staleness=8"], 3 + 1),
-        (["rollout.partial_rollout.token_budget=4096", "rollout.max_staleness=8"], 3 + 3 / 4),  # all are waited for
-        (["fp8.recipe=delayed", "model.transformer_impl=transformer_engine"], 3 + 1),  # a check would change its scales
+        (
+            ["rollout.partial_rollout.token_budget=4096", "rollout.max_staleness=8"],
+            3 + 3 / 4,
+        ),  # generation waits for all responses
+        (
+            ["fp8.recipe=delayed", "model.transformer_impl=transformer_engine"],
+            3 + 1,
+        ),  # a scoring pass would change its scales
         (["algorithm.behaviour_policy=recomputed"], 3 + 3 / 4 + 1),
         (["algorithm.clip_bounds.scope=microbatch"], 3),
         (["algorithm.objective=ppo", "algorithm.behaviour_policy=recomputed"], 3 + 1),
@@ -64,7 +73,7 @@ def test_the_pipelines_bubble_is_stages_less_one_over_micro_batches() -> None:
     assert virtual.bubble / virtual.compute == pytest.approx(3 / (4 * 128))
 
 
-def test_the_utilisation_is_the_assumed_efficiency_where_nothing_but_compute_takes_time() -> None:
+def test_mfu_equals_the_assumed_efficiency_if_only_compute_takes_time() -> None:
     time = recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo").time
     assert time.mfu * time.training == pytest.approx(0.55 * time.compute)
 

@@ -17,7 +17,7 @@ def test_a_pipeline_holds_as_many_micro_batches_as_there_are_stages_to_come() ->
 def test_an_interleaved_pipeline_holds_what_its_schedule_starts_before_a_backward_pass(
     pp: int, vpp: int, num: int
 ) -> None:
-    """The warm-up's forward passes, then one forward and one backward pass at a time, in rounds of `pp`."""
+    """The schedule runs the warm-up's forward passes, then alternates forward and backward passes in rounds of `pp`."""
     parallel = ParallelConfig(world_size=pp, pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
     chunks = [chunk for _ in range(num // pp) for chunk in range(vpp) for _ in range(pp)]
     for stage in range(pp):
@@ -35,7 +35,7 @@ def test_an_interleaved_pipeline_holds_what_its_schedule_starts_before_a_backwar
         assert in_flight(parallel, stage, num) == tuple(peak[chunk] for chunk in range(vpp))
 
 
-def test_parameters_gradients_and_optimizer_of_7b_on_8_gpus_are_what_hand_arithmetic_says() -> None:
+def test_the_model_state_of_7b_on_8_gpus_matches_hand_arithmetic() -> None:
     (stage,) = recipe("qwen2.5-7b_8gpus").stages
     norms = 28 * 2 * 3584 + 3584
     on_rank = (7_615_616_512 - norms) // 2 + norms  # tensor parallel 2
@@ -44,7 +44,7 @@ def test_parameters_gradients_and_optimizer_of_7b_on_8_gpus_are_what_hand_arithm
     assert stage.state.optimizer == pytest.approx(12 * on_rank / 4, rel=1e-4)  # data parallel 4
 
 
-def test_full_recompute_keeps_the_inputs_of_layers_alone() -> None:
+def test_full_recompute_keeps_only_layer_inputs() -> None:
     (stage,) = recipe("qwen2.5-7b_8gpus", "parallel.recompute_granularity=full").stages
     tokens, hidden, bf16, tensor = 9216, 3584, 2, 2
     assert stage.activations["layer inputs"] == 28 * tokens * hidden * bf16 // tensor
@@ -62,7 +62,7 @@ def test_the_output_layer_counts_on_the_last_stage_and_grows_with_its_chunk() ->
     assert larger[-1].output_layer - stages[-1].output_layer == pytest.approx(logits * 3 / 4, rel=1e-6)
 
 
-def test_a_reference_policy_is_resident_on_every_stage() -> None:
+def test_a_reference_model_is_resident_on_every_stage() -> None:
     without = recipe("r1-distill-qwen-32b_64gpus").stages
     with_it = recipe("r1-distill-qwen-32b_64gpus", "algorithm.kl_loss_coef=0.001").stages
     for before, after in zip(without, with_it, strict=True):

@@ -13,19 +13,21 @@ def prompts(*ground_truths: str) -> list[Prompt]:
     return [Prompt(f"train:{index}", messages, text, "math", {}) for index, text in enumerate(ground_truths)]
 
 
-def test_what_math_verify_reads_passes() -> None:
+@pytest.mark.slow
+def test_ground_truths_that_math_verify_reads_pass() -> None:
     check_ground_truths(RewardConfig(), prompts("42", "\\frac{1}{2}", '["18", "77"]', "[1,2)", "42"))
 
 
-def test_the_first_unreadable_one_is_named_and_all_are_counted() -> None:
+@pytest.mark.slow
+def test_the_first_unreadable_ground_truth_is_named_and_all_are_counted() -> None:
     with pytest.raises(UserError) as refused:
         check_ground_truths(RewardConfig(), prompts("42", " ", "", "7", " "))
     message = str(refused.value)
-    assert "(3 of 5 are)" in message
+    assert "cannot read 3 of 5 ground truths" in message
     assert "prompt train:1" in message
     assert "no number or formula in the ground truth ' '" in message
     assert "\n" not in message
 
 
-def test_other_rewards_are_not_asked() -> None:
+def test_other_rewards_are_not_called() -> None:
     check_ground_truths(NEVER_CALLED, prompts(""))

@@ -78,5 +78,5 @@ def test_an_unreadable_ground_truth_raises(ground_truth):
         (f"\\boxed{{{'9' * 5000}}}", "9" * 5000),
     ],
 )
-def test_the_score_says_which_answer_was_read_and_writes_equal_ones_alike(answer, read):
+def test_the_score_names_the_extracted_answer_in_canonical_form(answer, read):
     assert compute_score("math", answer, "7")["pred"] == read

@@ -44,7 +44,7 @@ def test_a_tasks_own_answer_scores_one(task):
     assert score(task, f"<answer>{entry['answer']}</answer>", entry) == 1.0
 
 
-def test_a_list_still_earns_what_the_task_gives_for_it():
+def test_a_python_list_still_gets_the_tasks_score():
     entry = {"question": "?", "answer": "ABC", "metadata": {}}
     assert score("string_insertion", "['A', 'B', 'C']", entry) == 0.1
 
@@ -64,7 +64,7 @@ def test_a_list_still_earns_what_the_task_gives_for_it():
     ],
 )
 @pytest.mark.parametrize("form", ["plain", "without_quotes", "wide_letters"])
-def test_an_answer_is_never_run_as_code(task, form, tmp_path):
+def test_an_answer_is_never_executed_as_code(task, form, tmp_path):
     created = tmp_path / "created"
     spelled = "+".join(f"chr({ord(letter)})" for letter in str(created))
     code = {

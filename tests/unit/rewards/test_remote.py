@@ -1,4 +1,4 @@
-"""Against a real HTTP server on loopback, which does what the answer says."""
+"""Tests against a real HTTP server on loopback, which behaves as the scored response says."""
 
 import asyncio
 import json
@@ -26,6 +26,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[dict[str, Any], str | None]] = []
         self.tries: Counter[str] = Counter()
+        self.echo = ""
 
     @property
     def url(self) -> str:
@@ -52,6 +53,12 @@ class Handler(BaseHTTPRequestHandler):
         if said == "fails" or (said == "fails at first" and self.server.tries[said] <= 2):
             status, answer = 500, f"out of memory, said {self.headers['Authorization']}"
         match said:
+            case "echoes with an error":
+                status, answer = 404, self.server.echo
+            case "echoes instead of JSON":
+                answer = self.server.echo
+            case "echoes in JSON":
+                answer = json.dumps({"error": self.server.echo})
             case "refuses":
                 status, answer = 404, "no such model"
             case "broken":
@@ -83,7 +90,7 @@ def server() -> Iterator[Server]:
 def scores(
     server: Server, *answers: str, timeout_s: float = 5.0, extra_info: dict[str, Any] = LEVEL, **remote: Any
 ) -> list[Any]:
-    """A number for each answer, or the error's message."""
+    """Return the reward of each response, or the error's message."""
     settings = {"url": server.url, "max_retries": 2, "retry_wait_s": 0.05} | remote
     config = RewardConfig.model_validate({"type": "remote", "timeout_s": timeout_s, "remote": settings})
     prompt, turns = ({"role": "user", "content": "40 + 2 ="},), ({"role": "assistant", "content": "42"},)
@@ -99,7 +106,7 @@ def scores(
     return [str(r) if isinstance(r, FunctionFailed) else r.reward for r in asyncio.run(main())]
 
 
-def test_prompt_answer_label_and_metadata_are_posted_and_a_number_comes_back(server, monkeypatch):
+def test_prompt_response_label_and_metadata_are_posted_and_a_number_is_returned(server, monkeypatch):
     monkeypatch.setenv("REWARD_TOKEN", SECRET)
     assert scores(server, "ok", "number", "slime", authorization_env="REWARD_TOKEN") == [0.75, 1.0, -1.5]
     body, authorization = server.requests[0]
@@ -115,17 +122,17 @@ def test_prompt_answer_label_and_metadata_are_posted_and_a_number_comes_back(ser
     }
 
 
-def test_a_server_that_fails_at_first_is_asked_again(server):
+def test_requests_to_a_failing_server_are_retried(server):
     answers = ("fails at first", "slow at first", "drops at first")
     assert scores(server, *answers, timeout_s=0.5) == [0.75] * 3
     assert server.tries == {"fails at first": 3, "slow at first": 2, "drops at first": 2}
 
 
-def test_what_json_has_no_word_for_is_named_before_the_server_is_asked(server):
+def test_values_that_json_lacks_are_named_before_a_request_is_sent(server):
     (message,) = scores(server, "ok", extra_info={"difficulty": float("nan")})
-    assert "cannot be asked with extra_info={'difficulty': nan}: Out of range float values" in message
+    assert f"cannot send extra_info={{'difficulty': nan}} to the reward server {server.url} as JSON: Out of" in message
     assert server.requests == []
-    assert scores(server, "ok \udc80") == [0.75]  # half a character, which an answer may end with
+    assert scores(server, "ok \udc80") == [0.75]  # an unpaired surrogate, with which a response may end
 
 
 def test_requests_are_concurrent(server):
@@ -139,22 +146,44 @@ def test_requests_are_concurrent(server):
     [
         ("fails", 3, "status 500: 'out of memory, said ***'"),
         ("drops", 3, "RemoteProtocolError: Server disconnected without sending a response."),
-        ("hangs", 3, "nothing within reward.timeout_s=0.3 s"),
-        ("broken", 3, "no JSON: '{\"score\": 0.'"),
+        ("hangs", 3, "timeout after reward.timeout_s=0.3 s"),
+        ("broken", 3, "invalid JSON: '{\"score\": 0.'"),
         ("refuses", 1, "status 404: 'no such model'"),
         ("wrong shape", 1, "{'scores': [1.0]}, which is neither a number nor an object with one under 'score'"),
     ],
 )
-def test_a_server_that_gives_no_reward_is_named_with_the_tries_and_its_last_answer(
+def test_a_server_that_gives_no_reward_is_named_with_the_tries_and_its_last_reply(
     server, monkeypatch, capfd, answer, num_tries, said
 ):
     monkeypatch.setenv("REWARD_TOKEN", SECRET)
     (message,) = scores(server, answer, timeout_s=0.3, authorization_env="REWARD_TOKEN")
     tries = f"{num_tries} {'try' if num_tries == 1 else 'tries'}"
-    assert f"the reward server {server.url} gave no reward after {tries}; its last answer: {said}" in message
-    assert "an answer to prompt train:3" in message
+    assert f"the reward server {server.url} gave no reward after {tries}; its last reply: {said}" in message
+    assert "a response to prompt train:3" in message
     assert server.tries[answer] == num_tries
     assert SECRET not in message + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("answer", ["echoes with an error", "echoes instead of JSON", "echoes in JSON"])
+@pytest.mark.parametrize(
+    ("header", "echo", "shown"),
+    [
+        (SECRET, "token never-show-this is invalid", "token *** is invalid"),
+        (SECRET, "no bearer never-show-this", "no bearer ***"),
+        ("never-show-this", "token never-show-this is invalid", "token *** is invalid"),
+        ('Token key="never-show-this", id=7', "never-show-this is invalid", "*** is invalid"),
+        ("Bearer never\\show'this", "never\\show'this is invalid", "*** is invalid"),
+        ("Basic dXNlcjpuZXZlci1zaG93LXRoaXM=", "wrong password never-show-this", "wrong password ***"),
+        ("Bearer " + "never-show-this" * 9, "x" * 150 + "never-show-this" * 9, "x" * 150 + "***"),
+    ],
+    ids=["token", "other case", "no scheme", "parameters", "escapes", "base64", "cut"],
+)
+def test_no_part_of_the_authorization_header_is_shown(server, monkeypatch, answer, header, echo, shown):
+    monkeypatch.setenv("REWARD_TOKEN", header)
+    server.echo = echo
+    (message,) = scores(server, answer, authorization_env="REWARD_TOKEN")
+    assert shown in message
+    assert "never" not in message
 
 
 @pytest.mark.parametrize(
@@ -162,8 +191,8 @@ def test_a_server_that_gives_no_reward_is_named_with_the_tries_and_its_last_answ
     [
         ("ftp://host/score", "must start with http:// or https://"),
         ("http:///score", "and name a host"),
-        ("https://user:word@host/score", "give secrets by reward.remote.authorization_env"),
-        ("https://host/score?key=word", "give secrets by reward.remote.authorization_env"),
+        ("https://user:word@host/score", "pass secrets with reward.remote.authorization_env"),
+        ("https://host/score?key=word", "pass secrets with reward.remote.authorization_env"),
     ],
 )
 def test_other_addresses_are_refused(url, rule):

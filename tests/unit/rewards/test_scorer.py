@@ -47,7 +47,7 @@ def test_without_partial_credit_only_a_full_score_counts():
 
 
 @pytest.mark.parametrize(("partial_credit", "reward"), [(True, 0.5), (False, 0.0)])
-def test_a_late_answer_gets_the_reward_for_it_and_says_so(tmp_path, monkeypatch, partial_credit, reward):
+def test_a_response_whose_scoring_times_out_gets_the_timeout_reward(tmp_path, monkeypatch, partial_credit, reward):
     (tmp_path / "scorer_test_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     config = RewardConfig(
@@ -60,8 +60,8 @@ def test_a_late_answer_gets_the_reward_for_it_and_says_so(tmp_path, monkeypatch,
     assert scores(config, "slow", "42") == [RewardResult(-0.5, timed_out=True), RewardResult(reward)]
 
 
-def test_an_answer_that_was_cut_off_is_scored_like_any_other_unless_it_has_a_reward_of_its_own():
-    """The last number of a chain of thought that has not come to its end is right by chance."""
+def test_a_truncated_response_is_scored_like_any_other_without_a_truncated_reward():
+    """The last number of an unfinished chain of thought can be right by chance."""
     config = RewardConfig(type="math_verify")
     cut = "First 40 + 2 makes 42"
     assert scores(config, cut, finish_reason="length") == [RewardResult(1.0, answer="42")]
@@ -70,7 +70,7 @@ def test_an_answer_that_was_cut_off_is_scored_like_any_other_unless_it_has_a_rew
     assert scores(config, cut) == [RewardResult(1.0, answer="42")]
 
 
-def test_a_function_may_ask_how_the_answer_ended(tmp_path, monkeypatch):
+def test_a_function_can_receive_the_finish_reason(tmp_path, monkeypatch):
     (tmp_path / "scorer_test_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     config = RewardConfig(type="function", function="scorer_test_rewards:is_whole")

@@ -9,34 +9,48 @@ import pytest
 from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import (
-    GrowingGroup,
+    InFlightGroup,
     Reply,
     Sampling,
-    SetAside,
-    grow,
-    growing_group,
+    create_in_flight_group,
+    generate_group,
 )
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
+from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
-from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import END, SAMPLING, TOKEN_S, FaultyEngine, decode, log_prob, prompts
+from megatron_bapo.simulation.virtual_time import run_in_virtual_time
+from tests.unit.simulation.modelled_engines import (
+    END,
+    SAMPLING,
+    TOKEN_S,
+    FaultyEngine,
+    decode,
+    log_prob,
+    prompts,
+    text_of,
+)
 
 GREEDY = replace(SAMPLING, temperature=0.0)
 
 
-def growing(num: int, sampling: Sampling = SAMPLING, batch_seed: int = 11) -> list[GrowingGroup]:
-    return [growing_group(p, sampling, batch_seed=batch_seed, index=i, order=i) for i, p in enumerate(prompts(num))]
+def in_flight(num: int, sampling: Sampling = SAMPLING, batch_seed: int = 11) -> list[InFlightGroup]:
+    return [
+        create_in_flight_group(p, sampling, batch_seed=batch_seed, index=i, prompt_serial=i)
+        for i, p in enumerate(prompts(num))
+    ]
 
 
-async def finished(groups: list[GrowingGroup], engines: list[FaultyEngine], *, max_failures: int = 3) -> list[Group]:
+async def finished(groups: list[InFlightGroup], engines: list[FaultyEngine], *, max_failures: int = 3) -> list[Group]:
     router = Router()
     for engine in engines:
         router.add(engine.name, engine, 10**9)
-    await asyncio.gather(*(grow(group, router.generate, decode, max_failures=max_failures) for group in groups))
-    return [group.group(decode) for group in groups]
+    await asyncio.gather(
+        *(generate_group(group, router.generate, decode, max_failures=max_failures) for group in groups)
+    )
+    return [await group.group(decode) for group in groups]
 
 
-def generate(num_engines: int, groups: list[GrowingGroup]) -> tuple[list[Group], list[FaultyEngine]]:
+def generate(num_engines: int, groups: list[InFlightGroup]) -> tuple[list[Group], list[FaultyEngine]]:
     engines = [FaultyEngine(f"engine {i}") for i in range(num_engines)]
     return run_in_virtual_time(finished(groups, engines)), engines
 
@@ -47,25 +61,25 @@ def tokens(groups: list[Group]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("token_budget", [1, 3, 7, 49])
 @pytest.mark.parametrize("num_engines", [1, 3])
-def test_at_temperature_0_segments_add_up_to_the_uninterrupted_answer(num_engines: int, token_budget: int):
-    whole, _ = generate(1, growing(9, GREEDY))
-    pieces, engines = generate(num_engines, growing(9, replace(GREEDY, token_budget=token_budget)))
+def test_at_temperature_0_segments_add_up_to_the_uninterrupted_response(num_engines: int, token_budget: int):
+    whole, _ = generate(1, in_flight(9, GREEDY))
+    segmented, engines = generate(num_engines, in_flight(9, replace(GREEDY, token_budget=token_budget)))
 
-    assert tokens(pieces) == tokens(whole)
+    assert tokens(segmented) == tokens(whole)
     assert {t.finish_reason for group in whole for t in group.trajectories} == {"stop", "length"}
-    for ours, theirs in zip(pieces, whole, strict=True):
-        for piece, answer in zip(ours.trajectories, theirs.trajectories, strict=True):
-            assert (piece.finish_reason, piece.text) == (answer.finish_reason, answer.text)
-            assert piece.version_spans == answer.version_spans
-            np.testing.assert_array_equal(piece.behaviour_log_probs, answer.behaviour_log_probs)
+    for group, expected_group in zip(segmented, whole, strict=True):
+        for found, expected in zip(group.trajectories, expected_group.trajectories, strict=True):
+            assert (found.finish_reason, found.text) == (expected.finish_reason, expected.text)
+            assert found.version_spans == expected.version_spans
+            np.testing.assert_array_equal(found.behaviour_log_probs, expected.behaviour_log_probs)
     assert max(request.max_tokens for engine in engines for _, request in engine.log) == token_budget
 
 
-def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_version():
+def test_a_response_continues_under_the_newer_policy_and_every_token_keeps_its_version():
     async def main() -> Group:
-        router, engine, (group,) = Router(), FaultyEngine(mean_length=10**9), growing(1, GREEDY)
+        router, engine, (group,) = Router(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
         router.add(engine.name, engine, 10**9)
-        task = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=1))
+        task = asyncio.ensure_future(generate_group(group, router.generate, decode, max_failures=1))
         for version in (1, 2):
             await asyncio.sleep(20.5 * TOKEN_S)  # the step under way is finished
             router.pause()
@@ -74,22 +88,22 @@ def test_an_answer_goes_on_under_the_newer_policy_and_every_token_knows_its_vers
             await engine.load_weights(version)
             router.resume()
         await task
-        return group.group(decode)
+        return await group.group(decode)
 
     for trajectory in run_in_virtual_time(main()).trajectories:
         assert trajectory.version_spans == (VersionSpan(0, 21), VersionSpan(1, 21), VersionSpan(2, 8))
         context = trajectory.prompt_token_ids.tolist()
         versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
-        for version, token, said in zip(
+        for version, token, recorded in zip(
             versions, trajectory.response_token_ids.tolist(), trajectory.behaviour_log_probs, strict=True
         ):
-            assert said == pytest.approx(log_prob(version, context, token))
+            assert recorded == pytest.approx(log_prob(version, context, token))
             context.append(token)
-        assert trajectory.text == decode(trajectory.response_token_ids)
+        assert trajectory.text == text_of(trajectory.response_token_ids)
 
 
-def test_a_groups_answers_start_as_one_request_and_stay_on_one_engine():
-    _, engines = generate(3, growing(6, replace(SAMPLING, token_budget=5)))
+def test_a_groups_trajectories_start_as_one_request_and_stay_on_one_engine():
+    _, engines = generate(3, in_flight(6, replace(SAMPLING, token_budget=5)))
 
     seen: dict[int, set[str]] = {}
     for engine in engines:
@@ -100,23 +114,23 @@ def test_a_groups_answers_start_as_one_request_and_stay_on_one_engine():
     assert set.union(*seen.values()) == {"engine 0", "engine 1", "engine 2"}
 
 
-def test_unfinished_requests_of_a_dead_engine_go_on_elsewhere_with_the_tokens_that_they_had():
+def test_unfinished_requests_of_a_dead_engine_continue_elsewhere_with_their_tokens():
     async def main() -> tuple[list[Group], FaultyEngine]:
         first, second = FaultyEngine("first"), FaultyEngine("second")
-        work = asyncio.ensure_future(finished(growing(8, replace(GREEDY, token_budget=6)), [first, second]))
+        work = asyncio.ensure_future(finished(in_flight(8, replace(GREEDY, token_budget=6)), [first, second]))
         await asyncio.sleep(9 * TOKEN_S)
         first.die()
         return await work, second
 
     groups, second = run_in_virtual_time(main())
-    assert tokens(groups) == tokens(generate(1, growing(8, GREEDY))[0])
+    assert tokens(groups) == tokens(generate(1, in_flight(8, GREEDY))[0])
     from_first = [r for at, r in second.log if at == pytest.approx(9 * TOKEN_S)]
     assert from_first
     assert all(len(request.prompt_token_ids) == 2 + 6 for request in from_first)
 
 
-def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
-    """Its last word was after 9 tokens; it dies after 15."""
+def test_reported_tokens_of_a_dead_engine_are_not_generated_again():
+    """The engine last reports after 9 tokens and dies after 15."""
 
     async def main() -> tuple[list[Group], FaultyEngine]:
         router, first, second = (
@@ -124,20 +138,20 @@ def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
             FaultyEngine("first", mean_length=40),
             FaultyEngine("second", mean_length=40),
         )
-        groups = growing(8, GREEDY)
+        groups = in_flight(8, GREEDY)
         for engine in (first, second):
             router.add(engine.name, engine, 10**9)
-        work = asyncio.gather(*(grow(group, router.generate, decode, max_failures=2) for group in groups))
-        for num_steps in (3.5, 4.5):  # the engine answers after the step under way
+        work = asyncio.gather(*(generate_group(group, router.generate, decode, max_failures=2) for group in groups))
+        for num_steps in (3.5, 4.5):  # the engine reports after its current step
             await asyncio.sleep(num_steps * TOKEN_S)
-            router.keep(await router.on_every(lambda engine: engine.progress()))
+            router.record_partial(await router.on_every(lambda engine: engine.progress()))
         await asyncio.sleep(6 * TOKEN_S)
         first.die()
         await work
-        return [group.group(decode) for group in groups], second
+        return [await group.group(decode) for group in groups], second
 
     groups, second = run_in_virtual_time(main())
-    expected = run_in_virtual_time(finished(growing(8, GREEDY), [FaultyEngine("one", mean_length=40)]))
+    expected = run_in_virtual_time(finished(in_flight(8, GREEDY), [FaultyEngine("one", mean_length=40)]))
     assert tokens(groups) == tokens(expected)
     assert [[t.text for t in group.trajectories] for group in groups] == [
         [t.text for t in group.trajectories] for group in expected
@@ -147,101 +161,103 @@ def test_what_a_dead_engine_had_told_of_its_answers_is_not_generated_again():
     assert set(from_first) == {9}
 
 
-def test_an_answer_at_which_every_engine_dies_is_set_aside_however_far_it_comes():
+def test_a_response_on_which_every_engine_dies_is_quarantined_even_if_it_makes_progress():
     async def main() -> None:
-        router, (group,) = Router(), growing(1, replace(GREEDY, n=1))
+        router, (group,) = Router(), in_flight(1, replace(GREEDY, n=1))
         engines = [FaultyEngine(f"engine {i}", mean_length=10**9) for i in range(4)]
         for engine in engines:
             router.add(engine.name, engine, 10**9)
-        work = asyncio.ensure_future(grow(group, router.generate, decode, max_failures=3))
+        work = asyncio.ensure_future(generate_group(group, router.generate, decode, max_failures=3))
         for _ in range(3):
             await asyncio.sleep(5 * TOKEN_S)
-            router.keep(await router.on_every(lambda engine: engine.progress()))
+            router.record_partial(await router.on_every(lambda engine: engine.progress()))
             (busy,) = (engine for engine in engines if engine.num_in_flight and not engine.dead)
             busy.die()
             await asyncio.sleep(0.0)
-        with pytest.raises(SetAside, match="failed 3 times"):
+        with pytest.raises(QuarantinedPrompt, match="failed 3 times"):
             await work
 
     run_in_virtual_time(main())
 
 
-def test_a_request_that_fails_again_and_again_is_set_aside_and_says_why():
+def test_a_request_that_fails_repeatedly_is_quarantined_with_its_reason():
     async def main() -> None:
         engines = [FaultyEngine("engine 0", fails_on={1}), FaultyEngine("engine 1", fails_on={1})]
-        with pytest.raises(SetAside, match="prompt train:0 failed 4 times, the last time with: engine") as e:
-            await finished(growing(1), engines, max_failures=4)
+        with pytest.raises(QuarantinedPrompt, match="prompt train:0 failed 4 times, the last time with: engine") as e:
+            await finished(in_flight(1), engines, max_failures=4)
         assert len(e.value.failures) == sum(len(engine.log) for engine in engines) == 4
 
     run_in_virtual_time(main())
 
 
-def test_a_request_that_fails_once_is_answered_with_the_same_seed():
+def test_a_request_that_fails_once_is_sent_again_with_the_same_seed():
     async def main() -> list[Group]:
-        router, bad, (group,) = Router(), FaultyEngine("bad", fails_on={1}), growing(1)
+        router, bad, (group,) = Router(), FaultyEngine("bad", fails_on={1}), in_flight(1)
         router.add(bad.name, bad, 10**9)
 
-        async def mended(request: GenerationRequest, *, order: int, prefer: str | None):
+        async def send(request: GenerationRequest, *, prompt_serial: int, prefer: str | None, alone: bool):
             if bad.log:
                 bad.fails_on.clear()
-            return await router.generate(request, order=order, prefer=prefer)
+            return await router.generate(request, prompt_serial=prompt_serial, prefer=prefer, alone=alone)
 
-        await grow(group, mended, decode, max_failures=2)
+        await generate_group(group, send, decode, max_failures=2)
         assert len({request.request_id for _, request in bad.log}) == 2
-        return [group.group(decode)]
+        return [await group.group(decode)]
 
-    assert tokens(run_in_virtual_time(main())) == tokens(generate(1, growing(1))[0])
+    assert tokens(run_in_virtual_time(main())) == tokens(generate(1, in_flight(1))[0])
 
 
-def test_a_trajectory_keeps_what_the_engine_said_and_awaits_its_reward():
-    (group,), (engine,) = generate(1, growing(1))
+def test_a_trajectory_has_the_engines_output_and_no_reward_yet():
+    (group,), (engine,) = generate(1, in_flight(1))
 
     (_, request) = engine.log[0]
-    said = run_in_virtual_time(FaultyEngine().generate(request)).completions[1]
+    completion = run_in_virtual_time(FaultyEngine().generate(request)).completions[1]
     second = group.trajectories[1]
     assert second.prompt_token_ids.tolist() == [1, 100]
-    np.testing.assert_array_equal(second.response_token_ids, said.token_ids)
-    np.testing.assert_array_equal(second.behaviour_log_probs, said.log_probs)
-    assert (second.finish_reason, second.text) == (said.finish_reason, said.text)
+    np.testing.assert_array_equal(second.response_token_ids, completion.token_ids)
+    np.testing.assert_array_equal(second.behaviour_log_probs, completion.log_probs)
+    assert (second.finish_reason, second.text) == (completion.finish_reason, completion.text)
     assert math.isnan(second.reward)
 
 
 def test_a_request_carries_the_sampling_parameters():
-    _, (engine,) = generate(1, growing(1))
+    _, (engine,) = generate(1, in_flight(1))
 
     request = engine.log[0][1]
     assert (request.n, request.temperature, request.max_tokens) == (2, 0.7, 50)
     assert (request.top_p, request.top_k, request.min_p) == (0.9, 20, 0.1)
 
 
-def seeds(num_engines: int, groups: list[GrowingGroup]) -> dict[str, int]:
+def seeds(num_engines: int, groups: list[InFlightGroup]) -> dict[str, int]:
     _, engines = generate(num_engines, groups)
     return {request.request_id: request.seed for engine in engines for _, request in engine.log}
 
 
 def test_seeds_differ_between_requests_and_do_not_depend_on_the_number_of_engines():
-    by_request = seeds(1, growing(50, replace(SAMPLING, token_budget=9)))
+    by_request = seeds(1, in_flight(50, replace(SAMPLING, token_budget=9)))
 
     assert len(by_request) > 100
     assert len(set(by_request.values())) == len(by_request)
     assert all(0 <= seed < 2**31 for seed in by_request.values())
-    assert seeds(3, growing(50, replace(SAMPLING, token_budget=9))) == by_request
+    assert seeds(3, in_flight(50, replace(SAMPLING, token_budget=9))) == by_request
 
 
 def test_a_prompt_that_comes_twice_in_a_batch_or_in_another_batch_gets_another_seed():
     (prompt,) = prompts(1)
     places = [(11, 0), (11, 1), (12, 0)]
-    groups = [growing_group(prompt, SAMPLING, batch_seed=seed, index=i, order=0) for seed, i in places]
+    groups = [create_in_flight_group(prompt, SAMPLING, batch_seed=seed, index=i, prompt_serial=0) for seed, i in places]
 
     assert len(set(seeds(1, groups).values())) == 3
 
 
 def test_seeds_are_the_same_in_every_process_and_release():
-    assert seeds(1, growing(1)) == {"11:0:train:0#0": 2052504237}
+    assert seeds(1, in_flight(1)) == {"11:0:train:0#0": 2052504237}
 
 
-def answering(completions: tuple[Completion, ...]) -> Callable[..., Awaitable[tuple[str, Generated]]]:
-    async def send(request: GenerationRequest, *, order: int, prefer: str | None) -> tuple[str, Generated]:
+def always_returning(completions: tuple[Completion, ...]) -> Callable[..., Awaitable[tuple[str, Generated]]]:
+    async def send(
+        request: GenerationRequest, *, prompt_serial: int, prefer: str | None, alone: bool
+    ) -> tuple[str, Generated]:
         return "engine 0", Generated(0, completions)
 
     return send
@@ -249,15 +265,18 @@ def answering(completions: tuple[Completion, ...]) -> Callable[..., Awaitable[tu
 
 @pytest.mark.parametrize(
     ("lengths", "message"),
-    [((1, 0), "answered prompt train:0 without a single token"), ((1,), "gave prompt train:0 1 answers instead of 2")],
+    [
+        ((1, 0), "returned a completion without tokens for prompt train:0"),
+        ((1,), "returned 1 completions for prompt train:0, not 2"),
+    ],
 )
-def test_an_answer_that_is_none_is_the_engines_failure_and_names_the_prompt(lengths: tuple[int, ...], message: str):
+def test_an_incomplete_output_counts_as_an_engine_failure_and_names_the_prompt(lengths: tuple[int, ...], message: str):
     completions = tuple(
         Completion(np.zeros(size, np.int32), np.zeros(size, np.float32), "stop", "") for size in lengths
     )
-    (group,) = growing(1)
+    (group,) = in_flight(1)
     with pytest.raises(RunError, match=message):
-        run_in_virtual_time(grow(group, answering(completions), decode, max_failures=1))
+        run_in_virtual_time(generate_group(group, always_returning(completions), decode, max_failures=1))
 
 
 CONVERSING = replace(GREEDY, max_response_length=100)
@@ -265,38 +284,40 @@ CONVERSING = replace(GREEDY, max_response_length=100)
 
 @dataclass
 class Echo:
-    """Replies with tokens of its own, which the modelled policy never samples, until told to end."""
+    """Replies to every turn with tokens that the modelled policy never samples."""
 
     max_turns: int = 4
     num_tokens: int = 3
     seconds: float = 0.05
-    asked: list[list[dict[str, str]]] = field(default_factory=list)
+    conversations: list[list[dict[str, str]]] = field(default_factory=list)
 
     async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
-        self.asked.append([*turns])
+        self.conversations.append([*turns])
         await asyncio.sleep(self.seconds)
         token = 200 + len(turns)
         return Reply({"role": "tool", "content": str(token)}, np.full(self.num_tokens, token, np.int32))
 
 
 async def conversed(
-    groups: list[GrowingGroup], engines: list[FaultyEngine], environment: Echo, router: Router | None = None
+    groups: list[InFlightGroup], engines: list[FaultyEngine], environment: Echo, router: Router | None = None
 ) -> list[Group]:
     router = router or Router()
     for engine in engines:
         router.add(engine.name, engine, 10**9)
-    await asyncio.gather(*(grow(group, router.generate, decode, environment, max_failures=3) for group in groups))
-    return [group.group(decode) for group in groups]
+    await asyncio.gather(
+        *(generate_group(group, router.generate, decode, environment, max_failures=3) for group in groups)
+    )
+    return [await group.group(decode) for group in groups]
 
 
 def converse(sampling: Sampling, environment: Echo, num_engines: int = 1) -> list[Trajectory]:
     engines = [FaultyEngine(f"engine {i}") for i in range(num_engines)]
-    groups = run_in_virtual_time(conversed(growing(9, sampling), engines, environment))
+    groups = run_in_virtual_time(conversed(in_flight(9, sampling), engines, environment))
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
 def check_turns(trajectory: Trajectory, max_turns: int, max_response_length: int) -> None:
-    """Mask, turns, versions and log-probs of one answer are exact."""
+    """Mask, turns, versions and log-probs of one trajectory are exact."""
     tokens, positions = trajectory.response_token_ids, trajectory.sampled_positions
     assert len(tokens) <= max_response_length
     mask = tokens < 200
@@ -305,15 +326,15 @@ def check_turns(trajectory: Trajectory, max_turns: int, max_response_length: int
     assert trajectory.num_sampled == len(trajectory.behaviour_log_probs) == mask.sum()
     versions = [span.policy_version for span in trajectory.version_spans for _ in range(span.num_tokens)]
     context = trajectory.prompt_token_ids.tolist() + tokens.tolist()
-    for position, version, said in zip(positions, versions, trajectory.behaviour_log_probs, strict=True):
-        assert said == pytest.approx(log_prob(version, context[: 2 + position], tokens[position]))
+    for position, version, recorded in zip(positions, versions, trajectory.behaviour_log_probs, strict=True):
+        assert recorded == pytest.approx(log_prob(version, context[: 2 + position], tokens[position]))
     edges = np.flatnonzero(np.diff(mask.astype(int))) + 1
     parts = np.split(tokens, edges)
-    said = [decode(part) if part[0] < 200 else str(part[0]) for part in parts]
-    assert [turn["content"] for turn in trajectory.turns] == said
+    texts = [text_of(part) if part[0] < 200 else str(part[0]) for part in parts]
+    assert [turn["content"] for turn in trajectory.turns] == texts
     assert [turn["role"] for turn in trajectory.turns] == (["assistant", "tool"] * max_turns)[: len(parts)]
     assert len(parts) <= 2 * max_turns - 1
-    assert trajectory.final_text == said[-1]
+    assert trajectory.final_text == texts[-1]
     assert all(part[-1] == END for part in parts[:-1:2])
     assert trajectory.finish_reason == ("stop" if tokens[-1] == END and len(parts) == 2 * max_turns - 1 else "length")
 
@@ -321,14 +342,14 @@ def check_turns(trajectory: Trajectory, max_turns: int, max_response_length: int
 @pytest.mark.parametrize("token_budget", [None, 1, 7])
 def test_an_environment_replies_between_turns_and_its_tokens_are_masked(token_budget: int | None):
     environment = Echo()
-    answers = converse(replace(CONVERSING, token_budget=token_budget), environment, num_engines=2)
+    trajectories = converse(replace(CONVERSING, token_budget=token_budget), environment, num_engines=2)
 
-    for trajectory in answers:
+    for trajectory in trajectories:
         check_turns(trajectory, max_turns=4, max_response_length=100)
-    assert {t.finish_reason for t in answers} == {"stop", "length"}
+    assert {t.finish_reason for t in trajectories} == {"stop", "length"}
     whole = converse(CONVERSING, Echo())
-    assert [t.response_token_ids.tolist() for t in answers] == [t.response_token_ids.tolist() for t in whole]
-    assert all(asked[-1]["role"] == "assistant" and len(asked) % 2 for asked in environment.asked)
+    assert [t.response_token_ids.tolist() for t in trajectories] == [t.response_token_ids.tolist() for t in whole]
+    assert all(turns[-1]["role"] == "assistant" and len(turns) % 2 for turns in environment.conversations)
 
 
 def test_a_reply_without_room_for_a_next_turn_is_left_out():
@@ -338,13 +359,13 @@ def test_a_reply_without_room_for_a_next_turn_is_left_out():
         assert len(trajectory.turns) == 1
 
 
-def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_everything():
+def test_a_trajectory_whose_engine_dies_in_its_second_turn_continues_elsewhere_with_all_turns():
     async def main() -> tuple[list[Group], list[GenerationRequest]]:
         first, second, environment = FaultyEngine("first"), FaultyEngine("second"), Echo()
-        groups = growing(8, replace(CONVERSING, token_budget=6))
+        groups = in_flight(8, replace(CONVERSING, token_budget=6))
         work = asyncio.ensure_future(conversed(groups, [first, second], environment))
         while not any(
-            len(answer.turns) == 2 and len(answer.turn_segments) == 1 for g in groups for answer in g.answers
+            len(partial.turns) == 2 and len(partial.turn_segments) == 1 for g in groups for partial in g.trajectories
         ):
             await asyncio.sleep(TOKEN_S / 2)
         first.die()
@@ -353,21 +374,21 @@ def test_an_answer_whose_engine_dies_in_its_second_turn_goes_on_elsewhere_with_e
         return done, [request for when, request in second.log if when >= at]
 
     groups, moved = run_in_virtual_time(main())
-    answers = [trajectory for group in groups for trajectory in group.trajectories]
-    for trajectory in answers:
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    for trajectory in trajectories:
         check_turns(trajectory, max_turns=4, max_response_length=100)
     expected = [
         t
-        for g in run_in_virtual_time(conversed(growing(8, CONVERSING), [FaultyEngine()], Echo()))
+        for g in run_in_virtual_time(conversed(in_flight(8, CONVERSING), [FaultyEngine()], Echo()))
         for t in g.trajectories
     ]
-    assert [t.response_token_ids.tolist() for t in answers] == [t.response_token_ids.tolist() for t in expected]
+    assert [t.response_token_ids.tolist() for t in trajectories] == [t.response_token_ids.tolist() for t in expected]
     assert any((request.prompt_token_ids >= 200).any() and request.prompt_token_ids[-1] < 200 for request in moved)
 
 
-def test_a_turn_that_new_weights_cut_goes_on_under_them_and_a_waiting_reply_is_not_lost():
+def test_a_turn_interrupted_by_a_weight_update_continues_and_a_pending_reply_is_not_lost():
     async def main() -> Group:
-        router, engine, (group,) = Router(), FaultyEngine(), growing(1, CONVERSING)
+        router, engine, (group,) = Router(), FaultyEngine(), in_flight(1, CONVERSING)
         task = asyncio.ensure_future(conversed([group], [engine], Echo(seconds=0.3), router))
         for version in range(1, 9):
             await asyncio.sleep(0.11)

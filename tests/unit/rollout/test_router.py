@@ -1,78 +1,81 @@
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.messages import AnsweredRequest, EngineLost, Generated, GenerationRequest
-from megatron_bapo.rollout.router import Router
-from megatron_bapo.rollout.virtual_time import run_in_virtual_time
-from tests.unit.rollout.modelled_engines import FaultyEngine
+from megatron_bapo.rollout.messages import CompletedRequest, Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.router import SENT_PER_TURN, Router
+from megatron_bapo.simulation.virtual_time import run_in_virtual_time
+from tests.unit.simulation.modelled_engines import FaultyEngine
 
 NEVER_ENDING = 10**9
 PLENTY = 10**9
 
 
 def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -> GenerationRequest:
-    return GenerationRequest(name, np.full(prompt, 7, np.int32), n, 0.0, 1.0, -1, 0.0, max_tokens, seed=0)
+    return GenerationRequest(name, (np.full(prompt, 7, np.int32),), n, 0.0, 1.0, -1, 0.0, max_tokens, seed=0)
 
 
 def engines(num: int) -> list[FaultyEngine]:
     return [FaultyEngine(f"engine {i}", mean_length=NEVER_ENDING) for i in range(num)]
 
 
-def answered(engine: FaultyEngine) -> list[str]:
+def served(engine: FaultyEngine) -> list[str]:
     return [request.request_id for _, request in engine.log]
 
 
-def test_a_request_goes_where_the_fewest_tokens_are_outstanding():
+def test_a_request_goes_to_the_engine_with_the_fewest_outstanding_tokens():
     async def main() -> list[list[str]]:
         router, fleet = Router(), engines(2)
         for engine in fleet:
             router.add(engine.name, engine, PLENTY)
         sizes = {"a": 100, "b": 40, "c": 60, "d": 40}
         await asyncio.gather(*(router.generate(request(name, max_tokens=size)) for name, size in sizes.items()))
-        return [answered(engine) for engine in fleet]
+        return [served(engine) for engine in fleet]
 
     assert run_in_virtual_time(main()) == [["a", "d"], ["b", "c"]]
 
 
-def test_the_engine_that_knows_the_prefix_is_preferred_until_it_is_full():
+def test_the_engine_that_has_the_prefix_is_preferred_until_it_is_full():
     async def main() -> list[list[str]]:
         router, fleet = Router(), engines(2)
         for engine in fleet:
             router.add(engine.name, engine, 250)
         await asyncio.gather(*(router.generate(request(name), prefer="engine 1") for name in "abc"))
-        return [answered(engine) for engine in fleet]
+        return [served(engine) for engine in fleet]
 
     assert run_in_virtual_time(main()) == [["c"], ["a", "b"]]
 
 
-def test_each_request_that_was_served_is_on_record_with_its_engine_and_its_time():
-    async def main() -> list[AnsweredRequest]:
-        found: list[AnsweredRequest] = []
-        router, (engine,) = Router(on_answered=found.append), engines(1)
+def test_each_served_request_is_recorded_with_its_engine_and_times():
+    async def main() -> list[CompletedRequest]:
+        found: list[CompletedRequest] = []
+        router, (engine,) = Router(on_completed=found.append), engines(1)
         router.add(engine.name, engine, 110)
-        await asyncio.gather(*(router.generate(request(name, max_tokens=50), order=i) for i, name in enumerate("ab")))
+        await asyncio.gather(
+            *(router.generate(request(name, max_tokens=50), prompt_serial=i) for i, name in enumerate("ab"))
+        )
         return found
 
     first, second = run_in_virtual_time(main())
-    assert first == AnsweredRequest(0, "engine 0", 0.0, pytest.approx(0.5), 10, (50,))
-    assert (second.order, second.sent_s) == (1, pytest.approx(0.5))  # there was no room before
+    assert first == CompletedRequest(0, "engine 0", 0.0, pytest.approx(0.5), 10, (50,))
+    assert (second.prompt_serial, second.sent_s) == (1, pytest.approx(0.5))  # there was no room before
 
 
-def test_no_more_is_in_flight_than_the_cache_holds_and_the_oldest_waiting_prompt_goes_first():
+def test_requests_in_flight_fit_the_kv_cache_and_the_oldest_waiting_prompt_goes_first():
     async def main() -> tuple[int, list[str]]:
         router, (engine,) = Router(), engines(1)
         router.add(engine.name, engine, 2 * 110)
         orders = {"a": 0, "b": 1, "late": 9, "middle": 5, "early": 2}
-        await asyncio.gather(*(router.generate(request(name), order=order) for name, order in orders.items()))
-        return engine.most_in_flight, answered(engine)
+        await asyncio.gather(*(router.generate(request(name), prompt_serial=serial) for name, serial in orders.items()))
+        return engine.most_in_flight, served(engine)
 
     assert run_in_virtual_time(main()) == (2, ["a", "b", "early", "middle", "late"])
 
 
-def test_a_request_beyond_the_cache_is_left_to_an_idle_engine():
+def test_a_request_larger_than_the_kv_cache_goes_to_an_idle_engine():
     async def main() -> None:
         router, (engine,) = Router(), engines(1)
         router.add(engine.name, engine, 10)
@@ -82,7 +85,7 @@ def test_a_request_beyond_the_cache_is_left_to_an_idle_engine():
     run_in_virtual_time(main())
 
 
-def test_once_answers_have_come_their_mean_length_is_what_an_answer_counts():
+def test_the_expected_length_of_a_request_is_the_mean_length_of_finished_completions():
     async def main() -> int:
         router, (engine,) = Router(), engines(1)
         router.add(engine.name, engine, 220)
@@ -93,7 +96,7 @@ def test_once_answers_have_come_their_mean_length_is_what_an_answer_counts():
     assert run_in_virtual_time(main()) == 220 // (10 + 12)
 
 
-def test_what_was_in_flight_on_a_lost_engine_says_so_and_others_take_over():
+def test_requests_of_a_lost_engine_fail_and_waiting_requests_go_to_a_new_engine():
     async def main() -> None:
         lost = []
         router, (first, second) = Router(on_lost=lambda *what: lost.append(what)), engines(2)
@@ -113,7 +116,7 @@ def test_what_was_in_flight_on_a_lost_engine_says_so_and_others_take_over():
     run_in_virtual_time(main())
 
 
-def test_an_engine_that_dies_under_a_request_gets_no_other():
+def test_an_engine_that_dies_during_a_request_gets_no_further_requests():
     async def main() -> None:
         lost = []
         router, (first, second) = Router(on_lost=lambda *what: lost.append(what)), engines(2)
@@ -128,7 +131,7 @@ def test_an_engine_that_dies_under_a_request_gets_no_other():
     run_in_virtual_time(main())
 
 
-def test_while_paused_nothing_starts_and_a_drain_names_who_does_not_answer():
+def test_a_paused_router_starts_no_request_and_a_drain_timeout_names_the_engine():
     async def main() -> None:
         router, (engine,) = Router(), engines(1)
         router.add(engine.name, engine, PLENTY)
@@ -136,16 +139,17 @@ def test_while_paused_nothing_starts_and_a_drain_names_who_does_not_answer():
         stuck = asyncio.ensure_future(router.generate(request("a")))
         await asyncio.sleep(0.1)
         router.pause()
-        held = asyncio.ensure_future(router.generate(request("b")))
-        with pytest.raises(RunError, match=r"30 s from engine 0 \(1 requests\), no engine yet \(1 requests wait\)"):
+        waiting = asyncio.ensure_future(router.generate(request("b")))
+        message = r"30 s; still pending: engine 0 \(1 requests\), no engine yet \(1 requests\)"
+        with pytest.raises(RunError, match=message):
             await router.drain(30.0)
-        assert answered(engine) == ["a"]
+        assert served(engine) == ["a"]
         stuck.cancel()
         await asyncio.sleep(0)
         await router.drain(30.0)
         engine.hangs = False
         router.resume()
-        await held
+        await waiting
 
     run_in_virtual_time(main())
 
@@ -156,7 +160,7 @@ def test_requests_that_are_cancelled_leave_nothing_outstanding():
         router.add(engine.name, engine, 110)
         calls = [asyncio.ensure_future(router.generate(request(str(i)))) for i in range(3)]
         await asyncio.sleep(0.1)
-        for call in (calls[1], calls[0]):  # one that waits, one in flight
+        for call in (calls[1], calls[0]):  # a waiting request, then the one in flight
             call.cancel()
         await calls[2]
         assert router.outstanding_tokens() == {engine.name: 0}
@@ -165,8 +169,83 @@ def test_requests_that_are_cancelled_leave_nothing_outstanding():
     run_in_virtual_time(main())
 
 
+def test_a_request_that_reaches_its_engine_after_the_abort_is_aborted_too():
+    class Slow(FaultyEngine):
+        async def generate(self, request: GenerationRequest) -> Generated:
+            await asyncio.sleep(0.2)
+            return await super().generate(request)
+
+    async def main() -> tuple[str, float]:
+        router, engine, loop = Router(), Slow("engine 0", mean_length=NEVER_ENDING), asyncio.get_running_loop()
+        router.add(engine.name, engine, PLENTY)
+        call = asyncio.ensure_future(router.generate(request("a", max_tokens=1000)))
+        await asyncio.sleep(0.1)
+        router.pause()
+        await router.abort(30.0)
+        _, generated = await call
+        return generated.completions[0].finish_reason, loop.time()
+
+    reason, end_s = run_in_virtual_time(main())
+    assert reason == "abort"
+    assert end_s < 2.0
+
+
+def test_an_engine_that_does_not_end_aborted_requests_in_time_is_lost():
+    async def main() -> list[str]:
+        lost: list[str] = []
+        router, (engine,) = Router(on_lost=lambda _, reason: lost.append(reason)), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        engine.hangs = True
+        call = asyncio.ensure_future(router.generate(request("a")))
+        await asyncio.sleep(0.1)
+        router.pause()
+        await router.abort(30.0)
+        with pytest.raises(EngineLost):
+            await call
+        await router.drain(1.0)
+        return lost
+
+    assert run_in_virtual_time(main()) == ["engine 0 did not abort its requests within 30 s"]
+
+
+def report(*num_before: int, tokens: int = 2) -> Generated:
+    """Return a progress report; each token is its position in the response."""
+    return Generated(
+        1,
+        tuple(
+            Completion(np.arange(num, num + tokens, dtype=np.int32), np.zeros(tokens, np.float32), "abort", "", num)
+            for num in num_before
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("reports", "num_recorded"),
+    [
+        ([report(0, 0), report(2, 2), report(4, 4)], 6),
+        ([report(0, 0), report(4, 4), report(6, 6)], 2),  # a report was lost
+        ([report(0, 0), report(2, 2), report(0, 0, tokens=3), report(3, 3)], 5),  # the engine began anew
+    ],
+)
+def test_progress_that_is_lost_or_reported_again_leaves_no_gap_and_no_duplicate(reports, num_recorded):
+    async def main() -> Generated:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        engine.hangs = True
+        call = asyncio.ensure_future(router.generate(request("a", n=2)))
+        await asyncio.sleep(0.1)
+        for each in reports:
+            router.record_partial({engine.name: {"a": each}})
+        recorded = router.partial_outputs()["a"]
+        call.cancel()
+        return recorded
+
+    for completion in run_in_virtual_time(main()).completions:
+        assert completion.token_ids.tolist() == [*range(num_recorded)]
+
+
 class Reluctant(FaultyEngine):
-    """Takes a second to let go of what is cancelled."""
+    """Takes a second to release a cancelled request."""
 
     async def generate(self, request: GenerationRequest) -> Generated:
         try:
@@ -175,7 +254,7 @@ class Reluctant(FaultyEngine):
             await asyncio.sleep(1.0)
 
 
-def test_a_cancelled_request_is_in_flight_until_its_engine_has_let_go_of_it():
+def test_a_cancelled_request_is_in_flight_until_its_engine_has_released_it():
     async def main() -> float:
         router, engine, loop = Router(), Reluctant("engine 0", mean_length=NEVER_ENDING), asyncio.get_running_loop()
         router.add(engine.name, engine, PLENTY)
@@ -199,7 +278,7 @@ class Failing(FaultyEngine):
         raise self._error
 
 
-def test_engines_that_are_lost_over_what_all_do_are_taken_out_and_the_others_have_done_it():
+def test_engines_lost_during_on_every_are_removed_and_the_others_complete_the_action():
     async def main() -> None:
         lost: list[tuple[str, str]] = []
         router = Router(on_lost=lambda name, reason: lost.append((name, reason)))
@@ -221,7 +300,7 @@ def test_engines_that_are_lost_over_what_all_do_are_taken_out_and_the_others_hav
     run_in_virtual_time(main())
 
 
-def test_what_an_engine_refuses_is_raised_when_all_have_answered():
+def test_another_error_of_an_engine_is_raised_when_all_engines_have_returned():
     async def main() -> None:
         router = Router()
         good, refusing = FaultyEngine("engine 0"), Failing("engine 1", RunError("policy version 3 lacks tensor a"))
@@ -233,3 +312,45 @@ def test_what_an_engine_refuses_is_raised_when_all_have_answered():
         assert [*router.engines] == ["engine 0", "engine 1"]
 
     run_in_virtual_time(main())
+
+
+def test_hundreds_of_requests_are_sent_over_many_turns_of_the_event_loop_in_the_order_of_their_prompts():
+    async def main() -> tuple[list[int], list[int]]:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        router.pause()
+        calls = [
+            asyncio.ensure_future(router.generate(request(str(i), max_tokens=1), prompt_serial=i))
+            for i in reversed(range(300))
+        ]
+        await asyncio.sleep(0)
+        num_sent = [len(engine.log)]
+        router.resume()
+        while num_sent[-1] < 300:
+            await asyncio.sleep(0)
+            num_sent.append(len(engine.log))
+        await asyncio.gather(*calls)
+        return num_sent, [int(name) for name in served(engine)]
+
+    num_sent, order = run_in_virtual_time(main())
+    assert num_sent[0] == 0
+    assert max(after - before for before, after in pairwise(num_sent)) <= SENT_PER_TURN
+    assert order == [*range(300)]
+
+
+def test_a_pause_also_stops_the_requests_that_a_later_turn_would_send():
+    async def main() -> tuple[int, int]:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        calls = [asyncio.ensure_future(router.generate(request(str(i), max_tokens=1))) for i in range(100)]
+        await asyncio.sleep(0)
+        router.pause()
+        await router.drain(60.0)
+        num_before = len(engine.log)
+        router.resume()
+        await asyncio.gather(*calls)
+        return num_before, len(engine.log)
+
+    num_before, num = run_in_virtual_time(main())
+    assert 0 < num_before <= 2 * SENT_PER_TURN
+    assert num == 100

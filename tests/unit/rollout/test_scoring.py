@@ -41,7 +41,8 @@ def group(*texts: str) -> Group:
     return Group(Prompt("train:0", (), "right", ""), tuple(trajectories))
 
 
-def test_a_reward_that_hangs_holds_up_its_own_group_only_and_a_broken_one_names_the_prompt(settings: RewardConfig):
+@pytest.mark.slow
+def test_a_reward_that_hangs_delays_only_its_own_group_and_a_broken_one_names_the_prompt(settings: RewardConfig):
     async def main() -> None:
         scorer = Scorer(settings)
         slow = asyncio.ensure_future(score_group(group("right", "slow"), scorer))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatron_bapo.config.schema import DataConfig
+from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.records import Prompt
@@ -38,13 +38,13 @@ def test_messages_are_joined_as_plain_text_without_a_template():
     assert tokenized.token_ids.dtype == np.int32
 
 
-def test_the_chat_template_renders_the_roles_and_asks_for_an_answer():
+def test_the_chat_template_renders_the_roles_and_adds_the_generation_prompt():
     (tokenized,) = tokenize([prompt("Be brief.", "6 x 7")], tokenizer(TEMPLATE), data())
 
     assert tokenizer().decode(tokenized.token_ids) == "[system]Be brief.[user]6 x 7[assistant]"
 
 
-def test_a_missing_chat_template_names_the_way_out():
+def test_the_error_of_a_missing_chat_template_names_the_setting():
     with pytest.raises(UserError, match=r"has no chat template; set data\.chat_template=false"):
         tokenize([prompt("hello")], tokenizer(), data())
 
@@ -71,8 +71,8 @@ def test_a_saved_tokenizer_loads_from_its_folder(tmp_path: Path):
     assert loaded.encode("abc") == tokenizer().encode("abc")
 
 
-def test_a_folder_that_is_not_there_is_named():
-    with pytest.raises(UserError, match=r"^there is no folder nowhere, .*relative paths start at"):
+def test_a_missing_folder_is_named():
+    with pytest.raises(UserError, match=r"^there is no folder nowhere to load .*relative paths start at"):
         load_tokenizer(Path("nowhere"))
 
 

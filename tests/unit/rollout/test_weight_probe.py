@@ -13,6 +13,22 @@ def test_an_engine_with_the_trainers_weights_passes():
     assert PROBE.difference("engine 0", SequenceScore(7, OURS + np.float32(0.005))) == pytest.approx(0.005, rel=1e-3)
 
 
+DECODING = WeightProbe(7, np.arange(4, dtype=np.int32), OURS, tolerance=0.01, num_decoded=3)
+
+
+def test_an_engine_that_decodes_and_prefills_with_the_same_log_probs_passes():
+    score = SequenceScore(7, OURS + np.float32(0.001), OURS + np.float32(0.005), OURS)
+    assert DECODING.difference("engine 0", score) == pytest.approx(0.005, rel=1e-3)
+
+
+@pytest.mark.parametrize("fault", [np.array([0, 0, 0.02], np.float32), np.array([0, 0, np.nan], np.float32)])
+def test_a_fault_in_the_decode_path_alone_is_found(fault: np.ndarray):
+    score = SequenceScore(7, OURS, OURS - fault, OURS)
+    message = r"engine 0 samples token 3 after the probe .* the same token -3.000000 by prefill .* decoding is at fault"
+    with pytest.raises(ProbeFailed, match=message):
+        DECODING.difference("engine 0", score)
+
+
 @pytest.mark.parametrize(
     ("score", "message"),
     [

@@ -1,28 +1,30 @@
-"""The scheduler's surroundings, modelled: engines, prompts, rewards and a trainer."""
+"""A test environment for the scheduler: modelled engines, prompts, rewards and a trainer."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_bapo.config.data import CurriculumConfig
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.config.schema import CurriculumConfig
 from megatron_bapo.data.curriculum import Curriculum
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.records import Group
-from megatron_bapo.rollout.generation import Environment, ScoredGroups, SetAside
-from megatron_bapo.rollout.producer import Producer, Surroundings
+from megatron_bapo.rollout.generation import Environment, ScoredGroups
+from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
-from tests.unit.rollout.modelled_engines import FaultyEngine, decode, prompts
+from megatron_bapo.rollout.scheduler import RolloutScheduler
+from megatron_bapo.rollout.scheduler_deps import SchedulerDeps
+from tests.unit.simulation.modelled_engines import FaultyEngine, decode, prompts
 
 GREEDY = 1e-9
-"""Training refuses a temperature of 0; the modelled engines take this for it."""
+"""A temperature that the modelled engines treat as 0, which the training configuration refuses."""
 UPDATE_S = 2.0
 
 
 @dataclass
 class World:
-    """A producer with modelled engines, and a trainer that takes, updates and refreshes."""
+    """A scheduler with modelled engines, and a trainer that takes batches and updates the weights."""
 
     settings: RolloutConfig
     num_engines: int = 2
@@ -31,7 +33,7 @@ class World:
     mean_length: int = 20
     score_s: float = 0.05
     reward: Callable[[str, int], float] = lambda prompt_id, position: float(position)
-    set_aside: list[SetAside] = field(default_factory=list)
+    quarantined: list[QuarantinedPrompt] = field(default_factory=list)
     curriculum: dict[str, Any] | None = None
     environment: Environment | None = None
     update_s: float = UPDATE_S
@@ -47,16 +49,16 @@ class World:
         if self.curriculum is not None:
             curriculum = Curriculum(CurriculumConfig.model_validate(self.curriculum), ())
         self.stream = PromptStream([p.prompt for p in tokenized], seed=3, shuffle=True, curriculum=curriculum)
-        given = Surroundings(
+        deps = SchedulerDeps(
             self.stream,
             {p.prompt.prompt_id: p for p in tokenized},
             self.router,
             lambda group: self.score(group),
             decode,
-            self.set_aside.append,
+            self.quarantined.append,
             self.environment,
         )
-        self.producer = Producer(self.settings, self.groups_per_batch, 7, given)
+        self.scheduler = RolloutScheduler(self.settings, self.groups_per_batch, 7, deps)
 
     async def score(self, group: Group) -> ScoredGroups:
         await asyncio.sleep(self.score_s)
@@ -66,13 +68,13 @@ class World:
         return ScoredGroups([Group(group.prompt, scored)], 0)
 
     async def step(self) -> ScoredGroups:
-        scored = await self.producer.take()
+        scored = await self.scheduler.take()
         await asyncio.sleep(self.update_s)
-        await self.refresh()
+        await self.update_weights()
         return scored
 
-    async def refresh(self) -> None:
-        await self.producer.refresh(self.version + 1, self.load_weights)
+    async def update_weights(self) -> None:
+        await self.scheduler.update_weights(self.version + 1, self.load_weights)
 
     async def load_weights(self) -> None:
         self.version += 1

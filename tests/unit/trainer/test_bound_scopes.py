@@ -5,7 +5,7 @@ import torch
 
 from megatron_bapo.config.algorithm import LossAggMode
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
-from megatron_bapo.trainer.bound_scopes import micro_batch_limits
+from megatron_bapo.trainer.bound_scopes import micro_batch_bounds
 from megatron_bapo.trainer.rollout_batch import minibatch
 from megatron_bapo.trainer.worker import Scores, Worker
 from tests.unit.config.examples import config
@@ -17,22 +17,22 @@ GROUPS = ParallelGroups(*[ALONE] * 9, num_virtual_stages=1)
 
 
 def bounds(mode: LossAggMode, weights: str) -> tuple[float, float]:
-    """Of five right answers of 10 tokens and five wrong ones of 100, every ratio 1."""
+    """Find the bounds of five correct responses of 10 tokens and five wrong ones of 100, where every ratio is 1."""
     algorithm: dict[str, Any] = {"loss_agg_mode": mode, "clip_bounds": {"weights": weights}}
     settings = config(algorithm=algorithm)
     worker = Worker(settings, GROUPS, model=None, optimizer=None)  # pyright: ignore[reportArgumentType]
     examples = [example(length, advantage) for length, advantage in [(10, 1.0)] * 5 + [(100, -1.0)] * 5]
     micro_batch = lay_out(minibatch(settings, examples))
     scores = Scores(micro_batch.behaviour_log_probs_N, torch.zeros_like(micro_batch.weights_N))
-    (low, high), _ = micro_batch_limits(worker, micro_batch, scores)
+    (low, high), _ = micro_batch_bounds(worker, micro_batch, scores)
     return round(low.item(), 6), round(high.item(), 6)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
-def test_where_the_loss_weighs_tokens_alike_either_weight_gives_the_same_bounds(mode: LossAggMode) -> None:
+def test_if_the_loss_weights_all_tokens_equally_both_settings_give_the_same_bounds(mode: LossAggMode) -> None:
     assert bounds(mode, "token") == bounds(mode, "loss") == END
 
 
-def test_the_bounds_balance_what_the_loss_weighs_where_that_is_asked_for() -> None:
+def test_the_bounds_balance_loss_weights_if_configured() -> None:
     assert bounds("seq-mean-token-mean", "token") == END
     assert bounds("seq-mean-token-mean", "loss") == START

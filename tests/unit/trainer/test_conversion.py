@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.weight_copy import Copied
+from megatron_bapo.model.weight_copy import CopyResult
 from megatron_bapo.trainer.conversion import checkpoint_from_hugging_face, hugging_face_from_checkpoint
 
 SHAPE = {
@@ -37,7 +37,7 @@ def nothing(_: int) -> None:
 
 
 def save_model(family: str, folder: Path) -> Path:
-    """In bfloat16, in several files, with a file of the tokenizer."""
+    """Write a bfloat16 model in several files, with one tokenizer file."""
     torch.manual_seed(0)
     MODELS[family]().bfloat16().save_pretrained(folder, max_shard_size="1KB")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "x"}')
@@ -49,13 +49,13 @@ def source(tmp_path: Path) -> Path:
     return save_model("qwen3", tmp_path / "source")
 
 
-def to_checkpoint(source: Path, advance=nothing) -> Copied:
+def to_checkpoint(source: Path, advance=nothing) -> CopyResult:
     state = {"step": 0, "update": 0}
     target = source.parent / "step-00000000"
     return checkpoint_from_hugging_face(source, target, state, max_file_bytes=SMALL_FILES, advance=advance)
 
 
-def to_hugging_face(source: Path, dtype: torch.dtype = torch.bfloat16) -> Copied:
+def to_hugging_face(source: Path, dtype: torch.dtype = torch.bfloat16) -> CopyResult:
     checkpoint, target = source.parent / "step-00000000", source.parent / "back"
     return hugging_face_from_checkpoint(checkpoint, source, target, dtype, max_file_bytes=SMALL_FILES, advance=nothing)
 
@@ -113,7 +113,7 @@ def test_an_interrupted_conversion_leaves_no_target_and_continues(source):
     assert not list(source.parent.glob("*.partial"))
 
 
-def test_a_target_that_is_there_is_compared(source):
+def test_an_existing_target_is_compared(source):
     first = to_checkpoint(source)
     again = to_checkpoint(source)
     assert (again.num_tensors, again.num_kept_files) == (first.num_tensors, first.num_files)
@@ -123,18 +123,18 @@ def test_a_target_that_is_there_is_compared(source):
     name = sorted(tensors)[0]
     tensors[name].view(-1)[0] += 1
     save_file(tensors, file)
-    with pytest.raises(UserError, match=rf"is there already and is something else: {name} differs"):
+    with pytest.raises(UserError, match=rf"already exists with other content: {name} differs"):
         to_checkpoint(source)
 
 
-def test_a_target_that_is_no_checkpoint_is_left_alone(source):
+def test_an_existing_target_that_is_no_checkpoint_is_not_changed(source):
     (source.parent / "step-00000000").mkdir()
 
-    with pytest.raises(UserError, match="is there already and is something else, without weights"):
+    with pytest.raises(UserError, match="already exists with other content: it has no weights"):
         to_checkpoint(source)
 
 
-def test_a_target_that_cannot_be_made_is_named(source):
+def test_the_error_names_a_target_that_cannot_be_created(source):
     with pytest.raises(UserError, match=r"--output /dev/null/model cannot be written to \(Not a directory: /dev/null"):
         checkpoint_from_hugging_face(source, Path("/dev/null/model"), {}, max_file_bytes=SMALL_FILES, advance=nothing)
 
@@ -144,12 +144,12 @@ def test_weights_of_another_model_are_refused(source):
     fields = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**fields, "num_hidden_layers": 3, "layer_types": None}))
 
-    with pytest.raises(UserError, match=r"step-00000000/weights lacks 11 tensors that config.json calls for"):
+    with pytest.raises(UserError, match=r"step-00000000/weights lacks 11 tensors that config.json requires"):
         to_hugging_face(source)
     assert not (source.parent / "back.partial").exists()
 
 
-def test_a_disk_without_room_is_named_before_anything_is_written(source, monkeypatch):
+def test_a_full_disk_is_reported_before_anything_is_written(source, monkeypatch):
     usage = shutil.disk_usage(source)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**10))
 

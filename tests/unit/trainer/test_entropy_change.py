@@ -30,7 +30,7 @@ def predicted(log_ratios: list[float], corrections: list[float] | None) -> dict[
     return scalars(predicted_entropy_change(micro_batch, scores, LOW, HIGH))
 
 
-def test_tokens_that_rollout_correction_rejects_are_not_predicted_for() -> None:
+def test_tokens_that_rollout_correction_rejects_are_excluded_from_the_prediction() -> None:
     found = predicted([0.1, 5.0, -0.1], corrections=[0.7, 0.0, 0.4])
     assert found == predicted([0.1, -0.1], corrections=None)
     assert found != predicted([0.1, 5.0, -0.1], corrections=None)

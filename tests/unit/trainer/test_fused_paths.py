@@ -17,7 +17,7 @@ def test_the_kernels_agree_with_torch_on_this_device(dtype: torch.dtype) -> None
 
 @DTYPES
 @pytest.mark.parametrize("fault", ["wrong", "nan", "raises"])
-def test_kernels_that_do_not_work_are_found_out_and_named(
+def test_kernels_that_do_not_work_are_detected_and_reported(
     fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = vocab_kernels.FusedShard.sums
@@ -40,5 +40,5 @@ def test_kernels_that_do_not_work_are_found_out_and_named(
     assert expected[fault] in problem
 
 
-def test_the_interpreter_is_no_reason_to_train_with_kernels() -> None:
+def test_the_triton_interpreter_does_not_enable_the_kernels() -> None:
     assert not runs_triton() or has_gpu()

@@ -14,7 +14,7 @@ def rates(num_updates: int, *, of: int | None = None, **settings: Any) -> list[f
 
 
 def megatron_rates(num_updates: int, *, of: int, **settings: Any) -> list[float]:
-    """Megatron's scheduler, of which our first update is the second."""
+    """Return the rates of Megatron's scheduler, whose second update corresponds to our first one."""
     config = OptimizerConfig.model_validate({"lr": 1.0, **settings})
     group: dict[str, Any] = {}
     scheduler = OptimizerParamScheduler(
@@ -56,7 +56,7 @@ def megatron_rates(num_updates: int, *, of: int, **settings: Any) -> list[float]
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "constant",
 )
-def test_every_style_is_megatrons(settings: dict[str, Any], min_lr: float, num_warmup: int) -> None:
+def test_every_decay_style_matches_megatron(settings: dict[str, Any], min_lr: float, num_warmup: int) -> None:
     settings = {**settings, "min_lr": min_lr, "lr_warmup_steps": num_warmup}
 
     assert rates(40, of=60, **settings) == pytest.approx(megatron_rates(40, of=60, **settings), abs=1e-12)
@@ -79,7 +79,7 @@ def test_with_a_cosine_the_rate_peaks_after_the_warm_up_and_falls_to_zero() -> N
     assert values[:11] == sorted(values[:11])
     assert values[10:] == sorted(values[10:], reverse=True)
     assert [values[10], values[55], values[100], values[150]] == pytest.approx([1.0, 0.5, 0.0, 0.0])
-    assert 0.0 < values[99] < 1e-3  # the last update still learns
+    assert 0.0 < values[99] < 1e-3  # the last update still has an effect
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
@@ -89,7 +89,7 @@ def test_a_warm_up_as_long_as_the_run_never_falls(style: str) -> None:
     assert values == sorted(values)
 
 
-def test_a_decay_shorter_than_the_run_leaves_its_rest_at_the_minimum() -> None:
+def test_after_a_decay_shorter_than_the_run_the_rate_stays_at_the_minimum() -> None:
     values = rates(20, lr_decay_style="linear", lr_decay_steps=10, min_lr=0.2)
 
     assert values[5] == pytest.approx(0.6)

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def example(prompt: list[int], response: list[int], advantage: float = 1.0, weight: float = 1.0) -> Example:
-    """An example whose behaviour log-probs name the tokens they belong to."""
+    """Create an example whose behaviour log-probs identify their tokens."""
     trajectory = Trajectory(
         prompt_token_ids=np.array(prompt, np.int32),
         response_token_ids=np.array(response, np.int32),
@@ -37,7 +37,7 @@ def lay_out(rule: PaddingRule, examples: list[Example] = EXAMPLES, rank: int = 0
 
 
 def triples(batch: MicroBatch) -> set[tuple[int, ...]]:
-    """(token, label, position) of every token."""
+    """Return (token, label, position) of every token."""
     columns = torch.stack([batch.tokens_T, batch.labels_T, batch.packed.positions_T], dim=1)
     return {tuple(row) for row in columns.tolist()}
 
@@ -62,7 +62,7 @@ def test_response_positions_point_at_the_hidden_states_that_predict_response_tok
     assert len(batch.tokens_T) == len(batch.labels_T) == len(batch.packed.positions_T) == rule.allocated([4, 3, 2])
 
 
-def test_log_probs_advantages_and_weights_stand_beside_their_tokens():
+def test_log_probs_advantages_and_weights_are_aligned_with_their_tokens():
     batch = lay_out(PaddingRule(1, 4))
 
     labels_N = batch.labels_T[batch.response_positions_N]
@@ -94,7 +94,7 @@ def test_per_token_values_follow_their_tokens_over_packing_and_the_context_split
     assert {part.num_sequences for part in parts} == {3}
 
 
-def test_without_a_reference_or_a_correction_there_is_none():
+def test_without_a_reference_or_a_correction_the_values_are_neutral():
     batch = lay_out(PaddingRule())
 
     assert batch.reference_log_probs_N.isnan().all()
@@ -103,8 +103,8 @@ def test_without_a_reference_or_a_correction_there_is_none():
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of_the_whole_sequence(size: int):
-    """Labels rolled after the cut, the classic fault, would differ at every chunk's end."""
+def test_context_parallel_ranks_have_every_response_token_once_with_the_label_of_the_whole_sequence(size: int):
+    """Compare with the whole sequence; labels that are shifted after the split would be wrong at every chunk end."""
     rule = padding_rule(1, size, sequence_parallel=False, fp8_multiple=None, packing=True)
     whole, parts = lay_out(rule), [lay_out(rule, rank=rank, size=size) for rank in range(size)]
 
@@ -120,7 +120,7 @@ def test_context_parallel_ranks_hold_every_response_token_once_with_the_label_of
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_environments_tokens_are_context_and_never_labels(size: int):
-    """Tokens 51 and 52 are a reply: the model reads them, and nothing is learned of them."""
+    """Use tokens 51 and 52 as an environment reply, which the model reads but does not train on."""
     turns = example([1, 2], [40, 41, 51, 52, 42])
     mask = np.array([True, True, False, False, True])
     log_probs = turns.trajectory.behaviour_log_probs[mask]
@@ -145,14 +145,14 @@ def test_an_environments_tokens_are_context_and_never_labels(size: int):
     assert {51, 52} <= {token for part in parts for token in part.tokens_T.tolist()}
 
 
-def test_no_examples_make_a_micro_batch_of_padding_without_a_response():
+def test_without_examples_a_micro_batch_is_padding_without_a_response():
     batch = lay_out(PaddingRule(4, 8), examples=[], rank=1, size=2)
 
     assert len(batch.tokens_T) == 4
     assert len(batch.response_positions_N) == len(batch.weights_N) == 0
 
 
-def test_a_one_token_prompt_with_a_one_token_answer_is_one_input_token():
+def test_a_one_token_prompt_with_a_one_token_response_is_one_input_token():
     batch = lay_out(PaddingRule(), [example([7], [8])])
 
     assert (batch.tokens_T.tolist(), batch.labels_T.tolist()) == ([7], [8])

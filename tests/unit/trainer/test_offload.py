@@ -1,4 +1,4 @@
-"""State that gives way to engines: emptied storages, and what is in them afterwards. On whatever device is here."""
+"""Offloading of the trainer state for engines: emptied and refilled storages, on the available device."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megatron_bapo.trainer.offload import Storages, TrainerMemory
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import Worker, create_worker
 
-# Megatron-Core warns of its own defaults and of its own calls.
+# Megatron-Core warns about its own defaults and calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -35,11 +35,11 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
-def test_views_of_a_storage_have_their_values_again_however_often_it_is_emptied() -> None:
+def test_views_of_a_storage_keep_their_values_after_repeated_offloading() -> None:
     tensor = torch.randn(3_000_001, device=local_device())
     view, expected = tensor[7:], tensor.clone()
     storages = Storages([tensor, view, torch.zeros(0, device=local_device())])
-    assert storages.num_bytes == tensor.nbytes  # one storage, not two, and none of an empty tensor
+    assert storages.num_bytes == tensor.nbytes  # one storage for both tensors, and none for an empty tensor
     for _ in range(2):
         storages.offload()
         storages.offload()
@@ -49,7 +49,7 @@ def test_views_of_a_storage_have_their_values_again_however_often_it_is_emptied(
         assert torch.equal(view, expected[7:])
 
 
-def test_what_need_not_be_kept_comes_back_as_zeros() -> None:
+def test_storages_without_kept_values_are_refilled_with_zeros() -> None:
     tensor = torch.randn(100, device=local_device())
     storages = Storages([tensor], keep_values=False)
     storages.offload()
@@ -58,7 +58,7 @@ def test_what_need_not_be_kept_comes_back_as_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trainer_that_has_given_way_goes_on_as_if_it_had_not(
+def test_training_after_offloading_matches_training_without_it(
     dtype: str, tmp_path: Path, groups: ParallelGroups
 ) -> None:
     examples = gpu_train_step.make_batch(64, 1, vocab_size=96)

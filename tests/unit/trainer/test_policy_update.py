@@ -12,7 +12,7 @@ from tests.unit.trainer.test_token_reservoir import example, lay_out
 
 
 @pytest.mark.parametrize("unusable", [math.nan, -math.inf])
-def test_one_unusable_log_prob_of_an_engine_does_not_spoil_a_sequences_ratio(unusable: float) -> None:
+def test_one_unusable_log_prob_of_an_engine_does_not_affect_the_ratio_of_its_sequence(unusable: float) -> None:
     broken, whole = example(5, 1.0), example(4, -1.0)
     broken.trajectory.behaviour_log_probs[2] = unusable
     settings = config(algorithm__objective="gspo")

@@ -1,14 +1,21 @@
 import dataclasses
 import itertools
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_bapo.config.algorithm import LossAggMode
+from megatron_bapo.metrics.values import scalars
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.rollout_batch import laid_out_together, minibatch, minibatches
+from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, minibatches, packed_together
+from megatron_bapo.trainer.worker import create_reference
 from tests.unit.config.examples import config
+from tests.unit.controller.test_training_loop import make_config, start
 from tests.unit.trainer.test_token_reservoir import example
 
 MODES: tuple[LossAggMode, ...] = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -22,7 +29,7 @@ def truncated(length: int) -> Example:
 
 
 def corrected(length: int, kept: int) -> Example:
-    """With an importance weight of 2 for its first `kept` tokens; the others are rejected."""
+    """Create an example with an importance weight of 2 for its first `kept` tokens; the others are rejected."""
     return dataclasses.replace(example(length, 1.0), correction_weights=np.where(np.arange(length) < kept, 2.0, 0.0))
 
 
@@ -31,13 +38,13 @@ def found(examples: list[Example], mode: LossAggMode, **algorithm: Any) -> list[
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_minibatch_without_a_token_to_learn_from_is_empty(mode: LossAggMode) -> None:
+def test_a_minibatch_without_tokens_to_train_on_is_empty(mode: LossAggMode) -> None:
     assert found([], mode) == []
     assert found([corrected(3, kept=0), corrected(5, kept=0)], mode) == []
 
 
-def test_rejected_tokens_leave_the_denominators_as_in_verl() -> None:
-    """Sums over accepted tokens are divided by their number; sequences count with none, too."""
+def test_rejected_tokens_are_excluded_from_the_loss_normalization_as_in_verl() -> None:
+    """Divide sums over accepted tokens by their number; sequences without accepted tokens still count."""
     examples = [corrected(4, kept=1), corrected(6, kept=3), corrected(5, kept=0), example(2, 1.0)]
     weights = {mode: [e.weight for e in found(examples, mode)] for mode in MODES}
     assert weights["token-mean"] == pytest.approx([1 / 6] * 4)
@@ -48,14 +55,14 @@ def test_rejected_tokens_leave_the_denominators_as_in_verl() -> None:
     assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / (4 * 100)] * 4)
 
 
-def test_truncated_answers_are_left_out_of_the_updates_where_they_are_filtered() -> None:
+def test_truncated_responses_are_excluded_from_the_updates_if_they_are_filtered() -> None:
     trajectories = [example(3, 1.0).trajectory, truncated(4).trajectory, truncated(5).trajectory]
     filtering = config(algorithm={"overlong": {"mode": "filter"}}, **IN_TWOS)
     assert minibatches(filtering, trajectories, step=0) == [[0], []]
     assert minibatches(config(**IN_TWOS), trajectories, step=0) == [[0, 1], [2]]
 
 
-def test_each_later_pass_takes_the_trajectories_in_another_order() -> None:
+def test_each_later_pass_shuffles_the_trajectories() -> None:
     updates = minibatches(config(**IN_TWOS, trainer__ppo_epochs=3), [example(3, 1.0).trajectory] * 8, step=5)
     first, second, third = updates[:4], updates[4:8], updates[8:]
     assert first == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -64,8 +71,59 @@ def test_each_later_pass_takes_the_trajectories_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [{"behaviour_policy": "recomputed"}, {"kl_loss_coef": 0.1}])
-def test_where_log_probs_are_computed_before_the_updates_all_are_laid_out_together(algorithm: dict[str, Any]) -> None:
+def test_all_trajectories_are_packed_together_where_log_probs_are_computed_before_the_updates(
+    algorithm: dict[str, Any],
+) -> None:
     trajectories = [example(3, 1.0).trajectory] * 4
-    assert laid_out_together(config(**IN_TWOS), trajectories, step=0) == [[0, 1], [2, 3]]
+    assert packed_together(config(**IN_TWOS), trajectories, step=0) == [[0, 1], [2, 3]]
     scored = config(**IN_TWOS, algorithm=algorithm)
-    assert laid_out_together(scored, trajectories, step=0) == [[0, 1], [2, 3], [0, 1, 2, 3]]
+    assert packed_together(scored, trajectories, step=0) == [[0, 1], [2, 3], [0, 1, 2, 3]]
+
+
+def prepared(
+    folder: Path, groups: ParallelGroups, log_prob: float, algorithm: dict[str, Any]
+) -> tuple[list[Example], dict[str, float]]:
+    """Return examples of two groups of two responses of three tokens, and metrics.
+
+    Every token has log-prob -5.0 in the engine, but the second token of the first response, which has `log_prob`.
+    """
+    run = start(make_config(folder, algorithm=algorithm), groups, {}, [0, 1, 2])
+    assert run.rollouts is not None
+    trajectories: list[Trajectory] = [t for group in run.rollouts.take()[0].groups for t in group.trajectories]
+    trajectories[0].behaviour_log_probs[1] = log_prob
+    reference = None
+    if run.config.algorithm.needs_reference:
+        reference = create_reference(run.config, run.config.model_path, groups)
+    examples, metrics = make_examples(run.worker, reference, trajectories)
+    return examples, scalars(metrics)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("unusable", [math.nan, -math.inf])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_one_unusable_log_prob_of_an_engine_is_left_out_of_the_kl_in_the_reward(
+    tmp_path: Path, groups: ParallelGroups, estimator: str, unusable: float
+) -> None:
+    algorithm = {"adv_estimator": estimator, "kl_reward_coef": 0.1}
+    examples, metrics = prepared(tmp_path, groups, unusable, algorithm)
+    assert all(np.isfinite(e.advantage).all() for e in examples)
+    kl, dropped = metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_dropped_tokens"]
+    assert math.isfinite(kl)
+    assert abs(kl) < 2.0
+    assert dropped == 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_leaves_out_tokens_that_rollout_correction_rejects(
+    tmp_path: Path, groups: ParallelGroups, estimator: str
+) -> None:
+    correction = {"rollout_rs": "token", "rollout_rs_threshold": 1e4}
+    algorithm = {"adv_estimator": estimator, "behaviour_policy": "recomputed", "rollout_correction": correction}
+    examples, _ = prepared(tmp_path, groups, -18.0, algorithm)
+    advantages = np.concatenate([np.asarray(e.advantage) for e in examples])
+    kept = np.concatenate([np.asarray(e.correction_weights) != 0 for e in examples])
+    assert kept.tolist() == [True, False] + [True] * 10
+    assert advantages[kept].mean() == pytest.approx(0.0, abs=1e-9)
+    assert advantages[kept].std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    assert advantages[~kept].tolist() == [0.0]

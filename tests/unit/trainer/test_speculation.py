@@ -2,7 +2,7 @@ from megatron_bapo.trainer.speculation import MIN_MEASURED, RECENT_UPDATES, SCOR
 
 
 def after(*updates: tuple[bool, float | None]) -> Speculation:
-    """What has seen these updates: (missed, scoring cost)."""
+    """Return a Speculation after these updates: (missed, scoring cost)."""
     speculation = Speculation()
     for missed, scoring_cost in updates:
         speculation.record(missed=missed, scoring_cost=scoring_cost)
@@ -20,19 +20,19 @@ def test_predicting_pays_while_the_miss_rate_is_below_the_cost_of_scoring() -> N
     assert not after(*[(True, 0.2), (False, 0.2), (False, 0.2), (False, 0.2)]).pays
 
 
-def test_misses_lead_to_scoring_and_hits_back_again() -> None:
+def test_misses_lead_to_scoring_and_hits_lead_back_to_speculation() -> None:
     speculation = after(*[(False, 0.3)] * RECENT_UPDATES)
     num_speculated = 0
     while speculation.pays:
         speculation.record(missed=True)
         num_speculated += 1
-    assert num_speculated == 10  # of 32, more than 0.3
+    assert num_speculated == 10  # 10 of 32 is more than 0.3
     for _ in range(RECENT_UPDATES):
         speculation.record(missed=False, scoring_cost=0.3)
     assert speculation.pays
 
 
-def test_an_update_is_scored_now_and_then_because_costs_change() -> None:
+def test_an_update_is_scored_periodically_because_costs_change() -> None:
     speculation = after(*[(False, 0.3)] * MIN_MEASURED)
     for _ in range(SCORE_EVERY):
         assert speculation.pays
@@ -42,5 +42,5 @@ def test_an_update_is_scored_now_and_then_because_costs_change() -> None:
     assert speculation.pays
 
 
-def test_a_single_slow_scoring_pass_decides_nothing() -> None:
+def test_a_single_slow_scoring_pass_does_not_change_the_decision() -> None:
     assert not after((True, 0.3), (True, 30.0), (False, 0.3)).pays

@@ -12,14 +12,14 @@ from megatron_bapo.trainer.token_reservoir import TokenReservoir
 
 
 class OneProcess:
-    """What the reservoir asks of the groups of a single rank."""
+    """The fields of ParallelGroups that the reservoir reads, for a single rank."""
 
     is_last_stage = True
     data_context = pipeline = Axis(None, 0, 1)  # pyright: ignore[reportArgumentType]
 
 
 def example(length: int, advantage: float) -> Example:
-    """Its tokens' behaviour log-probs are -1, -2, ..."""
+    """Create an example whose behaviour log-probs are -1, -2, ..."""
     trajectory = Trajectory(
         prompt_token_ids=np.array([1], np.int32),
         response_token_ids=np.arange(length, dtype=np.int32),
@@ -48,7 +48,7 @@ def gather(reservoir: TokenReservoir) -> dict[str, list[float]]:
     return {name: column.tolist() for name, column in table.items()}
 
 
-def test_exactly_so_many_tokens_of_each_update_are_kept_with_their_values():
+def test_the_configured_number_of_tokens_of_each_update_is_kept_with_their_values():
     reservoir = TokenReservoir(7, seed=(1,))
     for _ in range(2):
         add(reservoir, lay_out(reservoir.choose(EXAMPLES)))
@@ -69,7 +69,7 @@ def test_an_update_without_examples_counts_as_one():
     assert gather(reservoir)["update"] == [2.0, 2.0]
 
 
-def test_all_tokens_are_kept_where_there_are_fewer():
+def test_all_tokens_are_kept_if_there_are_fewer_than_requested():
     reservoir = TokenReservoir(100, seed=(1,))
     add(reservoir, lay_out(reservoir.choose(EXAMPLES)))
 
@@ -123,7 +123,7 @@ def test_a_repeated_pass_over_a_micro_batch_replaces_the_first():
     assert gather(reservoir)["log_ratio"] == pytest.approx([0.25] * 4)
 
 
-def test_nothing_is_kept_where_nothing_is_asked_for():
+def test_no_tokens_are_kept_if_none_are_requested():
     reservoir = TokenReservoir(0, seed=(1,))
     add(reservoir, lay_out(reservoir.choose(EXAMPLES)))
 

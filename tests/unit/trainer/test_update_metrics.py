@@ -6,7 +6,8 @@ import torch
 
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.algorithm.importance import mismatch_sums
-from megatron_bapo.algorithm.policy_loss import LossTokens, policy_loss, policy_statistics
+from megatron_bapo.algorithm.loss_tokens import LossTokens
+from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics
 from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
 from megatron_bapo.metrics.values import Metric, merge, scalars
 from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics, mismatch_metrics
@@ -41,15 +42,15 @@ def metrics(log_ratio: list[float], advantages: list[float], weights: list[float
     return scalars(of_micro_batch(log_ratio, advantages, weights))
 
 
-def test_the_loss_of_a_minibatch_is_what_its_micro_batches_add_up_to_whatever_their_weights() -> None:
-    """At r = 1 the loss is -sum w A; weights of 1 / trajectories, for one, do not add up to 1."""
+def test_the_loss_of_a_minibatch_is_the_sum_over_its_micro_batches_for_any_weights() -> None:
+    """Use r = 1, where the loss is -sum w A; weights of 1 / trajectories, for example, do not add up to 1."""
     parts = [of_micro_batch([0.0] * 3, [1.0, -2.0, 4.0], [0.5] * 3, 1 / 2), of_micro_batch([0.0], [1.0], [0.25], 1 / 2)]
     assert scalars(merge(parts))["actor/loss"] == pytest.approx(-(0.5 * 3.0 + 0.25), rel=1e-12)
     updates = [merge(parts), of_micro_batch([0.0], [1.0], [2.0])]
     assert scalars(merge(updates))["actor/loss"] == pytest.approx((-1.75 - 2.0) / 2, rel=1e-12)
 
 
-def test_absent_and_dropped_tokens_show_in_no_metric_but_their_count():
+def test_absent_and_dropped_tokens_affect_no_metric_except_their_count():
     found = metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
 
     assert found["actor/ratio_max"] == pytest.approx(math.exp(0.5))
@@ -69,7 +70,7 @@ def test_a_micro_batch_of_padding_has_no_largest_ratio():
     assert metrics([], [], [])["actor/ratio_max"] == 0.0
 
 
-def test_the_share_of_the_loss_is_the_share_that_the_bounds_were_found_with():
+def test_the_positive_share_of_the_loss_equals_the_share_of_the_bound_search():
     ratio, advantages = torch.tensor([0.5, -1.0, 0.1, 2.0]), torch.tensor([1.0, -2.0, -1.0, 0.5])
     bounds = find_clip_bounds(ratio, advantages, ClipBoundsSettings())
     tokens = LossTokens(torch.zeros(4), advantages, torch.ones(4))
@@ -81,7 +82,7 @@ def test_the_share_of_the_loss_is_the_share_that_the_bounds_were_found_with():
     assert of_loss["negative_sum"] == pytest.approx(found["actor/bapo_negative_sum"], rel=1e-6)
 
 
-def test_lengths_are_means_over_the_trajectories_of_each_sign_that_count():
+def test_lengths_are_means_over_the_trained_trajectories_of_each_sign():
     examples = [example(3, 1.0), example(5, -2.0), example(9, -1.0), example(4, 0.0)]
     absent = dataclasses.replace(example(100, 1.0), weight=0.0)
 

@@ -15,7 +15,7 @@ from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.utilization import utilization_metrics
 from megatron_bapo.trainer.worker import create_worker
 
-# Megatron-Core warns of its own defaults and of its own calls.
+# Megatron-Core warns about its own defaults and calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -24,7 +24,7 @@ LAYERS, WIDTH = 4, 256
 
 
 def counted(folder: Path, groups: ParallelGroups, algorithm: dict) -> tuple[float, int]:
-    """Of an update on sequences of LENGTHS: the metric, and the FLOPs that torch has counted while it ran."""
+    """Return the metric of an update on sequences of LENGTHS, and the FLOPs that torch counted during the update."""
     Qwen2Config(
         vocab_size=64, hidden_size=WIDTH, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
@@ -43,20 +43,20 @@ def counted(folder: Path, groups: ParallelGroups, algorithm: dict) -> tuple[floa
 @pytest.mark.parametrize(
     ("objective", "passes"), [("ppo", 3), ("bapo", 4)], ids=["training pass", "scoring and training pass"]
 )
-def test_an_updates_flops_are_those_that_pytorch_counts(
+def test_the_flops_of_an_update_equal_the_count_of_pytorch(
     tmp_path: Path, groups: ParallelGroups, objective: str, passes: int
 ) -> None:
-    """Torch's plain attention multiplies with the future, too, as much again as with the past."""
+    """Subtract the products with future tokens, which torch's plain attention also computes, before comparing."""
     ours, theirs = counted(tmp_path, groups, {"objective": objective})
     future = passes * LAYERS * 2 * WIDTH * sum(length**2 for length in LENGTHS)
     assert ours == pytest.approx(theirs - future, rel=0.01)
 
 
-def test_the_rate_is_each_ranks_and_the_utilisation_that_of_a_known_gpu() -> None:
+def test_the_rate_is_per_rank_and_the_utilization_refers_to_the_peak_of_a_known_gpu() -> None:
     values = scalars(utilization_metrics(Sum(8e15), 4.0, 8, "NVIDIA H100 80GB HBM3"))
     assert values == {"perf/tflops_per_gpu": 250.0, "perf/mfu": pytest.approx(250 / 989)}
 
 
 @pytest.mark.parametrize("device", [None, "NVIDIA H100 PCIe"])
-def test_without_a_known_gpu_there_is_a_rate_and_no_utilisation(device: str | None) -> None:
+def test_without_a_known_gpu_there_is_a_rate_but_no_utilization(device: str | None) -> None:
     assert scalars(utilization_metrics(Sum(8e15), 4.0, 8, device)) == {"perf/tflops_per_gpu": 250.0}

@@ -1,4 +1,4 @@
-"""Processes that are killed in the middle of a sync."""
+"""Processes that are killed during a weight transfer."""
 
 import importlib
 import os
@@ -10,27 +10,29 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.weight_sync.relay import StoreServer, pull
 from megatron_bapo.weight_sync.transport import WeightStore
-from tests.unit.weight_sync.examples import halves, numbered, reading
+from tests.unit.weight_sync.examples import halves, numbered, reading, transfer
 
 SHAPES = {f"layer.{index}": (8, 8) for index in range(6)}
 PLAN = halves(SHAPES, dim=0, reader_dim=1, reader_hosts=(1, 1), bucket_bytes=256)
 STORE = "megatron_bapo.weight_sync.transport"
+CHAIN = "megatron_bapo.weight_sync.host_chain"
 POINTS = {
     "before-the-file": (f"{STORE}:create", 1),
     "while-room-is-made": ("os:posix_fallocate", 3),
-    "at-the-first-slice": (f"{STORE}:VersionWriter:write", 1),
     "between-slices": (f"{STORE}:VersionWriter:write", 9),
     "before-a-manifest": (f"{STORE}:write_json", 1),
     "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
     "before-the-commit": (f"{STORE}:write_json", 3),
+    "at-the-first-bucket": (f"{CHAIN}:_Incoming:receive", 1),
+    "between-buckets": (f"{CHAIN}:_Incoming:receive", 4),
+    "at-a-checksum": (f"{CHAIN}:_Incoming:_verified", 5),
 }
 
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[WeightStore, WeightStore]:
-    """The trainer's and the engines', both at version 2."""
+    """Return the stores of the trainer and of the engines, both at version 2."""
     both = WeightStore(tmp_path / "trainers"), WeightStore(tmp_path / "engines")
     for store in both:
         store.folder.mkdir(mode=0o700)
@@ -47,7 +49,8 @@ def publish(trainers: WeightStore, version: int) -> None:
 
 
 def pull_from(trainers: WeightStore, engines: WeightStore, version: int) -> None:
-    pull(engines, version, 1, {0: StoreServer(trainers.folder)}, full_every=100)
+    older = [number for number in engines.versions() if number in trainers.versions()]
+    transfer({0: trainers, 1: engines}, version, base=max(older, default=None))
     engines.discard_before(version)
 
 
@@ -57,7 +60,7 @@ def sync(trainers: WeightStore, engines: WeightStore, version: int) -> None:
 
 
 def assert_serves(store: WeightStore, version: int) -> None:
-    """The newest version is this one and whole, and no more than two models take up memory."""
+    """Check that this version is the newest and complete, and that at most two models use memory."""
     assert store.versions()[-1] == version
     store.verify(version)
     expected = numbered(SHAPES, version)
@@ -66,7 +69,7 @@ def assert_serves(store: WeightStore, version: int) -> None:
 
 
 def kill_at(target: str, call: int) -> None:
-    """Have this process killed, as `kill -9` does it, at a call of a function."""
+    """Make this process kill itself with SIGKILL at a call of a function."""
     module_name, *path, name = target.split(":")
     owner: Any = importlib.import_module(module_name)
     for attribute in path:
@@ -82,7 +85,7 @@ def kill_at(target: str, call: int) -> None:
 
 
 def run_killed(task: Callable[[], object], point: str) -> None:
-    """In a process of its own."""
+    """Run the task in a separate process that is killed at a point."""
 
     def until_killed() -> None:
         kill_at(*POINTS[point])
@@ -109,7 +112,9 @@ def test_a_killed_sender_leaves_the_old_version_and_the_next_sync_is_right(
         assert_serves(store, next_version)
 
 
-@pytest.mark.parametrize("point", ["at-the-first-slice", "between-slices", "between-writing-and-naming-a-manifest"])
+@pytest.mark.parametrize(
+    "point", ["at-the-first-bucket", "between-buckets", "at-a-checksum", "between-writing-and-naming-a-manifest"]
+)
 @pytest.mark.parametrize("next_version", [3, 4])
 def test_a_killed_receiver_leaves_the_old_version_and_the_next_sync_is_right(
     stores: tuple[WeightStore, WeightStore], point: str, next_version: int
@@ -124,7 +129,7 @@ def test_a_killed_receiver_leaves_the_old_version_and_the_next_sync_is_right(
     assert_serves(engines, next_version)
 
 
-def test_a_file_whose_writer_is_killed_while_it_makes_room_is_not_taken_for_full(tmp_path: Path):
+def test_a_file_whose_writer_is_killed_during_allocation_is_not_treated_as_allocated(tmp_path: Path):
     store = WeightStore(tmp_path / "trainers")
     store.folder.mkdir(mode=0o700)
     run_killed(lambda: publish(store, 3), "while-room-is-made")
@@ -133,15 +138,15 @@ def test_a_file_whose_writer_is_killed_while_it_makes_room_is_not_taken_for_full
     assert_serves(store, 3)
 
 
-def test_the_host_of_a_killed_owner_comes_back_with_a_new_store_and_gets_everything(
+def test_the_host_of_a_killed_owner_restarts_with_a_new_store_and_gets_everything(
     stores: tuple[WeightStore, WeightStore], tmp_path: Path
 ):
-    """The owner is the process that made the folder, here the one that is killed while it pulls."""
+    """Kill the owner, the process that created the folder, while it pulls."""
     trainers, _ = stores
     publish(trainers, 3)
     parent = tmp_path / "shared-memory"
     parent.mkdir()
-    run_killed(lambda: pull_from(trainers, WeightStore.create(parent), 3), "between-slices")
+    run_killed(lambda: pull_from(trainers, WeightStore.create(parent), 3), "between-buckets")
     (abandoned,) = parent.iterdir()
     assert WeightStore(abandoned).versions() == []
     owned = WeightStore.create(parent)

@@ -6,18 +6,18 @@ import torch
 from megatron_bapo.weight_sync.fp8_blocks import BLOCK, LARGEST, dequantise, quantise, scale_shape
 
 E4M3 = [torch.tensor([bits], dtype=torch.uint8).view(torch.float8_e4m3fn).item() for bits in range(0x7F)]
-"""Every finite number of e4m3 that is not negative."""
+"""All finite non-negative numbers of e4m3."""
 
 
 def nearest(value: float) -> float:
-    """The e4m3 number next to a value, the one with an even last bit of two."""
+    """Return the e4m3 number nearest to a value, with ties to even."""
     bits = min(range(len(E4M3)), key=lambda i: (abs(E4M3[i] - abs(value)), i % 2))
     return math.copysign(E4M3[bits], value)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
-def test_every_number_is_the_nearest_one_to_its_share_of_the_blocks_largest(power_of_two: bool) -> None:
-    """A ragged matrix, block by block in float64."""
+def test_every_value_is_rounded_to_the_nearest_number_at_the_scale_of_its_block(power_of_two: bool) -> None:
+    """Quantize a ragged matrix and compare block by block in float64."""
     weight = torch.randn(130, 257, generator=torch.Generator().manual_seed(0))
     weight[:128, 128:256] *= 100
     numbers, scales = quantise(weight, power_of_two=power_of_two)
@@ -36,7 +36,7 @@ def test_every_number_is_the_nearest_one_to_its_share_of_the_blocks_largest(powe
                 assert abs(number - value) <= abs(nearest(value) - value) * (1 + 1e-5) + 1e-9
 
 
-def test_a_block_of_zeros_stays_zero_and_gets_a_scale_that_can_be_multiplied_with() -> None:
+def test_a_block_of_zeros_stays_zero_and_has_a_finite_scale() -> None:
     weight = torch.zeros(256, 128)
     weight[:128] = 1.0
     numbers, scales = quantise(weight)
@@ -52,12 +52,12 @@ def test_power_of_two_scales_clip_nothing_and_are_powers_of_two() -> None:
     assert scales[0, 1] == 2**14
     assert torch.equal(torch.frexp(scales).mantissa, torch.full_like(scales, 0.5))
     assert numbers.float().abs().max() <= LARGEST
-    # Half a unit in the last of three bits, and the smallest number where values are far below the block's largest.
+    # Half a unit in the last of three bits, and the smallest number for values far below the maximum of the block.
     bound = weight.abs() * 2**-4 + scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1) * 2**-10
     assert ((dequantise(numbers, scales) - weight).abs() <= bound).all()
 
 
 def test_scales_of_another_matrix_are_refused() -> None:
     numbers, scales = quantise(torch.ones(129, 128))
-    with pytest.raises(AssertionError, match="of another matrix"):
+    with pytest.raises(AssertionError, match="do not fit a matrix"):
         dequantise(numbers[:128], scales)

@@ -1,6 +1,8 @@
 import itertools
 import json
 import math
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -8,16 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_bapo.weight_sync.plan import Box, Shard, WeightPlan, make_plan
+from bench.weight_sync_on_paper import LAYOUTS, MODELS
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.weight_layouts import Placement, many_hosts, weight_plan
+from megatron_bapo.weight_sync.plan import Box, Shard, Slice, WeightPlan, make_plan
 from megatron_bapo.weight_sync.plan_figures import Bandwidth, plan_figures
 
 BUCKET_BYTES = 100
-"""Less than a row of `wide`."""
+"""Bucket size smaller than a row of `wide`."""
 SHAPES = {"matrix": (12, 10), "wide": (3, 40), "vector": (7,), "scalar": ()}
 
 
 def split(shape: tuple[int, ...], cuts: list[list[int]], rank_sets: list[list[int]]) -> list[Shard]:
-    """A grid over the tensor; its cells get the rank sets in turn."""
+    """Split the tensor by a grid and assign the rank sets to its cells in turn."""
     spans = [
         list(itertools.pairwise(sorted({0, size, *(cut for cut in dim if 0 < cut < size)})))
         for size, dim in zip(shape, cuts, strict=False)
@@ -34,17 +39,17 @@ RANK_SETS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[WeightPlan, dict, dict, list[list[int]]]:
-    held = {name: split(shape, draw(CUTS), draw(RANK_SETS)) for name, shape in SHAPES.items()}
-    needed = {name: split(shape, draw(CUTS), draw(RANK_SETS)) for name, shape in SHAPES.items()}
+    trainer_shards = {name: split(shape, draw(CUTS), draw(RANK_SETS)) for name, shape in SHAPES.items()}
+    engine_shards = {name: split(shape, draw(CUTS), draw(RANK_SETS)) for name, shape in SHAPES.items()}
     sender_hosts = draw(st.lists(st.integers(0, 2), min_size=6, max_size=6))
     reader_hosts = draw(
         st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3, unique=True), min_size=6, max_size=6)
     )
     plan = make_plan(
-        SHAPES, "float32", held, needed, sender_hosts=sender_hosts, reader_hosts=reader_hosts,
+        SHAPES, "float32", trainer_shards, engine_shards, sender_hosts=sender_hosts, reader_hosts=reader_hosts,
         reader_layout="", bucket_bytes=BUCKET_BYTES,
     )  # fmt: skip
-    return plan, held, needed, reader_hosts
+    return plan, trainer_shards, engine_shards, reader_hosts
 
 
 def region(box: Box) -> tuple[slice, ...]:
@@ -54,11 +59,11 @@ def region(box: Box) -> tuple[slice, ...]:
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_every_host_gets_each_element_that_it_needs_once_and_no_other(drawn: tuple):
-    plan, held, needed, reader_hosts = drawn
+    plan, trainer_shards, engine_shards, reader_hosts = drawn
     for host in range(5):
         got = {name: np.zeros(shape, int) for name, shape in SHAPES.items()}
         wanted = {name: np.zeros(shape, bool) for name, shape in SHAPES.items()}
-        for name, shards in needed.items():
+        for name, shards in engine_shards.items():
             for shard in shards:
                 if any(host in reader_hosts[rank] for rank in shard.ranks):
                     wanted[name][region(shard.box)] = True
@@ -66,7 +71,7 @@ def test_every_host_gets_each_element_that_it_needs_once_and_no_other(drawn: tup
             bucket = plan.buckets[number]
             for part in bucket.slices:
                 got[part.name][region(part.box)] += 1
-                assert any(bucket.sender in s.ranks and s.box.covers(part.box) for s in held[part.name])
+                assert any(bucket.sender in s.ranks and s.box.covers(part.box) for s in trainer_shards[part.name])
         for name in SHAPES:
             np.testing.assert_array_equal(got[name], wanted[name].astype(int))
 
@@ -74,7 +79,7 @@ def test_every_host_gets_each_element_that_it_needs_once_and_no_other(drawn: tup
 @settings(max_examples=40, deadline=None)
 @given(plans())
 def test_every_reader_finds_each_element_that_it_needs_and_no_other_in_its_buckets(drawn: tuple):
-    plan, _, needed, reader_hosts = drawn
+    plan, _, engine_shards, reader_hosts = drawn
     for reader, hosts in enumerate(reader_hosts):
         for host in hosts:
             got = {name: np.zeros(shape, int) for name, shape in SHAPES.items()}
@@ -83,7 +88,7 @@ def test_every_reader_finds_each_element_that_it_needs_and_no_other_in_its_bucke
                     got[part.name][region(part.box)] += 1
             for name, shape in SHAPES.items():
                 wanted = np.zeros(shape, int)
-                for shard in needed[name]:
+                for shard in engine_shards[name]:
                     if reader in shard.ranks:
                         wanted[region(shard.box)] = 1
                 np.testing.assert_array_equal(got[name], wanted)
@@ -125,38 +130,38 @@ def test_replicas_share_the_sending_evenly():
 
 def test_a_replica_on_the_destination_host_is_preferred_and_nothing_crosses_the_network():
     shapes = {f"t{i}": (10, 10) for i in range(7)}
-    held = {name: whole(shape, 0, 1, 2, 3) for name, shape in shapes.items()}
-    needed = {name: whole(shape, 0) for name, shape in shapes.items()}
+    trainer_shards = {name: whole(shape, 0, 1, 2, 3) for name, shape in shapes.items()}
+    engine_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
     plan = make_plan(
         shapes,
         "float32",
-        held,
-        needed,
+        trainer_shards,
+        engine_shards,
         sender_hosts=[0, 0, 1, 1],
         reader_hosts=[[0, 1]],
         reader_layout="",
         bucket_bytes=1 << 20,
     )
-    figures = plan_figures(plan, held, [[0, 1]], Bandwidth(network=1.0, memory=1e9))
+    figures = plan_figures(plan, trainer_shards, [[0, 1]], Bandwidth(network=1.0, memory=1e9))
     assert figures.network_bytes == 0
     assert {(plan.sender_hosts[rank], host) for rank, host in figures.links} == {(0, 0), (1, 1)}
 
 
 def test_hosts_without_a_replica_are_served_evenly_by_all_that_have_one():
     shapes = {f"t{i}": (10, 10) for i in range(8)}
-    held = {name: whole(shape, 0, 1) for name, shape in shapes.items()}
-    needed = {name: whole(shape, 0) for name, shape in shapes.items()}
+    trainer_shards = {name: whole(shape, 0, 1) for name, shape in shapes.items()}
+    engine_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
     plan = make_plan(
         shapes,
         "float32",
-        held,
-        needed,
+        trainer_shards,
+        engine_shards,
         sender_hosts=[0, 1],
         reader_hosts=[[2, 3]],
         reader_layout="",
         bucket_bytes=1 << 20,
     )
-    figures = plan_figures(plan, held, [[2, 3]], Bandwidth(network=400.0, memory=3200.0))
+    figures = plan_figures(plan, trainer_shards, [[2, 3]], Bandwidth(network=400.0, memory=3200.0))
     by_sender = [sum(size for (rank, _), size in figures.links.items() if rank == sender) for sender in (0, 1)]
     assert by_sender == [8 * 400] * 2
     assert figures.network_bytes == 2 * 8 * 400
@@ -166,18 +171,61 @@ def test_hosts_without_a_replica_are_served_evenly_by_all_that_have_one():
 
 def test_memory_is_the_parameters_and_two_buckets_at_a_time():
     shapes = {f"t{i}": (10, 10) for i in range(8)}
-    held = {name: whole(shape, 0) for name, shape in shapes.items()}
+    trainer_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
     plan = make_plan(
-        shapes, "float32", held, held, sender_hosts=[0], reader_hosts=[[0]], reader_layout="", bucket_bytes=1000
+        shapes,
+        "float32",
+        trainer_shards,
+        trainer_shards,
+        sender_hosts=[0],
+        reader_hosts=[[0]],
+        reader_layout="",
+        bucket_bytes=1000,
     )
-    figures = plan_figures(plan, held, [[0]], Bandwidth(1.0, 1.0))
+    figures = plan_figures(plan, trainer_shards, [[0]], Bandwidth(1.0, 1.0))
     assert figures.peak_bytes == (8 * 400 + 2 * 2 * 400,)
 
 
 def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
     shapes = {"large": (100, 10)}
-    held = {"large": whole((100, 10), 0)}
+    trainer_shards = {"large": whole((100, 10), 0)}
     plan = make_plan(
-        shapes, "float32", held, held, sender_hosts=[0], reader_hosts=[[0]], reader_layout="", bucket_bytes=1000
+        shapes,
+        "float32",
+        trainer_shards,
+        trainer_shards,
+        sender_hosts=[0],
+        reader_hosts=[[0]],
+        reader_layout="",
+        bucket_bytes=1000,
     )
     assert [bucket.slices[0].box.shape for bucket in plan.buckets] == [(25, 10)] * 4
+
+
+@pytest.mark.parametrize(("model", "world_size"), [("Qwen2.5-32B", 64), ("Qwen3-235B-A22B", 64)])
+@pytest.mark.parametrize("placement", ["hosts", "ranks"])
+def test_buckets_follow_the_layers_so_that_an_engine_keeps_one_incomplete_layer(
+    model: str, world_size: int, placement: str
+):
+    """Follow the buckets of published models in the order in which an engine rank receives them."""
+    layout, engine = LAYOUTS[model]
+    architecture = replace(MODELS[model], num_hidden_layers=8, moe_layers=frozenset(range(8 if "A22B" in model else 0)))
+    parallel = ParallelConfig(world_size=world_size, **layout)
+    hosts = many_hosts(parallel, engine, num_engines=2, ranks_per_host=8, colocated=False)
+    if placement == "ranks":
+        ranks = range(world_size)
+        hosts = Placement(tuple(ranks), tuple((world_size + rank,) for rank in range(engine.num_ranks)))
+    plan = weight_plan(architecture, parallel, engine, hosts, dtype="bfloat16", bucket_bytes=256 << 20)
+    missing = Counter(layer_of(part) for bucket in plan.buckets for part in bucket.slices)
+    begun: set[str] = set()
+    for bucket in plan.buckets:
+        for part in bucket.slices:
+            missing[layer_of(part)] -= 1
+            (begun.add if missing[layer_of(part)] else begun.discard)(layer_of(part))
+        assert len(begun) <= 1
+    assert missing.total() == 0
+
+
+def layer_of(part: Slice) -> str:
+    found = re.search(r"layers\.\d+\.", part.name)
+    return "" if found is None else found[0]

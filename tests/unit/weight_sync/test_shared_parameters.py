@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 SHAPES = {"a": (4, 6), "b": (2, 2), "c": (8, 4)}
 
 
-def test_engine_ranks_see_what_parameters_hold_at_their_places_in_flat_buffers(tmp_path: Path) -> None:
-    """Rows from one rank and columns for the other: a slice is neither contiguous nor at a storage's start."""
+def test_engine_ranks_read_parameters_that_are_views_of_flat_buffers(tmp_path: Path) -> None:
+    """Split rows over senders and columns over readers, so slices are not contiguous and not at a storage's start."""
     plan = halves(SHAPES, dim=0, reader_dim=1, sender_hosts=(0, 1), reader_hosts=(0, 1))
     buffer = torch.arange(100.0)
     tensors = {"a": buffer[3:27].view(4, 6), "b": buffer[27:31].view(2, 2), "c": buffer[60:92].view(8, 4)}
@@ -31,11 +31,13 @@ def test_engine_ranks_see_what_parameters_hold_at_their_places_in_flat_buffers(t
         for name, tensor in expected.items():
             assert torch.equal(found[name].chunk(2, 1)[reader], tensor.chunk(2, 1)[reader])
     buffer[28] += 1
-    with pytest.raises(RunError, match=r"b of policy version 7, read from trainer rank 0, is not what that rank has"):
+    with pytest.raises(
+        RunError, match=r"b of policy version 7, read from trainer rank 0, differs from that rank's parameter"
+    ):
         [SharedParameters(tmp_path, reader, open_storage, CPU).verify(7) for reader in (0, 1)]
 
 
-def test_tensors_are_made_where_the_engine_rank_is_and_not_where_their_slices_are(tmp_path: Path) -> None:
+def test_tensors_are_allocated_on_the_device_of_the_engine_rank(tmp_path: Path) -> None:
     plan = halves(SHAPES, dim=0, reader_dim=0)
     tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for rank in (0, 1):
@@ -56,6 +58,6 @@ def test_a_version_that_was_withdrawn_is_not_read(tmp_path: Path) -> None:
         SharedParameters(tmp_path, 0, open_storage, CPU).verify(3)
 
 
-def test_a_route_travels_as_json(tmp_path: Path) -> None:
+def test_a_route_survives_a_json_round_trip(tmp_path: Path) -> None:
     route = WeightRoute(tmp_path, "nccl", first_place=4, num_places=6, timeout_s=7.0)
     assert WeightRoute.from_json(route.to_json()) == route

@@ -22,7 +22,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("dim", "reader_dim"), [(0, 1), (1, 0), (0, 0)])
 def test_two_ranks_send_to_two_engine_ranks_what_each_needs(tmp_path: Path, dim: int, reader_dim: int) -> None:
-    """Buckets of one or two slices; both ends must go through them in one order."""
+    """Use buckets of one or two slices, which both sides must process in the same order."""
     content = tensors()
     plan = halves(SHAPES, dim=dim, reader_dim=reader_dim, sender_hosts=(0, 1), reader_hosts=(2, 3), bucket_bytes=40)
 
@@ -43,7 +43,7 @@ def test_two_ranks_send_to_two_engine_ranks_what_each_needs(tmp_path: Path, dim:
             assert torch.equal(ours, theirs)
 
 
-def test_a_message_holds_the_slices_one_after_the_other_and_a_checksum_of_their_bytes() -> None:
+def test_a_message_contains_the_concatenated_slices_and_a_checksum_of_their_bytes() -> None:
     content = tensors()
     plan = halves(SHAPES, dim=0, reader_dim=0)
     (bucket, *_) = plan.buckets
@@ -55,12 +55,12 @@ def test_a_message_holds_the_slices_one_after_the_other_and_a_checksum_of_their_
     assert all(torch.equal(found[part], reading(content)(part)) for part in bucket.slices)
 
 
-def test_a_message_that_changed_on_its_way_names_its_sender() -> None:
+def test_the_error_for_a_message_that_changed_in_transit_names_its_sender() -> None:
     plan = halves(SHAPES, dim=0, reader_dim=0)
     bucket = plan.buckets[0]
     message = pack(plan, bucket, reading(tensors()), CPU)
     message[5] += 1
-    with pytest.raises(RunError, match=r"from trainer rank 0 \(a, ...\) did not arrive as they were sent: checksum"):
+    with pytest.raises(RunError, match=r"from trainer rank 0 \(a, ...\) arrived damaged: expected checksum"):
         dict(unpack(plan, bucket, message))
 
 
@@ -78,7 +78,7 @@ def _balance(words: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [_flip, _swap, _balance])
-def test_a_fingerprint_is_that_of_the_words_and_their_places(change: Callable[[torch.Tensor], None]) -> None:
+def test_a_fingerprint_depends_on_the_words_and_their_positions(change: Callable[[torch.Tensor], None]) -> None:
     words = torch.arange(100, 133, dtype=torch.int32)
     literal = [sum(words.tolist()), sum((index + 1) * word for index, word in enumerate(words.tolist()))]
     assert fingerprint(words).tolist() == literal
@@ -87,7 +87,7 @@ def test_a_fingerprint_is_that_of_the_words_and_their_places(change: Callable[[t
     assert fingerprint(changed).tolist() != literal
 
 
-def test_a_fingerprint_does_not_depend_on_where_a_slice_lies_and_counts_every_byte() -> None:
+def test_a_fingerprint_covers_every_byte_and_does_not_depend_on_the_location_of_a_slice() -> None:
     matrix = torch.randn(5, 7).bfloat16()
     assert torch.equal(fingerprint(matrix[1:4, 2:5]), fingerprint(matrix[1:4, 2:5].clone()))
     odd = torch.zeros(5, dtype=torch.uint8)

@@ -76,7 +76,7 @@ def test_several_ranks_fill_one_tensor_and_each_reader_verifies_only_its_half(
 
 
 def _overwrite(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The tensors' bytes only: the header stays."""
+    """Overwrite only the bytes of the tensors and keep the header."""
     data = file.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:size])
@@ -95,14 +95,14 @@ def test_views_of_one_buffer_and_transposed_views_are_written(store: WeightStore
     assert read["transposed"].equal(torch.tensor([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]))
 
 
-def test_the_tensors_of_a_module_come_together(store: WeightStore):
+def test_the_tensors_of_a_module_are_read_together(store: WeightStore):
     names = ["layers.0.q", "layers.1.q", "layers.0.k", "layers.1.k"]
     publish(store, 1, {name: torch.ones(2) for name in names})
     assert [name for name, _ in store.read(1)] == sorted(names)
 
 
 @pytest.mark.parametrize("version", [6, 7])
-def test_versions_only_grow(store: WeightStore, version: int):
+def test_versions_must_increase(store: WeightStore, version: int):
     tensors = {"w": torch.ones(1)}
     plan = publish(store, 7, tensors)
     with pytest.raises(RunError, match=f"version {version} is stale: the store already has 7"):
@@ -138,19 +138,19 @@ def test_a_commit_without_all_writers_names_those_that_are_missing(store: Weight
     tensors = random({"w": (4, 4)})
     plan = halves({"w": (4, 4)}, dim=0, reader_dim=0)
     store.write(1, plan, 0, reading(tensors))
-    with pytest.raises(RunError, match="nothing complete from trainer rank 1;"):
+    with pytest.raises(RunError, match="buckets are missing from trainer rank 1;"):
         store.commit(1, plan)
     assert store.versions() == []
 
 
-def test_what_another_layout_left_of_the_same_version_does_not_count(store: WeightStore):
-    """A trainer that was killed in a sync comes back with other ranks and publishes that version again."""
+def test_buckets_of_the_same_version_under_another_layout_are_ignored(store: WeightStore):
+    """Restart a trainer that was killed during a write with another layout, and publish the same version again."""
     old, new = random({"w": (4, 4)}, seed=1), random({"w": (4, 4)}, seed=2)
     before = halves({"w": (4, 4)}, dim=0, reader_dim=0)
     for rank in (0, 1):
         store.write(1, before, rank, reading(old))
     after = whole_tensors(new)
-    with pytest.raises(RunError, match="nothing complete from trainer rank 0;"):
+    with pytest.raises(RunError, match="buckets are missing from trainer rank 0;"):
         store.commit(1, after)
     store.write(1, after, 0, reading(new))
     store.commit(1, after)
@@ -167,7 +167,7 @@ def test_an_uncommitted_version_cannot_be_read(store: WeightStore):
         next(store.read(2))
 
 
-def test_a_write_that_fails_halfway_is_not_taken_for_complete_even_after_a_complete_one(store: WeightStore):
+def test_a_write_that_fails_halfway_is_incomplete_even_after_a_complete_one(store: WeightStore):
     tensors = {"a": torch.zeros(400), "b": torch.zeros(400)}
     plan = whole_tensors(tensors, KIB)
 
@@ -179,7 +179,7 @@ def test_a_write_that_fails_halfway_is_not_taken_for_complete_even_after_a_compl
     store.write(1, plan, 0, reading(tensors))
     with pytest.raises(KeyboardInterrupt):
         store.write(1, plan, 0, failing)
-    with pytest.raises(RunError, match="nothing complete from trainer rank 0"):
+    with pytest.raises(RunError, match="buckets are missing from trainer rank 0"):
         store.commit(1, plan)
 
 
@@ -193,7 +193,7 @@ def test_a_manifest_that_was_cut_short_is_not_a_version(store: WeightStore):
     assert store.versions() == [1]
 
 
-def test_older_versions_go_unfinished_ones_too(store: WeightStore):
+def test_older_versions_are_discarded_including_unfinished_ones(store: WeightStore):
     tensors = {"w": torch.zeros(1)}
     store.write(0, whole_tensors(tensors), 0, reading(tensors))
     for version in (1, 2, 4):
@@ -204,7 +204,7 @@ def test_older_versions_go_unfinished_ones_too(store: WeightStore):
 
 
 def test_temporary_folders_of_others_are_left_alone(store: WeightStore):
-    """vLLM's processes, and whatever they import, have theirs in the store."""
+    """Create a temporary folder such as those that vLLM's processes and their imports put into the store."""
     other = store.folder / "tmph3v8jtk1wandb-artifacts"
     for version in (1, 2, 3):
         publish(store, version, {"w": torch.full((100,), float(version))})
@@ -214,7 +214,7 @@ def test_temporary_folders_of_others_are_left_alone(store: WeightStore):
     assert other.is_dir()
 
 
-def test_two_files_take_turns(store: WeightStore):
+def test_versions_alternate_between_two_files(store: WeightStore):
     inodes = []
     for version in range(1, 7):
         publish(store, version, {"w": torch.full((100,), float(version))})
@@ -226,7 +226,7 @@ def test_two_files_take_turns(store: WeightStore):
     assert inodes == inodes[:2] * 3
 
 
-def test_a_version_that_was_never_finished_gives_its_file_to_the_next_one(store: WeightStore):
+def test_the_file_of_an_unfinished_version_is_reused_by_the_next_one(store: WeightStore):
     tensors = random({"w": (10, 10)})
     publish(store, 1, tensors)
     for version in range(2, 5):
@@ -237,7 +237,7 @@ def test_a_version_that_was_never_finished_gives_its_file_to_the_next_one(store:
     assert len(weight_files(store)) == 2
 
 
-def test_a_model_of_another_size_gets_a_file_of_its_own(store: WeightStore):
+def test_a_model_of_another_size_gets_a_new_file(store: WeightStore):
     for version, size in enumerate([100, 100, 100, 50, 200], start=1):
         publish(store, version, {"w": torch.full((size,), float(version))})
         store.discard_before(version)
@@ -251,7 +251,7 @@ def test_the_newest_version_is_never_discarded(store: WeightStore):
     assert store.versions() == [4]
 
 
-def test_too_little_room_is_said_and_leaves_nothing(store: WeightStore, monkeypatch: pytest.MonkeyPatch):
+def test_insufficient_memory_is_reported_and_leaves_no_files(store: WeightStore, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

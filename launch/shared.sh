@@ -1,0 +1,23 @@
+# shellcheck shell=bash disable=SC2034  # read by the scripts that source this one
+# Interpreter of the launch scripts (BAPO_PYTHON, else that of the checkout's environment, else python3 on the PATH), and
+# functions that several of them use.
+script=${0##*/}
+
+fail() { echo "$script on $(uname -n): $*" >&2; exit 2; }
+
+check_token() { # the cluster's secret; a link to it, as in Kubernetes, has no permissions of its own
+    if [[ -z ${RAY_AUTH_TOKEN_PATH:-} || ! -s $RAY_AUTH_TOKEN_PATH ]]; then
+        fail "RAY_AUTH_TOKEN_PATH must name a file with the cluster's secret: (umask 077; openssl rand -hex 32 > FILE)"
+    fi
+    if [[ ! $(stat -Lc %a "$RAY_AUTH_TOKEN_PATH") =~ ^[46]00$ ]]; then
+        fail "$RAY_AUTH_TOKEN_PATH is readable by others: chmod 600 it"
+    fi
+}
+
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${BAPO_PYTHON:-$checkout/.venv/bin/python}
+if ! command -v "$python" >/dev/null; then
+    [[ -z ${BAPO_PYTHON:-} ]] || fail "BAPO_PYTHON=$BAPO_PYTHON is not an executable file"
+    python=python3
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,0 +1,107 @@
+"""Weight stores of engine hosts without a trainer: actors on all hosts fill them from the trainer's stores."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_bapo.cluster.ray_cluster import create_actor, own_address
+from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import RunError
+from megatron_bapo.logs import redirect_output
+from megatron_bapo.parallel.platform import host_group
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.weight_sync.host_chain import Chain, SendResult, receive, send
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.transport import WeightStore
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StorePlacement:
+    """Location of a host's weight store."""
+
+    folder: Path
+    node_id: str | None = None
+    """Ray node of the host; None for a run on a single machine."""
+
+
+def host_store_name(host: int) -> str:
+    return f"weight store of host {host}"
+
+
+def create_host_stores(
+    config: Config, directory: RunDirectory, stores: Mapping[int, StorePlacement], num_senders: int
+) -> list[Any]:
+    """Create the actors that transfer versions between the hosts' stores, without waiting for them.
+
+    Returns their handles. `stores` are by host number; the first `num_senders` are the trainer's. If there are no other
+    stores, no actor is created.
+    """
+    if len(stores) == num_senders:
+        return []
+    return [
+        create_actor(
+            HostStore,
+            store.folder,
+            host,
+            name=host_store_name(host),
+            node_id=store.node_id,
+            stateless=True,
+            timeout_s=config.weight_sync.stall_timeout_s,
+            log_file=directory.logs / f"weight-store-{host}.log",
+        )
+        for host, store in stores.items()
+    ]
+
+
+class HostStore:
+    """Takes part in transfers between hosts for one host's weight store.
+
+    It does not own the store's folder, so that a restarted actor continues with the same folder.
+    """
+
+    def __init__(self, folder: Path, host: int, *, timeout_s: float, log_file: Path) -> None:
+        """`host` is this host's number; `timeout_s` limits each wait for another host."""
+        redirect_output(log_file)
+        self._store, self._host, self._timeout_s = WeightStore(folder), host, timeout_s
+        self._group: Any = None
+        self._plan: WeightPlan | None = None
+        self._ranks: dict[int, int] = {}
+
+    def join(self, name: str, hosts: tuple[int, ...], plan: WeightPlan) -> None:
+        """Create the process group `name` together with the other hosts; its transfers follow the plan."""
+        self._group, self._plan = None, plan
+        self._ranks = {host: rank for rank, host in enumerate(hosts)}
+        rendezvous, rank = RayRendezvous(name, self._timeout_s), self._ranks[self._host]
+        self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._timeout_s)
+
+    def versions(self, digest: str) -> list[int]:
+        """Return the committed versions that were written under the plan with this digest, oldest first."""
+        return [version for version in self._store.versions() if self._store.manifest(version).plan == digest]
+
+    def send(self, version: int, receivers: tuple[int, ...], base: int | None) -> SendResult:
+        """Send this host's buckets; `base` is the older version that all hosts have, or None to send them whole."""
+        return self._with_chain(receivers, lambda chain, _: send(self._store, version, self._host, chain, base))
+
+    def receive(self, version: int, receivers: tuple[int, ...], base: int | None) -> None:
+        """Receive and commit a version, so that this host's engines can load it."""
+        self._store.discard_before(version)  # keeps the newest version, which differences refer to
+        self._with_chain(receivers, lambda chain, plan: receive(self._store, version, plan, self._host, chain, base))
+
+    def _with_chain(self, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], T]) -> T:
+        if self._group is None or self._plan is None:
+            raise RunError(f"{host_store_name(self._host)} has restarted and is in no process group")
+        try:
+            return transfer(Chain(self._group, self._ranks, receivers), self._plan)
+        except RunError as error:
+            message = str(error)
+        # The other hosts wait until the group's connections are closed, which its last reference does.
+        self._group = None
+        gc.collect()
+        raise RunError(f"{host_store_name(self._host)}: {message}")

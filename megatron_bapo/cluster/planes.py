@@ -1,0 +1,307 @@
+"""Both planes of a run on a running Ray cluster, which launch/ray_node.sh starts on every node.
+
+    launcher (on a node of the cluster)
+      ├─ NodeAgent on each node ─► torchrun ─► trainer ranks ─► weight store of this host
+      ├─ HostStore on each host: passes weights from the trainer's stores along a chain of the engines' hosts
+      └─ engines, rollout service
+
+A host that has all trainer ranks shares its weight store with its engines; other engine hosts have their own stores.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_bapo.cluster.engine_actor import EnginePlacement
+from megatron_bapo.cluster.host_store import StorePlacement
+from megatron_bapo.cluster.node_agent import ENVIRONMENT, NodeAgent
+from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
+from megatron_bapo.cluster.ray_cluster import ActorDied, connect, create_actor, disconnect, finished, get_result, nodes
+from megatron_bapo.cluster.trainer_process import Rendezvous, TrainerNode
+from megatron_bapo.config.checks import refuse
+from megatron_bapo.config.colocation_checks import device_problems, host_problems
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.engine import engine_devices
+from megatron_bapo.run_directory import RunDirectory
+
+ROLE_LABEL = "megatron-bapo/role"
+NODES_TIMEOUT_S = 600.0
+"""Timeout until all nodes have joined the cluster."""
+_FIRST_REPORT_S, _REPORT_S = 10.0, 30.0
+_POLL_S = 1.0
+_AGENT_S = 120.0
+"""Timeout of a node agent's start and of its calls that do not wait for others."""
+_LOST_NODE_S = 20.0
+"""Time after a rank's failure during which Ray may still report a lost node as its cause."""
+
+
+class NodeLost(RunError):
+    """A node of the cluster is lost; the run cannot replace it, so it is not restarted."""
+
+
+@contextmanager
+def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator[RunPlacement]:
+    """Connect to the Ray cluster at RAY_ADDRESS for this context; yields the placement of the run.
+
+    Raises UserError if the cluster does not suffice, RunError if nodes do not join in time.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise UserError("--num-nodes needs RAY_ADDRESS, the address of a running Ray cluster; see launch/ray_node.sh")
+    if not any(map(os.environ.get, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))):
+        raise UserError("set RAY_AUTH_TOKEN_PATH to the file with the cluster's token; see launch/ray_node.sh")
+    refuse(host_problems(config, num_nodes))
+    _wait_for_head(address, console)
+    connect(address, str(config.run_dir), os.environ.get("BAPO_NODE_ADDRESS"))
+    try:
+        found = _wait_for_nodes(num_nodes, address, console)
+        refuse(device_problems(config, sum(node.num_gpus for node in found)))
+        placement = place_run(config, found)
+        console.print(_described(placement), soft_wrap=True)
+        yield placement
+    finally:
+        disconnect()
+
+
+def _wait_for_head(address: str, console: Console) -> None:
+    host, _, port = address.rpartition(":")
+    wait = _Wait(console)
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=_POLL_S).close()
+        except ValueError:
+            raise UserError(f"RAY_ADDRESS={address} must be HOST:PORT of the cluster's head") from None
+        except OSError as error:
+            if wait.is_over:
+                raise RunError(
+                    f"Ray's head at {address} did not answer within {NODES_TIMEOUT_S:.0f} s ({error}); see its log"
+                ) from None
+            wait.sleep(f"Ray's head at {address} ({error})")
+        else:
+            return
+
+
+def _wait_for_nodes(num: int, address: str, console: Console) -> list[Node]:
+    """Return the cluster's nodes, sorted by address, when `num` nodes have joined."""
+    wait = _Wait(console)
+    while True:
+        found = sorted((_node(node) for node in nodes()), key=lambda node: (node.address, node.node_id))
+        if len(found) >= num:
+            return found
+        missing = _missing_nodes({node.address for node in found})
+        if wait.is_over:
+            raise RunError(
+                f"{num - len(found)} of {num} nodes did not join the Ray cluster at {address} within "
+                f"{NODES_TIMEOUT_S:.0f} s{missing}; it has {', '.join(node.address for node in found)}. See the nodes' "
+                "logs"
+            )
+        wait.sleep(f"{num - len(found)} of {num} nodes{missing}")
+
+
+def _missing_nodes(found: set[str]) -> str:
+    """Return the job's nodes whose addresses are not `found`, if launch/slurm.sbatch names its nodes."""
+    lines = os.environ.get("BAPO_NODE_ADDRESSES", "").splitlines()
+    missing = [line for line in lines if line.split()[-1] not in found]
+    return f": {', '.join(missing)}" if missing else ""
+
+
+class _Wait:
+    """A wait of at most NODES_TIMEOUT_S, which tells from time to time what is missing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._start_s, self._next_report_s = console, time.monotonic(), _FIRST_REPORT_S
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._start_s > NODES_TIMEOUT_S
+
+    def sleep(self, missing: str) -> None:
+        """Sleep until the next look."""
+        waited_s = time.monotonic() - self._start_s
+        if waited_s >= self._next_report_s:
+            self._console.print(f"waiting for {missing}, {waited_s:.0f} s so far", soft_wrap=True)
+            self._next_report_s = waited_s + _REPORT_S
+        time.sleep(_POLL_S)
+
+
+def _node(info: dict[str, Any]) -> Node:
+    return Node(
+        info["NodeID"],
+        info["NodeManagerAddress"],
+        int(info["Resources"].get("GPU", 0)),
+        info.get("Labels", {}).get(ROLE_LABEL, "any"),
+    )
+
+
+def _described(placement: RunPlacement) -> str:
+    parts = []
+    for node in placement.nodes:
+        engines = [str(index) for index, other in enumerate(placement.engine_nodes) if other == node]
+        ranks = [f"{placement.ranks_per_node} trainer ranks"] if node in placement.trainer_nodes else []
+        parts.append(f"{node.address}: {', '.join([*ranks, *(f'engine {index}' for index in engines)])}")
+    return "nodes: " + "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Host numbers in the weight transfer plan: the trainer's hosts, then the engine hosts with their own stores."""
+
+    placement: RunPlacement
+    engine_store: str
+
+    def of_trainer(self, node: Node) -> int:
+        """Return the host number of a trainer node."""
+        return self.placement.trainer_nodes.index(node)
+
+    def of_engines(self, node: Node) -> int:
+        """Return the number of the host whose weight store the engines of a node read."""
+        if self._shares(node):
+            return 0
+        own = [other for other in dict.fromkeys(self.placement.engine_nodes) if not self._shares(other)]
+        return len(self.placement.trainer_nodes) + own.index(node)
+
+    def _shares(self, node: Node) -> bool:
+        return self.engine_store == "shared" and self.placement.trainer_nodes == (node,)
+
+
+class ClusterTrainer:
+    """The trainer on all of its nodes; also watches the nodes that only have engines."""
+
+    def __init__(self, agents: dict[Node, Any], placement: RunPlacement, directory: RunDirectory) -> None:
+        self._names = {_agent_name(node): node for node in agents}
+        self._waiting = {_agent_name(node): agent.until_trainer_ends.remote() for node, agent in agents.items()}
+        self._num_running = len(placement.trainer_nodes)
+        self._directory = directory
+        self.log_file = _trainer_log(directory, placement.trainer_nodes[0])
+
+    def poll(self) -> int | None:
+        """Return the exit code when all nodes' ranks have ended or one has failed, None before.
+
+        Raises NodeLost with the node's address if a node is lost.
+        """
+        for name in finished(self._waiting):
+            exit_code = self._exit_code(name)
+            self._num_running -= 1
+            if exit_code != 0:
+                self.log_file = _trainer_log(self._directory, self._names[name])
+                self._look_for_lost_nodes()
+                return exit_code
+        return None if self._num_running else 0
+
+    def _exit_code(self, name: str) -> int:
+        try:
+            return get_result(self._waiting.pop(name), name, _AGENT_S)
+        except ActorDied as error:
+            node = self._names[name]
+            raise NodeLost(
+                f"node {node.address} is lost: {error}. The run has ended on the other nodes, too; continue from the "
+                "last complete checkpoint with the same command"
+            ) from error
+
+    def _look_for_lost_nodes(self) -> None:
+        """Wait a while for Ray to report a lost node, which explains a rank's failure better than its own error."""
+        deadline = time.monotonic() + _LOST_NODE_S
+        while self._waiting and time.monotonic() < deadline:
+            for name in finished(self._waiting):
+                self._exit_code(name)
+            time.sleep(_POLL_S / 4)
+
+
+def _agent_name(node: Node) -> str:
+    return f"agent of node {node.address}"
+
+
+def _trainer_log(directory: RunDirectory, node: Node) -> Path:
+    return directory.logs / f"trainer-{node.address}.log"
+
+
+@contextmanager
+def node_agents(placement: RunPlacement, directory: RunDirectory) -> Iterator[dict[Node, Any]]:
+    """Start an agent on every used node for this context; at its end the agents end what they have started."""
+    agents = {
+        node: create_actor(
+            NodeAgent,
+            node.address,
+            directory.logs / f"node-{node.address}.log",
+            name=_agent_name(node),
+            environment=ENVIRONMENT,
+            node_id=node.node_id,
+        )
+        for node in placement.nodes
+    }
+    named = {_agent_name(node): agent for node, agent in agents.items()}
+    try:
+        checks = {
+            _agent_name(node): agent.check.remote(directory.config, Path.cwd(), placement.num_ranks_on(node))
+            for node, agent in agents.items()
+        }
+        for name, reference in checks.items():
+            get_result(reference, name, _AGENT_S)
+        yield agents
+    finally:
+        closing = {name: agent.close.remote() for name, agent in named.items()}
+        for name, reference in closing.items():
+            # A lost node has nothing to close, and an error here must not replace the run's own error.
+            with suppress(RunError, UserError):
+                get_result(reference, name, _LOST_NODE_S)
+
+
+def engine_placements(
+    config: Config, placement: RunPlacement, agents: dict[Node, Any], stores: dict[int, StorePlacement], hosts: Hosts
+) -> list[EnginePlacement]:
+    """Return the placements of all engines, by engine index."""
+    placements = []
+    for index, node in enumerate(placement.engine_nodes):
+        name, agent = _agent_name(node), agents[node]
+        devices = get_result(agent.devices.remote(), name, _AGENT_S)
+        visible = engine_devices(config, placement.slot(index), placement.num_ranks_on(node), devices)
+        placements.append(EnginePlacement(stores[hosts.of_engines(node)].folder, tuple(visible), node.node_id, agent))
+    return placements
+
+
+def create_stores(agents: dict[Node, Any], placement: RunPlacement, hosts: Hosts) -> dict[int, StorePlacement]:
+    """Create every host's weight store; the result is by host number."""
+    owners = {hosts.of_trainer(node): node for node in placement.trainer_nodes}
+    owners |= {hosts.of_engines(node): node for node in placement.engine_nodes}
+    folders = {host: agents[node].create_store.remote() for host, node in owners.items()}
+    return {
+        host: StorePlacement(get_result(folders[host], _agent_name(node), _AGENT_S), node.node_id)
+        for host, node in owners.items()
+    }
+
+
+def start_trainers(
+    directory: RunDirectory,
+    source: tuple[str, str],
+    placement: RunPlacement,
+    agents: dict[Node, Any],
+    stores: dict[int, StorePlacement],
+    hosts: Hosts,
+) -> ClusterTrainer:
+    """Start torchrun on each of the trainer's nodes; the rendezvous is on the first node."""
+    first, num_nodes = placement.trainer_nodes[0], len(placement.trainer_nodes)
+    endpoint = get_result(agents[first].endpoint.remote(), _agent_name(first), _AGENT_S) if num_nodes > 1 else ""
+    for number, node in enumerate(placement.trainer_nodes):
+        host = hosts.of_trainer(node)
+        trainer_node = TrainerNode(
+            directory.root,
+            source,
+            placement.ranks_per_node,
+            node.address,
+            host,
+            tuple(sorted({hosts.of_engines(other) for other in placement.engine_nodes})),
+            Rendezvous(num_nodes, endpoint, number) if num_nodes > 1 else None,
+        )
+        started = agents[node].start_trainer.remote(trainer_node, stores[host].folder, _trainer_log(directory, node))
+        get_result(started, _agent_name(node), _AGENT_S)
+    return ClusterTrainer(agents, placement, directory)

@@ -1,0 +1,234 @@
+"""Ray: start a cluster on this machine or join a running one, create actors, and call them with timeouts."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import secrets
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, TypeVar
+
+# Ray reads these variables when its library is loaded.
+os.environ.update(
+    {
+        # Keeps Ray's servers on the loopback interface, as on a laptop; the user's environment may override it.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        # Ray's default of 15 gives actors a lower priority than the trainer.
+        "RAY_worker_niceness": "0",
+        # Disables the history of calls, which grows by 3 KB with each call.
+        "RAY_task_events_report_interval_ms": "0",
+        # Time before a failed call is retried.
+        "RAY_task_retry_delay_ms": "1000",
+        # Metrics would have ports of their own, which do not ask for the token.
+        "RAY_enable_metrics_collection": "0",
+        # Workers that Ray starts ahead of time serve no actor here, because every actor sets environment variables.
+        "RAY_prestart_worker_first_driver": "0",
+    }
+)
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RpcError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_bapo.cluster.ray_folder import ray_folder
+from megatron_bapo.errors import RunError, UserError
+
+Name = TypeVar("Name", bound=Hashable)
+SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable; if it is 1, Ray's servers accept connections of other machines."""
+MAX_RETRIES = 30
+"""Retries, one a second, of a call whose actor cannot be reached, or has died and may be restarted. Connections
+themselves survive interruptions of about 20 s (RAY_grpc_keepalive_timeout_ms)."""
+DIED = (
+    *(RayActorError, WorkerCrashedError, OutOfMemoryError, ActorUnschedulableError, RuntimeEnvSetupError),
+    *(NodeDiedError, LocalRayletDiedError, RpcError),
+)
+"""Ray's errors of a call whose actor has ended or cannot be reached."""
+MAX_CALLS = 100_000
+"""Concurrent calls of one actor whose methods are coroutines."""
+
+
+class ActorDied(RunError):
+    """The process of an actor has ended or could not be reached after all retries, or its reply was lost."""
+
+
+@contextmanager
+def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Iterator[str]:
+    """Start a Ray cluster on the loopback interface, with token authentication, for this context; yields its address.
+
+    The token is created here and passed to the trainer in its environment, never in arguments or logs.
+    """
+    if os.environ[SEVERAL_MACHINES] != "0":
+        raise UserError(f"{SEVERAL_MACHINES} makes Ray listen on every interface; unset it, or give --num-nodes")
+    os.environ["RAY_AUTH_TOKEN"] = _token()
+    os.environ.pop("RAY_ADDRESS", None)
+    with ray_folder() as folder:
+        ray.init(
+            address="local",  # starts a new cluster even if another one runs on this machine
+            num_cpus=num_actors,
+            object_store_memory=object_store_mib << 20,
+            include_dashboard=False,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+        )
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
+
+
+@cache
+def _token() -> str:
+    """Return one token for all clusters of this process, because Ray reads it only once."""
+    return secrets.token_hex(32)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Return the cluster's nodes that are alive, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def disconnect() -> None:
+    """Leave the cluster; actors that this process has created end."""
+    ray.shutdown()
+
+
+def connect(address: str, namespace: str, node_address: str | None = None) -> None:
+    """Join the cluster at `address`.
+
+    `node_address` selects the Ray node of this process if this machine has several. Actors find each other by name
+    within a namespace; a run's namespace is its directory. Raises UserError if the cluster belongs to another run,
+    RunError if it cannot be joined.
+    """
+    options: dict[str, Any] = {} if node_address is None else {"_node_ip_address": node_address}
+    # Ray's library would repeat lines about retries on this process's stderr; what matters is raised as an error.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, PermissionError) as error:  # of a file of another user, which Ray reads after a failure
+        cause = error.__cause__ or error.__context__ or error
+        if "AuthenticationError" in str(cause):
+            raise UserError(
+                f"the Ray cluster at {address} refuses this run's token: it belongs to another run. Choose another "
+                "port for the head (MASTER_PORT for launch/torchrun_node.sh, else RAY_ADDRESS)"
+            ) from None
+        last = [line for line in str(cause).splitlines() if line.strip()][-1:]
+        raise RunError(f"cannot join the Ray cluster at {address}: {''.join(last)}") from None
+
+
+def create_actor(
+    actor_class: type,
+    *args: Any,
+    name: str,
+    environment: dict[str, str] | None = None,
+    node_id: str | None = None,
+    stateless: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Create an actor of a plain class, without waiting for it; with `node_id` only on that node.
+
+    Ray retries calls to an actor with a `node_id` while it cannot be reached, so its methods must tolerate being called
+    twice. A `stateless` actor is restarted when it dies, and its calls are retried, too.
+    """
+    options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
+    if node_id is not None or stateless:
+        options["max_task_retries"] = MAX_RETRIES
+    if node_id is not None:
+        # placement.py assigns actors to nodes by their GPUs; Ray's count of cores must not matter.
+        options |= {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+    if stateless:
+        options["max_restarts"] = -1
+    if any(map(inspect.iscoroutinefunction, vars(actor_class).values())):
+        # Waiting calls cost nothing, and Ray's default limit of 1000 would queue health checks behind requests. For an
+        # actor without coroutines this would be the number of its threads.
+        options["max_concurrency"] = MAX_CALLS
+    return ray.remote(actor_class).options(**options).remote(*args, **kwargs)
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process, without waiting for it."""
+    ray.kill(actor)
+
+
+def get_actor(name: str) -> Any:
+    """Return the actor with this name."""
+    return ray.get_actor(name)
+
+
+def own_address() -> str:
+    """Return the IP address under which other nodes reach this process's node."""
+    return ray.util.get_node_ip_address()
+
+
+def finished(references: Mapping[Name, Any]) -> list[Name]:
+    """Return the names of the calls that have returned or failed."""
+    if not references:
+        return []
+    ready = set(ray.wait(list(references.values()), num_returns=len(references), timeout=0)[0])
+    return [name for name, reference in references.items() if reference in ready]
+
+
+def get_result(reference: Any, who: str, timeout_s: float) -> Any:
+    """Return the result of a remote call to the actor `who`.
+
+    Raises ActorDied or RunError, which name `who`, if the actor died or did not answer within `timeout_s`, and for
+    every other error of Ray. The callee's own UserError and RunError are raised unchanged.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError:
+        raise RunError(f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder") from None
+    except RayError as error:
+        raise _cause(error, who) from error
+
+
+async def await_result(reference: Any, who: str) -> Any:
+    """Await a remote call, with the errors of `get_result`; the caller must bound the wait."""
+    try:
+        return await reference
+    except RayError as error:
+        raise _cause(error, who) from error
+
+
+async def cancel_call(reference: Any) -> None:
+    """Cancel a call of a coroutine; return when it has ended."""
+    ray.cancel(reference)
+    with suppress(RayError):
+        await reference
+
+
+def _cause(error: RayError, who: str) -> Exception:
+    if isinstance(error, RayTaskError):  # the callee raised
+        if isinstance(error.cause, UserError | RunError):
+            return error.cause
+        return RunError(f"{who} failed with {type(error.cause).__name__}: {error.cause}; see the run's logs folder")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = f"{lines[-1] if lines else 'no reason given'}; see the run's logs folder"
+    if isinstance(error, ObjectLostError):
+        return ActorDied(f"the reply of {who} was lost: {reason}")
+    if isinstance(error, DIED):
+        state = "cannot be reached" if isinstance(error, ActorUnavailableError | RpcError) else "died"
+        return ActorDied(f"{who} {state}: {reason}")
+    return RunError(f"Ray failed to call {who} ({type(error).__name__}): {reason}")

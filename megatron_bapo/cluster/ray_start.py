@@ -1,0 +1,26 @@
+"""`ray start` without the servers that a run does not use; launch/ray_node.sh calls it.
+
+Metrics would answer on every interface without the token. The dashboard's agent and the server for Ray clients are not
+used. Ray 2.60 has no options against these two, but leaves them out where their packages are not installed, so the
+packages are hidden here. Remove this once there are options.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Run `ray` with this process's arguments. With `--include-dashboard=true` the dashboard's agent is started."""
+    os.environ.update({"RAY_enable_metrics_collection": "0"})
+    if "--include-dashboard=true" not in sys.argv:
+        sys.modules["ray.dashboard.optional_deps"] = None  # pyright: ignore[reportArgumentType]
+    from ray.scripts import scripts
+
+    scripts.get_ray_client_dependency_error = lambda: ImportError("not used by runs")  # pyright: ignore[reportPrivateImportUsage]
+    scripts.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Delivers versions from the stores of the trainer's hosts to those of all other hosts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_bapo.cluster.host_store import host_store_name
+from megatron_bapo.cluster.ray_cluster import get_actor, get_result
+from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
+from megatron_bapo.errors import RunError
+from megatron_bapo.weight_sync.plan import WeightPlan
+
+NUM_ATTEMPTS = 3
+"""Number of times that a transfer is tried before the error of a host ends the run."""
+_QUICK_S = 60.0
+"""Timeout of a call that waits for no other host."""
+
+
+class StoreTransfer:
+    """Calls the hosts' `HostStore` actors for each version; used by the main rank only.
+
+    The hosts' process group is kept for all versions. When a host fails, the others drop the group, and a new one is
+    formed with the restarted actor for those hosts that do not have the version yet.
+    """
+
+    def __init__(
+        self, senders: tuple[int, ...], receivers: tuple[int, ...], *, full_every: int, limit_s: float
+    ) -> None:
+        """`senders` are the numbers of the trainer's hosts and `receivers` those of the hosts with their own stores.
+
+        Every `full_every`-th version is sent whole; `limit_s` limits one transfer.
+        """
+        self._senders, self._receivers = senders, receivers
+        self._full_every, self._limit_s = full_every, limit_s
+        hosts = (*senders, *receivers) if receivers else ()
+        self._stores = {host: get_actor(host_store_name(host)) for host in hosts}
+        self._has_group = False
+
+    def deliver(self, version: int, plan: WeightPlan) -> int:
+        """Bring a committed version to every host and return the bytes that the trainer's hosts sent.
+
+        Raises RunError, which names the host, if a host does not receive the version in `NUM_ATTEMPTS` attempts.
+        """
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            try:
+                return self._transfer(version, plan, may_send_differences=attempt == 1)
+            except RunError as error:
+                self._has_group = False
+                if attempt == NUM_ATTEMPTS:
+                    raise
+                print(f"{error}; policy version {version} is transferred again", flush=True)
+        raise AssertionError
+
+    def _transfer(self, version: int, plan: WeightPlan, *, may_send_differences: bool) -> int:
+        stored: dict[int, list[int]] = self._call(
+            self._stores, lambda _, store: store.versions.remote(plan.digest), _QUICK_S
+        )
+        receivers = tuple(host for host in self._receivers if version not in stored[host])
+        if not receivers:
+            return 0
+        self._join(plan)
+        common = set.intersection(*(set(stored[host]) for host in (*self._senders, *receivers)))
+        base = max((older for older in common if older < version), default=None)
+        if not may_send_differences or version % self._full_every == 0:
+            base = None
+
+        def take_part(host: int, store: Any) -> Any:
+            call = store.send if host in self._senders else store.receive
+            return call.remote(version, receivers, base)
+
+        taking_part = {host: store for host, store in self._stores.items() if host in (*self._senders, *receivers)}
+        sent = self._call(taking_part, take_part, self._limit_s)
+        return sum(sent[host].num_bytes for host in self._senders)
+
+    def _join(self, plan: WeightPlan) -> None:
+        if self._has_group or not self._stores:
+            return
+        name, hosts = secrets.token_hex(8), tuple(self._stores)
+        try:
+            self._call(self._stores, lambda _, store: store.join.remote(name, hosts, plan), self._limit_s)
+        finally:
+            RayRendezvous(name, _QUICK_S).remove_keys()
+        self._has_group = True
+
+    def _call(self, stores: Mapping[int, Any], call: Callable[[int, Any], Any], limit_s: float) -> dict[int, Any]:
+        """Return the results of a call to each store. Raises the error of the last host that failed.
+
+        Hosts later in the chain are those that notice damaged data.
+        """
+        references = {host: call(host, store) for host, store in stores.items()}
+        results, failure = {}, None
+        for host, reference in references.items():
+            try:
+                results[host] = get_result(reference, host_store_name(host), limit_s)
+            except RunError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return results

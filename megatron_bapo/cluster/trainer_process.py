@@ -1,0 +1,166 @@
+"""The trainer's processes on one machine: torchrun and one process per rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_bapo.cluster.interrupts import end_with_parent
+from megatron_bapo.cluster.ray_cluster import SEVERAL_MACHINES
+from megatron_bapo.cluster.rendezvous import BACKEND
+from megatron_bapo.errors import UserError
+from megatron_bapo.logs import last_lines
+
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACE = "lo"
+_TERMINATE_TIMEOUT_S, _POLL_S = 10.0, 0.1
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    # With one hardware queue a collective starts before the matrix product that overlaps it; Megatron-Core requires
+    # this for tensor and sequence parallelism on Hopper and older.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+"""Default environment variables, which the user's environment overrides."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Rendezvous of the torchruns of several machines."""
+
+    num_nodes: int
+    endpoint: str
+    """HOST:PORT on the first machine."""
+    node: int
+    """Number of this machine, from 0."""
+
+
+@dataclass(frozen=True)
+class TrainerNode:
+    """Launch parameters of the trainer ranks of one machine."""
+
+    run_dir: Path
+    source: tuple[str, str]
+    """Command-line option and value for the source of rollouts."""
+    num_ranks: int
+    address: str
+    """Address of this machine. Ranks listen on no other."""
+    host: int
+    """Number of this host in the weight transfer plan."""
+    engine_hosts: tuple[int, ...]
+    """Numbers of the hosts with engines in the weight transfer plan."""
+    rendezvous: Rendezvous | None = None
+    """None if this machine has all ranks."""
+
+
+def start_trainer(node: TrainerNode, store: Path, log_file: Path) -> psutil.Popen:
+    """Start torchrun in its own session, so that Ctrl-C reaches only the launcher; it ends with this process."""
+    with log_file.open("ab") as log:
+        return psutil.Popen(
+            torchrun(node, store),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env={**_DEFAULTS, **os.environ, **_environment(node)},
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+
+
+def torchrun(node: TrainerNode, store: Path) -> list[str]:
+    """Return the command line; `store` is the folder of the machine's weight store."""
+    return [
+        *(sys.executable, "-m", *_rendezvous_options(node, store)),
+        *("--nproc-per-node", str(node.num_ranks), "--local-addr", node.address),
+        *("-m", "megatron_bapo.controller.trainer_rank", str(node.run_dir), *node.source),
+        *("--store", str(store), "--address", node.address),
+        *("--host", str(node.host), "--engine-hosts", *map(str, node.engine_hosts)),
+    ]
+
+
+def _rendezvous_options(node: TrainerNode, store: Path) -> Sequence[str]:
+    """Return torchrun's module and its options for the rendezvous."""
+    if node.rendezvous is None:
+        # A file in the private store folder, because a TCP store would listen on every interface.
+        file = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous"))
+        return "torch.distributed.run", "--rdzv-backend", "c10d", *file
+    return (
+        *("megatron_bapo.cluster.rendezvous", "--rdzv-backend", BACKEND, "--rdzv-id", node.run_dir.name),
+        *("--nnodes", str(node.rendezvous.num_nodes), "--rdzv-endpoint", node.rendezvous.endpoint),
+        *("--rdzv-conf", f"node={node.rendezvous.node}"),
+    )
+
+
+def _environment(node: TrainerNode) -> dict[str, str]:
+    interface = interface_of(node.address)
+    environment = {"GLOO_SOCKET_IFNAME": interface}
+    if interface != _LOOPBACK_INTERFACE:
+        environment["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", interface)
+    if node.rendezvous is None:
+        # Keeps torchrun's agent from opening a TCP store for the ranks.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    else:
+        environment[SEVERAL_MACHINES] = "1"
+    return environment
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface with this address. Raises UserError if there is none."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    raise UserError(f"no network interface of this machine has the address {address}; see `ip -brief address`")
+
+
+def killed_rank(log_file: Path) -> str | None:
+    """Describe the rank that a signal has killed, according to torchrun's summary; None if there is none."""
+    summary = last_lines(log_file, 40).rpartition("Failures:")[2]
+    for rank, number in re.findall(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+) ", summary):
+        if int(number) != signal.SIGTERM:  # torchrun itself ends the other ranks with SIGTERM
+            return f"trainer rank {rank} was killed by {signal.Signals(int(number)).name}"
+    return None
+
+
+def end(process: psutil.Popen) -> None:
+    """Terminate a process and all its descendants; kill those that do not end in time."""
+    with suppress(psutil.NoSuchProcess):
+        end_all([process, *process.children(recursive=True)])
+
+
+def end_all(processes: Sequence[psutil.Process]) -> None:
+    """Terminate processes; kill those that do not end in time."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
+    while (alive := [process for process in processes if _is_running(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie, whose parent has not read its exit code, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill(processes: Sequence[tuple[int, float]]) -> None:
+    """Kill processes of this machine, given by id and start time; a reused process id is left alone."""
+    for pid, create_time in processes:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.create_time() == create_time:
+                process.kill()

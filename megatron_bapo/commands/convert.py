@@ -1,0 +1,131 @@
+"""Input and output of the conversion tools: find the checkpoint, show progress, summarize the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.errors import UserError
+from megatron_bapo.files import read_json_object
+from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.weight_copy import Advance, CopyResult
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.checkpoint import STATE, WEIGHTS, checkpoints
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint with the information that a Hugging Face folder needs besides."""
+
+    checkpoint: Path
+    origin: Path
+    """Hugging Face folder with config.json and tokenizer."""
+    dtype: str
+    """dtype of the trained model."""
+
+
+def find_checkpoint(
+    path: Path,
+    origin: Path | None,
+    dtype: str | None,
+    *,
+    origin_option: str = "--origin-hf-dir",
+    dtype_option: str = "--dtype",
+) -> CheckpointSource:
+    """Return the checkpoint at `path`, or the newest one if `path` is a run directory.
+
+    `origin` and `dtype` default to those of the run; messages name them `origin_option` and `dtype_option`. Raises
+    UserError if there is no checkpoint, or if a checkpoint outside a run directory is given without an origin.
+    """
+    checkpoint = _checkpoint(path)
+    run = RunDirectory(checkpoint.absolute().parent.parent)
+    in_run = run.config.is_file() and checkpoint.parent.name == run.checkpoints.name
+    # The override makes a moved run directory find the model that it contains.
+    config = load_config(run.config, [f"run_dir={run.root}"]) if in_run else None
+    if origin is None and config is None:
+        raise UserError(
+            f"{checkpoint} is not in a run directory, whose config.yaml would name the model; give the Hugging "
+            f"Face folder with its config.json and tokenizer as {origin_option}"
+        )
+    origin = origin or config.model_path  # pyright: ignore[reportOptionalMemberAccess]
+    if not (origin / "config.json").is_file():
+        raise UserError(
+            f"there is no {origin / 'config.json'}; give the Hugging Face folder that the run started from as "
+            f"{origin_option} (a relative model.path starts at the folder where the run was started)"
+        )
+    dtype = dtype or (config.model.dtype if config else _written_dtype(origin, dtype_option))
+    return CheckpointSource(checkpoint, origin, dtype)
+
+
+def _checkpoint(path: Path) -> Path:
+    if (path / STATE).is_file() and (path / WEIGHTS).is_dir():
+        if path.suffix == ".partial":
+            raise UserError(f"{path} was being written and may be incomplete; give a checkpoint without .partial")
+        return path
+    found = [*checkpoints(path), *checkpoints(RunDirectory(path).checkpoints)]
+    if found:
+        return found[-1]
+    raise UserError(f"{path} {_reason(path)}; give a run directory, or a checkpoint in it (checkpoints/step-N)")
+
+
+def _reason(path: Path) -> str:
+    """Return why a folder is not a checkpoint of this trainer."""
+    if not path.is_dir():
+        return "is not a folder" if path.exists() else "does not exist"
+    if RunDirectory(path).config.is_file():
+        return "is a run directory without a complete checkpoint yet"
+    if any(path.rglob("*.distcp")) or any(path.rglob("model_optim_rng.pt")):
+        return "is a checkpoint of Megatron-LM, which this tool does not read"
+    if (path / "config.json").is_file():
+        return "is already a Hugging Face folder"
+    return "contains no checkpoint of this trainer (weights/ and state.json)"
+
+
+def _written_dtype(origin: Path, dtype_option: str) -> str:
+    """Return the dtype of the origin's weights, under the keys of transformers 5 and 4."""
+    fields = read_json_object(origin / "config.json")
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(
+            f"{origin / 'config.json'} has dtype {dtype!r}; give {dtype_option}, one of {', '.join(DTYPES)}"
+        )
+    return dtype
+
+
+def total_bytes(model_path: Path, itemsize: int) -> int:
+    """Return the bytes of the weights of a Hugging Face model. Raises UserError for another folder."""
+    return itemsize * sum(map(math.prod, expected_shapes(read_architecture(model_path)).values()))
+
+
+@contextmanager
+def byte_progress(console: Console, what: str, num_bytes: int) -> Iterator[Advance]:
+    """Show a progress bar until `num_bytes` are written and verified; each byte counts twice."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(what, total=2 * num_bytes)
+        yield lambda size: progress.advance(task, size)
+
+
+def summary(copied: CopyResult, dtypes: str, target: Path) -> str:
+    """Return one line about the written files and how they were verified."""
+    kept = f", {copied.num_kept_files} existed already" if copied.num_kept_files else ""
+    files = f"{copied.num_files} file{'s' if copied.num_files > 1 else ''}{kept}"
+    return (
+        f"{target}: {copied.num_tensors} tensors ({dtypes}), {copied.num_bytes / 2**20:.1f} MiB in {files}; "
+        "verified bit by bit against the source"
+    )

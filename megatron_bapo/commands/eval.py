@@ -1,0 +1,271 @@
+"""Evaluate a model on problems with known answers, with the same engines and rewards as training.
+
+    model ─► Hugging Face folder ─► engines ─► answers.jsonl: one row per response, in order of arrival ─► results.json
+
+A response depends only on the seed, its problem and its number, so a continued evaluation generates only the missing
+ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_bapo.cluster.interrupts import Interrupts
+from megatron_bapo.cluster.ray_cluster import finished, get_result
+from megatron_bapo.commands.evaluated_model import EvaluatedModel, find_model
+from megatron_bapo.config.checks import differences, prompt_source_problems, refuse
+from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
+from megatron_bapo.config.loading import dump_config, load_section
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.launcher import POLL_S, check_this_machine, rollout_plane
+from megatron_bapo.controller.preflight import check_functions, check_writable
+from megatron_bapo.controller.progress import ProgressDisplay
+from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
+from megatron_bapo.controller.terminal import terminal
+from megatron_bapo.data.prompts import load_prompts
+from megatron_bapo.errors import INTERRUPTED, RunError, UserError
+from megatron_bapo.files import make_folder, read_json_object
+from megatron_bapo.metrics.benchmark import problems_of, results
+from megatron_bapo.metrics.benchmark_table import print_results
+from megatron_bapo.metrics.sinks import AnswerRow, JsonlSink, read_rows, replace_text
+from megatron_bapo.records import Prompt
+from megatron_bapo.rewards.ground_truths import check_ground_truths
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.weight_sync.transport import WeightStore
+
+_QUICK_S = 60.0
+_LINES = 20
+"""Lines of progress without a terminal."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Model and problems of an evaluation. It can only be continued with the same ones."""
+
+    model: str
+    weights: str
+    """Digest of names, sizes and modification times of the model's files."""
+    dtype: str
+    problems: str
+    """Digest of prompts and ground truths."""
+
+    @classmethod
+    def of(cls, model: EvaluatedModel, prompts: Sequence[Prompt]) -> Subject:
+        files = [(path.name, path.stat()) for path in sorted(model.weights.glob("*.safetensors"))]
+        return cls(
+            str(model.weights.resolve()),
+            _digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files]),
+            model.dtype,
+            _digest([[prompt.messages, prompt.ground_truth] for prompt in prompts]),
+        )
+
+
+class BenchmarkDirectory(RunDirectory):
+    """Files that an evaluation writes besides config.yaml, logs/ and, for a checkpoint, hf/."""
+
+    @property
+    def answers(self) -> Path:
+        return self.root / "answers.jsonl"
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results.json"
+
+    @property
+    def subject(self) -> Path:
+        return self.root / "subject.json"
+
+    def rows(self, n: int) -> list[AnswerRow]:
+        """Return the existing responses among the first `n` of each problem."""
+        rows: list[Any] = read_rows(self.answers) if self.answers.exists() else []
+        return [row for row in rows if row["sample"] < n]
+
+
+def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = False) -> int:
+    """Start an evaluation or continue the one in `config.run_dir`; return the exit code, 130 after an interruption.
+
+    Raises UserError and RunError, each with a complete message.
+    """
+    console = terminal(stderr=as_json)
+    directory, n = BenchmarkDirectory(config.run_dir), config.evaluation.n
+    model = find_model(config.model, directory.export)
+    prompts = _checked_problems(config, model, console)
+    subject = Subject.of(model, prompts)
+    _check_continued(config, directory, subject)
+    num, num_there = len(prompts) * n, len(directory.rows(n))
+    console.print(
+        f"{len(prompts)} problems x {n} = {num} responses of {model.weights}; {num_there} exist already", soft_wrap=True
+    )
+    if dry_run:
+        return 0
+    make_folder(directory.logs, f"run_dir={directory.root}")
+    with directory.locked():
+        replace_text(directory.config, dump_config(config))
+        replace_text(directory.subject, json.dumps(asdict(subject), indent=2))
+        model.convert(console)
+        if num_there < num:
+            display = ProgressDisplay(num, unit="response", line_every=max(1, num // _LINES), console=console)
+            with Interrupts() as interrupts, display:
+                num_failed = _generate(config, model.serving(config), len(prompts), directory, display, interrupts)
+            if num_failed:
+                raise RunError(
+                    f"{num_failed} of {num} responses are missing because their requests failed; see the reasons in "
+                    f"{directory.quarantined}. The same command retries them"
+                )
+        rows = directory.rows(n)
+        if len(rows) < num:
+            console.print(f"Stopped after {len(rows)} of {num} responses; continue with the same command.")
+            return INTERRUPTED
+        _report(config, prompts, rows, directory, console, as_json=as_json)
+    return 0
+
+
+def _checked_problems(config: EvalConfig, model: EvaluatedModel, console: Console) -> list[Prompt]:
+    """Run all cheap checks and return the prompts. Raises UserError."""
+    broken = [
+        *model.problems(config),
+        *prompt_source_problems("data.validation", config.data.validation, config.reward.type),
+    ]
+    refuse(broken)
+    serving = model.serving(config)
+    check_this_machine(serving)
+    check_writable(config.run_dir)
+    check_functions(serving)
+    found = load_prompts(config.data.validation, name="validation", system_prompt=config.data.system_prompt)
+    if found.num_skipped:
+        console.print(f"{found.num_skipped} malformed lines skipped, first: {found.skipped_reasons[0]}", soft_wrap=True)
+    tokenize(found.prompts, load_tokenizer(model.origin), serving.data)
+    check_ground_truths(config.reward, found.prompts)
+    return found.prompts
+
+
+def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject: Subject) -> None:
+    """Raise UserError if the directory contains another kind of run or another evaluation."""
+    if directory.metrics.exists() or directory.is_rollout_only:
+        raise UserError(f"{directory.root} contains a training run; choose run_dir=<another folder> for the evaluation")
+    has_responses = directory.answers.exists()
+    if not has_responses and not directory.export.exists():
+        return  # there is nothing yet that could conflict
+    old, new = read_json_object(directory.subject), asdict(subject)
+    if not has_responses:  # only a checkpoint has been converted
+        del new["problems"]
+    conflicts = [
+        f"{name}: {old.get(name)} in the run directory, {now} now" for name, now in new.items() if old.get(name) != now
+    ]
+    if has_responses:
+        conflicts += differences(load_section(EvalConfig, directory.config), config, FREE_ON_RESUME)
+    if conflicts:
+        listed = "\n".join(f"  {conflict}" for conflict in conflicts)
+        raise UserError(
+            f"{directory.root} contains another evaluation:\n{listed}\n"
+            "Choose run_dir=<another folder>, delete that folder, or use its settings"
+        )
+
+
+def _generate(
+    config: EvalConfig,
+    serving: Config,
+    num_problems: int,
+    directory: BenchmarkDirectory,
+    display: ProgressDisplay,
+    interrupts: Interrupts,
+) -> int:
+    """Generate and write the missing responses until an interrupt requests a stop; return the number of failed ones."""
+    n, rows = config.evaluation.n, directory.rows(config.evaluation.n)
+    existing = {(row["problem"], row["sample"]) for row in rows}
+    missing = deque(key for p in range(num_problems) for s in range(n) if (key := (p, s)) not in existing)
+    total, num_done, num_failed, start = sum(row["reward"] for row in rows), len(rows), 0, time.monotonic()
+    in_flight: dict[tuple[int, int], Any] = {}
+    display.phase("starting Ray and the engines")
+    with closing(WeightStore.create()) as store, rollout_plane(serving, directory, store):
+        client = RolloutClient(serving)
+        client.wait_for_engines()
+        display.phase("generating responses")
+        end, latest = client.failed(), time.monotonic()
+        with JsonlSink(directory.answers) as sink:
+            while (missing or in_flight) and not interrupts.requested:
+                while missing and len(in_flight) < config.num_in_flight:
+                    key = missing.popleft()
+                    in_flight[key] = client.request_response(*key)
+                time.sleep(POLL_S)
+                arrived = finished(in_flight)
+                for key in arrived:
+                    scored: ScoredGroups | None = get_result(in_flight.pop(key), SERVICE, _QUICK_S)
+                    latest = time.monotonic()
+                    if scored is None:
+                        num_failed += 1
+                        continue
+                    row = _row(key, scored)
+                    sink.write(row)
+                    total, num_done = total + row["reward"], num_done + 1
+                if arrived and num_done:
+                    metrics = {"critic/score/mean": total / num_done}
+                    time_s = time.monotonic() - start
+                    display.update({"step": num_done, "phase": "train", "time_s": time_s, "metrics": metrics})
+                _check_alive(config, end, latest)
+    return num_failed
+
+
+def _row(key: tuple[int, int], scored: ScoredGroups) -> AnswerRow:
+    (group,) = scored.groups
+    (trajectory,) = group.trajectories
+    return AnswerRow(
+        problem=key[0],
+        sample=key[1],
+        data_source=group.prompt.data_source,
+        reward=trajectory.reward,
+        answer=trajectory.answer,
+        finish_reason=trajectory.finish_reason,
+        num_tokens=len(trajectory.response_token_ids),
+        timed_out=scored.num_reward_timeouts > 0,
+        text=trajectory.text,
+    )
+
+
+def _check_alive(config: EvalConfig, end: Any, latest: float) -> None:
+    """Raise RunError if generation has ended, or if no response arrived for longer than one may take."""
+    if finished({SERVICE: end}):
+        get_result(end, SERVICE, _QUICK_S)
+    limit_s = config.rollout.request_timeout_s * config.rollout.max_request_failures + config.rollout.start_timeout_s
+    if time.monotonic() - latest > limit_s:
+        raise RunError(
+            f"the engines returned no response for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
+            "start_timeout_s); see the run directory's logs"
+        )
+
+
+def _report(
+    config: EvalConfig,
+    prompts: Sequence[Prompt],
+    rows: Sequence[AnswerRow],
+    directory: BenchmarkDirectory,
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    found = results(problems_of(prompts, rows, config.evaluation.n), config.evaluation.sizes)
+    subject = read_json_object(directory.subject)
+    found = {"subject": subject, "config": config.model_dump(mode="json"), **found}
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    replace_text(directory.results, text + "\n")
+    if as_json:
+        print(text)
+    else:
+        print_results(console, found)
+    console.print(f"results are in {directory.results}, responses in {directory.answers}", soft_wrap=True)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,349 @@
+"""Conversions of other projects' values to ours, which the rows of foreign_keys.yaml name."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Name of a model on the Hugging Face Hub: `organisation/model`."""
+FOLDERS = ("models", "model", "checkpoints", "checkpoint", "ckpts", "ckpt", "weights", "hf_models", "data")
+"""Names before the slash that belong to folders rather than to organisations."""
+RECOMPUTED = ("core_attn", "mlp", "moe")
+"""Modules that parallel.recompute_modules accepts."""
+TRACKERS = ("console", "file", "tensorboard", "wandb")
+
+
+class NoCounterpart(Exception):
+    """Our keys cannot express this value; the message gives the reason and what to do instead."""
+
+
+class ByHand(Exception):
+    """The result depends on several keys or on unknown values; the message says what to compute."""
+
+
+class Foreign(NamedTuple):
+    """A value of another project with what its conversion may need."""
+
+    value: Any
+    ours: tuple[str, ...]
+    """Our keys, from the row."""
+    choices: Mapping[Any, Any]
+    """The `values` of the row."""
+    other: Any
+    """Value of the key that the row's `with` names; None if unknown."""
+    note: str
+    known: Callable[[str], Any]
+    """Returns the value of one of our keys, or None if it has none yet."""
+
+
+class Converted(NamedTuple):
+    values: dict[str, Any]
+    """Values by our keys; empty where our default applies."""
+    how: str = ""
+    """Arithmetic of the conversion, for a comment."""
+    to_do: str = ""
+    """What the user has to do in addition."""
+
+
+class Conversion(NamedTuple):
+    convert: Callable[[Foreign], Converted]
+    words: str = ""
+    """Description for docs/guides/coming_from.md."""
+    stage: int = 0
+    """0 needs none of our values, 1 needs those of stage 0 (rollout.n), 2 needs those of stage 1 (batch sizes)."""
+
+
+def _all(foreign: Foreign, value: Any, how: str = "") -> Converted:
+    return Converted(dict.fromkeys(foreign.ours, value), how)
+
+
+def _number(value: Any) -> float:
+    """Return a value as a number. Raises ByHand if it is not one."""
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ByHand(f"{value!r} is not a number")
+    return int(number) if number == int(number) else number
+
+
+def _needed(foreign: Foreign, key: str) -> Any:
+    value = foreign.known(key)
+    if value is None:
+        raise ByHand(f"it depends on {key}")
+    return value
+
+
+def _updates(foreign: Foreign) -> int:
+    """Return the number of optimizer updates per rollout batch."""
+    batch, mini_batch = (_needed(foreign, f"trainer.{key}") for key in ("train_batch_size", "ppo_mini_batch_size"))
+    return max(1, int(_needed(foreign, "trainer.ppo_epochs")) * int(batch) // int(mini_batch))
+
+
+def _same(foreign: Foreign) -> Converted:
+    return _all(foreign, foreign.value)
+
+
+def _one_number(foreign: Foreign) -> Converted:
+    try:
+        return _all(foreign, _number(foreign.value))
+    except ByHand:
+        raise NoCounterpart(foreign.note) from None
+
+
+def _positive(foreign: Foreign) -> Converted:
+    value = _number(foreign.value)
+    return _all(foreign, value) if value > 0 else Converted({})
+
+
+def _prompts(foreign: Foreign) -> Converted:
+    prompts, n = _number(foreign.value), _needed(foreign, "rollout.n")
+    if prompts <= 0:
+        raise ByHand("it is 0 prompts there")
+    return _all(foreign, prompts * n, f"{prompts} prompts x rollout.n={n}")
+
+
+def _rollout_batches(foreign: Foreign) -> Converted:
+    batches = _number(foreign.value)
+    if batches <= 0:
+        return Converted({})
+    updates = _updates(foreign)
+    return _all(foreign, batches * updates, f"{batches} rollout batches x {updates} updates")
+
+
+def _from_updates(foreign: Foreign) -> Converted:
+    num, updates = _number(foreign.value), _updates(foreign)
+    if num <= 0:
+        return Converted({})
+    return _all(foreign, math.ceil(num / updates), f"{num} updates / {updates} updates of a rollout batch")
+
+
+def _fraction_of_run(foreign: Foreign) -> Converted:
+    fraction = _number(foreign.value)
+    if fraction <= 0:
+        return Converted({})
+    total, updates = _needed(foreign, "trainer.total_steps"), _updates(foreign)
+    return _all(foreign, round(fraction * total * updates), f"{fraction} of {total} steps x {updates} updates")
+
+
+def _longest(foreign: Foreign) -> int:
+    return _needed(foreign, "data.max_prompt_length") + _needed(foreign, "rollout.max_response_length")
+
+
+def _sequences(foreign: Foreign) -> Converted:
+    num, longest = _number(foreign.value), _longest(foreign)
+    ranks = _needed(foreign, "parallel.context_parallel_size")
+    how = f"{num} sequences x {longest} tokens" + (f" / context_parallel_size={ranks}" if ranks > 1 else "")
+    return _all(foreign, math.ceil(num * longest / ranks), how)
+
+
+def _per_context_rank(foreign: Foreign) -> Converted:
+    tokens, ranks = _number(foreign.value), _needed(foreign, "parallel.context_parallel_size")
+    how = f"{tokens} tokens / context_parallel_size={ranks}" if ranks > 1 else ""
+    return _all(foreign, math.ceil(tokens / ranks), how)
+
+
+def _product(foreign: Foreign) -> Converted:
+    if foreign.other is None:
+        raise ByHand(foreign.note)
+    value, other = _number(foreign.value), _number(foreign.other)
+    return _all(foreign, value * other, f"{value} x {other}")
+
+
+def _coefficient(foreign: Foreign) -> Converted:
+    if not foreign.value:
+        return Converted({})
+    if foreign.other is None:
+        raise ByHand("the coefficient is loss_fn.reference_policy_kl_penalty's")
+    return _all(foreign, foreign.other)
+
+
+def _choice(foreign: Foreign) -> Converted:
+    value = foreign.value if isinstance(foreign.value, bool | int | float) else str(foreign.value)
+    if value not in foreign.choices:
+        raise NoCounterpart(f"the values that have one are {', '.join(_with_counterpart(foreign.choices))}")
+    chosen = foreign.choices[value]
+    if chosen is None:
+        named = ", ".join(_with_counterpart(foreign.choices))
+        raise NoCounterpart(f"{value} is not here; the values that have a counterpart are {named}")
+    return Converted(dict(chosen)) if isinstance(chosen, Mapping) else _all(foreign, chosen)
+
+
+def _with_counterpart(choices: Mapping[Any, Any]) -> list[str]:
+    return [str(value).lower() if isinstance(value, bool) else str(value) for value, ours in choices.items() if ours]
+
+
+def _each(foreign: Foreign) -> Converted:
+    value = foreign.value
+    values = re.split(r"[\s,]+", value.strip("[]() ")) if isinstance(value, str) else value
+    if not isinstance(values, Sequence) or len(values) != len(foreign.ours):
+        raise ByHand(f"give {len(foreign.ours)} numbers")
+    return Converted(dict(zip(foreign.ours, map(_number, values), strict=True)))
+
+
+def _inverse_bounds(foreign: Foreign) -> Converted:
+    """Invert verl's bounds of rollout / trainer, `lower_upper` or the upper one; ours bound trainer / rollout."""
+    lower, _, upper = str(foreign.value).rpartition("_")
+    high = _number(upper)
+    low = _number(lower) if lower else 1.0 / high
+    bounds = (round(1.0 / high, 12), round(1.0 / low, 12))
+    return Converted(dict(zip(foreign.ours, bounds, strict=True)), "bounds of trainer / engine, the inverse of verl's")
+
+
+def _more_than_one(foreign: Foreign) -> Converted:
+    return _all(foreign, _number(foreign.value) > 1)
+
+
+def _at_most_one(foreign: Foreign) -> Converted:
+    value = _number(foreign.value)
+    return _all(foreign, 1.0, "1 - clip_ratio_low is 0 at least") if value > 1 else _all(foreign, foreign.value)
+
+
+def _minus_one(foreign: Foreign) -> Converted:
+    return _all(foreign, max(int(_number(foreign.value)) - 1, 0), "the versions that a trajectory spans, less one")
+
+
+def _round_up(foreign: Foreign) -> Converted:
+    return _all(foreign, math.ceil(_number(foreign.value)), f"{foreign.value} of a rollout batch, rounded up")
+
+
+def _two_or_more(foreign: Foreign) -> Converted:
+    value = _number(foreign.value)
+    if value < 2:
+        raise NoCounterpart(f"{', '.join(foreign.ours)} is 2 or more, 3 by default; after it such groups are kept")
+    return _all(foreign, value)
+
+
+def _tensor_parallel_only(foreign: Foreign) -> Converted:
+    ranks = _needed(foreign, "parallel.tensor_model_parallel_size")
+    if foreign.value and ranks == 1:
+        return _all(foreign, False, "tensor_model_parallel_size is 1")
+    return _all(foreign, bool(foreign.value))
+
+
+def _modules(foreign: Foreign) -> Converted:
+    given = foreign.value.split() if isinstance(foreign.value, str) else list(foreign.value or ["core_attn"])
+    taken, left = [name for name in given if name in RECOMPUTED], [name for name in given if name not in RECOMPUTED]
+    if not taken:
+        raise NoCounterpart(f"the modules are {', '.join(RECOMPUTED)}; parallel.recompute_granularity=full does all")
+    return _all(foreign, taken, f"without {', '.join(left)}" if left else "")
+
+
+def _any(foreign: Foreign) -> Converted:
+    return _all(foreign, True) if foreign.value else Converted({})
+
+
+def _given(foreign: Foreign) -> Converted:
+    return _all(foreign, True)
+
+
+def _loggers(foreign: Foreign) -> Converted:
+    names = [foreign.value] if isinstance(foreign.value, str) else list(foreign.value)
+    absent = [name for name in names if name not in TRACKERS]
+    if absent:
+        raise NoCounterpart(
+            f"{', '.join(absent)} is not here; logging.wandb, logging.tensorboard and metrics.jsonl are"
+        )
+    return _all(foreign, "tensorboard" in names)
+
+
+def _file(foreign: Foreign) -> Converted:
+    paths = [foreign.value] if isinstance(foreign.value, str) else foreign.value
+    if not isinstance(paths, Sequence) or not paths:
+        raise ByHand("give one .jsonl or .parquet file")
+    if len(paths) > 1:
+        names = " ".join(map(str, paths))
+        raise ByHand(f"one file holds all prompts: python tools/prepare_data.py {names} --output ALL.parquet")
+    return _path(foreign, str(paths[0]))
+
+
+def _path(foreign: Foreign, path: str) -> Converted:
+    to_do = "write ~ out: it is not expanded here" if path.startswith("~") else ""
+    return _all(foreign, path)._replace(to_do=to_do)
+
+
+def _model(foreign: Foreign) -> Converted:
+    path = str(foreign.value)
+    if not HUB_NAME.fullmatch(path) or path.partition("/")[0] in FOLDERS:
+        return _path(foreign, path)
+    folder = f"models/{path.partition('/')[2]}"
+    return _all(foreign, folder)._replace(to_do=f"hf download {path} --local-dir {folder}")
+
+
+def _function(foreign: Foreign) -> Converted:
+    """Name the function of a Python file as module:function."""
+    file, name = PurePosixPath(str(foreign.value)), foreign.other or "compute_score"
+    spec = dict.fromkeys(foreign.ours, f"{file.stem}:{name}")
+    return Converted({"reward.type": "function"} | spec, to_do=f"put the folder {file.parent} into PYTHONPATH")
+
+
+def _function_name(foreign: Foreign) -> Converted:
+    module, _, name = str(foreign.value).rpartition(".")
+    return Converted({"reward.type": "function"} | dict.fromkeys(foreign.ours, f"{module}:{name}"))
+
+
+def _leave_one_out(foreign: Foreign) -> Converted:
+    """Choose an estimator: NeMo-RL also divides by the standard deviation unless normalize_rewards=false."""
+    if foreign.value and foreign.other is False:
+        return _all(foreign, "rloo")
+    return _all(foreign, "grpo", "the baseline is the whole group's mean" if foreign.value else "")
+
+
+def _mib(foreign: Foreign) -> Converted:
+    return _all(foreign, max(1, round(_number(foreign.value) / 2**20)), "bytes / 2^20")
+
+
+def _by_hand(foreign: Foreign) -> Converted:
+    raise ByHand(foreign.note)
+
+
+READ_WITH_OTHERS = ("switch", "layout", "by_hand")
+"""Conversions that give no value on their own."""
+
+CONVERSIONS: dict[str, Conversion] = {
+    "same": Conversion(_same),
+    "number": Conversion(_one_number),
+    "positive": Conversion(_positive, "0 and below: leave it out"),
+    "prompts": Conversion(_prompts, "counts prompts there and trajectories here: x `rollout.n`", 1),
+    "rollout_batches": Conversion(_rollout_batches, "counts rollout batches there and updates here", 2),
+    "updates": Conversion(_from_updates, "counts updates there and rollout batches here", 2),
+    "fraction_of_run": Conversion(_fraction_of_run, "a share of the run there, updates here", 2),
+    "sequences": Conversion(
+        _sequences,
+        "sequences there, tokens here: x (`data.max_prompt_length` + `rollout.max_response_length`) "
+        "/ `parallel.context_parallel_size`",
+        1,
+    ),
+    "per_context_rank": Conversion(
+        _per_context_rank, "tokens of all context-parallel ranks there, of one here: / its number", 1
+    ),
+    "product": Conversion(_product, "x the learning rate"),
+    "coefficient": Conversion(_coefficient, "with the coefficient of `loss_fn.reference_policy_kl_penalty`"),
+    "choice": Conversion(_choice),
+    "each": Conversion(_each, "two numbers there, two keys here"),
+    "inverse_bounds": Conversion(_inverse_bounds, "`lower_upper` there; the inverses: `1/upper` and `1/lower`"),
+    "more_than_one": Conversion(_more_than_one, "true where it is more than 1"),
+    "at_most_one": Conversion(_at_most_one, "1 at most, which leaves the lower side open"),
+    "minus_one": Conversion(_minus_one, "less 1"),
+    "round_up": Conversion(_round_up, "rounded up"),
+    "two_or_more": Conversion(_two_or_more),
+    "tensor_parallel_only": Conversion(_tensor_parallel_only, "true needs tensor parallelism", 1),
+    "modules": Conversion(_modules, "of `core_attn`, `mlp`, `moe`"),
+    "any": Conversion(_any, "one key for parameters, gradients and optimizer"),
+    "given": Conversion(_given, "a path there, true or false here"),
+    "loggers": Conversion(_loggers),
+    "file": Conversion(_file, "one .jsonl or .parquet file"),
+    "model": Conversion(_model, "a Hugging Face folder on disk, not a name on the Hub"),
+    "function": Conversion(_function, "`module:function`, with `reward.type: function`"),
+    "function_name": Conversion(_function_name, "`module:function`"),
+    "leave_one_out": Conversion(_leave_one_out, "`rloo` without `grpo.normalize_rewards`, else `grpo`"),
+    "mib": Conversion(_mib, "/ 2^20"),
+    "switch": Conversion(_by_hand),
+    "layout": Conversion(_by_hand),
+    "by_hand": Conversion(_by_hand),
+}

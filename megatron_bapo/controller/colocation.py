@@ -1,0 +1,87 @@
+"""Trainer and colocated engines take turns on the GPUs; meanwhile the other sleeps or is offloaded to host memory.
+
+    engines: generate ──► trainer: updates ──► both: weights, without optimizer and KV cache ──► engines
+
+A lost engine is replaced during the engines' turn, and the trainer's turn begins when no engine is starting
+(`EngineFleet.to_trainer`). Without `rollout.sleep_level` and `trainer.offload` nothing sleeps and nothing is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.model.build import PolicyModel
+from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.trainer.offload import TrainerMemory
+from megatron_bapo.trainer.worker import Worker
+
+
+class ColocationManager:
+    """Switches turns between the trainer and the engines; all trainer ranks must make the same calls.
+
+    The trainer has the first turn.
+    """
+
+    def __init__(self, config: Config, groups: ParallelGroups, rollouts: RolloutClient | None) -> None:
+        """`rollouts` is None on all ranks but the main one. Returns when the engines sleep, if `sleep_level` is set.
+
+        So the engines profile their memory before the trainer allocates any, and the trainer is built on free GPUs.
+        """
+        self._groups, self._rollouts = groups, rollouts
+        self._sleep_level, self._offload = config.rollout.sleep_level, config.trainer.offload
+        self._memory: TrainerMemory | None = None
+        self._trainers_turn = True
+        if self._sleep_level and rollouts is not None:
+            rollouts.wait_for_engines()
+            rollouts.sleep(1)
+        self._barrier()
+
+    def manage(self, worker: Worker, reference: PolicyModel | None) -> None:
+        """Offload these models during the engines' turns from now on; call this when all of them exist."""
+        if self._offload:
+            self._memory = TrainerMemory(worker, reference)
+
+    def to_trainer(self, *, weights_follow: bool = True) -> None:
+        """Let the engines sleep, then load the trainer's memory; without `weights_follow` the engines keep weights."""
+        if self._sleep_level and self._rollouts is not None:
+            self._rollouts.sleep(self._sleep_level if weights_follow else 1)
+        self._barrier()
+        if self._memory is not None:
+            self._memory.onload()
+        self._trainers_turn = True
+
+    def to_weight_sync(self) -> None:
+        """Have both the trainer's parameters and the engines' memory for weights on the GPUs."""
+        if self._memory is not None:
+            self._memory.offload_all_but_parameters()
+        self._barrier()
+        if self._sleep_level and self._rollouts is not None:
+            self._rollouts.wake(("weights",))
+        self._barrier()
+
+    def to_engines(self) -> None:
+        """Offload the trainer, then wake the engines."""
+        if self._memory is not None:
+            self._memory.offload()
+        self._barrier()
+        if self._sleep_level and self._rollouts is not None:
+            self._rollouts.wake(("weights", "kv_cache"))
+        self._trainers_turn = False
+
+    @contextmanager
+    def trainer_turn(self) -> Iterator[None]:
+        """Give the trainer the turn in this context, if it has not got it; its weights must not change."""
+        if self._trainers_turn:
+            yield
+            return
+        self.to_trainer(weights_follow=False)
+        yield
+        self.to_engines()
+
+    def _barrier(self) -> None:
+        if self._sleep_level or self._offload:
+            barrier(self._groups)

@@ -1,0 +1,49 @@
+"""Weight updates: send the trainer's weights to the engines and verify that they arrived."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron_bapo.controller.colocation import ColocationManager
+from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.metrics.values import Last, Max, Metric
+from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.trainer.weight_publisher import WeightTransport
+from megatron_bapo.trainer.worker import Worker, score_sequence
+
+
+def update_weights(
+    worker: Worker,
+    rollouts: RolloutClient | None,
+    transport: WeightTransport,
+    colocation: ColocationManager,
+    policy_version: int,
+) -> dict[str, Metric]:
+    """Send the trainer's weights to every engine as `policy_version`, and verify them with the weight probe."""
+    colocation.to_weight_sync()
+    load = None if rollouts is None else partial(rollouts.load_weights, policy_version, transport.plan)
+    relay_bytes = transport.deliver(policy_version, load)
+    metrics = probe(worker, rollouts, colocation, policy_version)
+    if rollouts is not None:
+        metrics["weight_sync/store_bytes"] = Last(transport.plan.total_bytes)
+        metrics["weight_sync/relay_bytes"] = Last(relay_bytes)
+    return metrics
+
+
+def probe(
+    worker: Worker, rollouts: RolloutClient | None, colocation: ColocationManager, policy_version: int
+) -> dict[str, Metric]:
+    """Give the GPUs to the engines, and compare their log-probs of the probe sequence with the trainer's.
+
+    `rollouts` is None on all ranks but the main one. Raises ProbeFailed if an engine differs.
+    """
+    token_ids = broadcast_object(rollouts.probe_token_ids if rollouts else None, worker.groups)
+    log_probs = score_sequence(worker, token_ids)
+    colocation.to_engines()
+    if rollouts is None:
+        return {}
+    config = worker.config
+    num_decoded = min(config.weight_sync.probe_decoded_tokens, config.max_model_len - 1 - len(token_ids))
+    differences = rollouts.probe(WeightProbe(policy_version, token_ids, log_probs, config.probe_tolerance, num_decoded))
+    return {"weight_sync/probe_diff_max": Max(max(differences))} if differences else {}

@@ -1,0 +1,231 @@
+"""Files of a checkpoint with the rollouts for later batches: buffered groups and partial responses.
+
+The groups are divided among the files `in_flight/shard-NNN.rollouts`, which threads write and read side by side. A file
+has a record for each group: a line of JSON, and the bytes of its arrays and texts as they are in memory, because
+encoding gigabytes of tokens would take minutes. The last line says how many records there are.
+
+    {"kind": "unfinished", ..., "num_bytes": 24, "crc32": 907060870}\\n
+    24 bytes: all 4-byte arrays (little-endian), trajectory by trajectory, then all loss masks, then all texts
+    {"kind": "end", "num_groups": 1}\\n
+
+Checkpoints of earlier versions have `buffered.parquet` and `unfinished.parquet` instead, which are read, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_bapo.data.rollout_files import prompt_columns, prompt_of, read_in_flight_parquet
+from megatron_bapo.errors import UserError
+from megatron_bapo.files import flush
+from megatron_bapo.records import (
+    BufferedGroup,
+    Group,
+    InFlightState,
+    Trajectory,
+    UnfinishedGroup,
+    UnfinishedTrajectory,
+    VersionSpan,
+)
+
+FOLDER = "in_flight"
+MAX_SHARDS = 8
+_INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
+_Saved = BufferedGroup | UnfinishedGroup
+
+
+def save_in_flight(folder: Path, state: InFlightState) -> None:
+    """Write the state into a checkpoint that is being written, and flush it to the disk.
+
+    Without rollouts nothing is created. The groups are read while they are written.
+    """
+    groups = _Joined(state.buffered, state.unfinished)
+    num_shards = min(MAX_SHARDS, len(groups))
+    if num_shards == 0:
+        return
+    target = folder / FOLDER
+    shutil.rmtree(target, ignore_errors=True)  # left by a call that is repeated
+    target.mkdir(parents=True)
+    with ThreadPoolExecutor(num_shards) as threads:
+        written = [
+            threads.submit(_write_shard, target / f"shard-{i:03}.rollouts", groups, range(i, len(groups), num_shards))
+            for i in range(num_shards)
+        ]
+        for each in written:
+            each.result()
+    flush(target)
+    flush(folder)
+
+
+def load_in_flight(checkpoint: Path) -> InFlightState:
+    """Read the state that `save_in_flight` wrote, bit-identical; empty without files. Raises UserError if damaged."""
+    shards = sorted((checkpoint / FOLDER).glob("shard-*.rollouts"))
+    if not shards:
+        return read_in_flight_parquet(checkpoint)
+    with ThreadPoolExecutor(len(shards)) as threads:
+        groups = [group for shard in threads.map(_read_shard, shards) for group in shard]
+    groups.sort(key=lambda group: group.serial)
+    return InFlightState(
+        tuple(group for group in groups if isinstance(group, BufferedGroup)),
+        tuple(group for group in groups if isinstance(group, UnfinishedGroup)),
+    )
+
+
+class _Joined:
+    """Both kinds of groups as one sequence; unfinished ones are made when they are read."""
+
+    def __init__(self, buffered: Sequence[BufferedGroup], unfinished: Sequence[UnfinishedGroup]) -> None:
+        self._buffered, self._unfinished = buffered, unfinished
+
+    def __len__(self) -> int:
+        return len(self._buffered) + len(self._unfinished)
+
+    def __getitem__(self, index: int) -> _Saved:
+        num = len(self._buffered)
+        return self._buffered[index] if index < num else self._unfinished[index - num]
+
+
+def _write_shard(path: Path, groups: _Joined, indices: Iterable[int]) -> None:
+    num_groups = 0
+    with path.open("wb") as file:
+        for index in indices:
+            num_groups += _write_group(file, groups[index])
+        _write_line(file, {"kind": "end", "num_groups": num_groups})
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_group(file: BinaryIO, group: _Saved) -> bool:
+    """Write the group's record; return False for a group without tokens, which has none."""
+    if isinstance(group, BufferedGroup):
+        head = {"kind": "buffered", "num_uses": group.num_uses, **prompt_columns(group.group.prompt)}
+        trajectories: Sequence[Trajectory | UnfinishedTrajectory] = group.group.trajectories
+    else:
+        head, trajectories = {"kind": "unfinished", "prompt_id": group.prompt_id}, group.trajectories
+    if not trajectories:
+        return False
+    parts = [part for t in trajectories for part in _arrays(t)]
+    parts += [_view(t.loss_mask, np.dtype(bool)) for t in trajectories if t.loss_mask is not None]
+    parts += [memoryview(_text_bytes(t)) for t in trajectories if isinstance(t, Trajectory)]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    head |= {"serial": group.serial, "trajectories": [_fields(trajectory) for trajectory in trajectories]}
+    _write_line(file, head | {"num_bytes": sum(part.nbytes for part in parts), "crc32": checksum})
+    for part in parts:
+        file.write(part)
+    return True
+
+
+def _write_line(file: BinaryIO, values: dict[str, Any]) -> None:
+    file.write(json.dumps(values).encode() + b"\n")
+
+
+def _arrays(trajectory: Trajectory | UnfinishedTrajectory) -> Iterator[memoryview]:
+    if isinstance(trajectory, Trajectory):
+        yield _view(trajectory.prompt_token_ids, _INT)
+    yield _view(trajectory.response_token_ids, _INT)
+    yield _view(trajectory.behaviour_log_probs, _FLOAT)
+
+
+def _text_bytes(trajectory: Trajectory) -> bytes:
+    return trajectory.text.encode("utf-8", "surrogatepass")
+
+
+def _view(array: np.ndarray, dtype: np.dtype) -> memoryview:
+    return np.ascontiguousarray(array, dtype).view(np.uint8).data
+
+
+def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:
+    fields = {
+        "num_tokens": len(trajectory.response_token_ids),
+        "num_log_probs": len(trajectory.behaviour_log_probs),
+        "version_spans": [astuple(span) for span in trajectory.version_spans],
+        "finish_reason": trajectory.finish_reason,
+        "turns": trajectory.turns,
+        "has_loss_mask": trajectory.loss_mask is not None,
+    }
+    if isinstance(trajectory, UnfinishedTrajectory):
+        return fields | {"turn_ended": trajectory.turn_ended}
+    return fields | {
+        "reward": trajectory.reward,
+        "num_prompt_tokens": len(trajectory.prompt_token_ids),
+        "num_text_bytes": len(_text_bytes(trajectory)),
+    }
+
+
+def _read_shard(path: Path) -> list[_Saved]:
+    groups: list[_Saved] = []
+    try:
+        with path.open("rb") as file:
+            while (head := json.loads(file.readline()))["kind"] != "end":
+                groups.append(_read_group(file, head))
+        if head["num_groups"] != len(groups):
+            raise ValueError(f"it has {len(groups)} groups, and its end says {head['num_groups']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}. Delete it; its rollouts are then generated again") from None
+    return groups
+
+
+def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
+    content = bytearray(head["num_bytes"])
+    num_read = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
+    if num_read != len(content) or zlib.crc32(content) != head["crc32"]:
+        raise ValueError(f"the group with serial number {head['serial']} does not match its checksum")
+    # The arrays share the group's bytes.
+    parts = _Parts(memoryview(content))
+    is_buffered, fields = head["kind"] == "buffered", head["trajectories"]
+    arrays = [
+        (parts.take(each["num_prompt_tokens"] if is_buffered else 0, _INT),
+         parts.take(each["num_tokens"], _INT), parts.take(each["num_log_probs"], _FLOAT))
+        for each in fields
+    ]  # fmt: skip
+    shared = [_shared(parts, each, *values[1:]) for each, values in zip(fields, arrays, strict=True)]
+    if not is_buffered:
+        unfinished = (
+            UnfinishedTrajectory(**values, turn_ended=each["turn_ended"])
+            for each, values in zip(fields, shared, strict=True)
+        )
+        return UnfinishedGroup(head["serial"], head["prompt_id"], tuple(unfinished))
+    trajectories = (
+        Trajectory(prompt_token_ids=prompt, text=parts.text(each["num_text_bytes"]), reward=each["reward"], **values)
+        for each, (prompt, *_), values in zip(fields, arrays, shared, strict=True)
+    )
+    return BufferedGroup(head["serial"], Group(prompt_of(head), tuple(trajectories)), head["num_uses"])
+
+
+def _shared(parts: _Parts, fields: dict[str, Any], tokens: np.ndarray, log_probs: np.ndarray) -> dict[str, Any]:
+    """Return the fields that finished and unfinished trajectories have in common."""
+    return {
+        "response_token_ids": tokens,
+        "behaviour_log_probs": log_probs,
+        "version_spans": tuple(VersionSpan(*span) for span in fields["version_spans"]),
+        "finish_reason": fields["finish_reason"],
+        "loss_mask": parts.take(len(tokens), np.dtype(bool)) if fields["has_loss_mask"] else None,
+        "turns": tuple(fields["turns"]),
+    }
+
+
+class _Parts:
+    """Reads consecutive arrays from a buffer."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer, self._start = buffer, 0
+
+    def take(self, num: int, dtype: np.dtype) -> np.ndarray:
+        array = np.frombuffer(self._buffer, dtype, num, self._start)
+        self._start += array.nbytes
+        return array
+
+    def text(self, num_bytes: int) -> str:
+        return self.take(num_bytes, np.dtype(np.uint8)).tobytes().decode("utf-8", "surrogatepass")

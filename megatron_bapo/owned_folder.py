@@ -1,0 +1,58 @@
+"""Temporary folders that are removed with the process that owns them, or after it was killed by the next owner."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+LOCK = "OWNER.lock"
+"""File in the folder that its owner has locked; launch/ray_node.sh also uses it."""
+
+
+class OwnedFolder:
+    """A private folder in `parent` whose name starts with `prefix`."""
+
+    def __init__(self, prefix: str, parent: Path) -> None:
+        """Create the folder. Folders of this user whose owners were killed, with the same prefix, are removed first."""
+        _remove_abandoned(prefix, parent)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        self._lock = _try_lock(self.path / LOCK)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        _remove(self.path)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder in which ending processes may still be writing."""
+    for _ in range(3):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(prefix: str, parent: Path) -> None:
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(FileNotFoundError):  # another process may be cleaning up at the same time
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid() or not (folder / LOCK).is_file():
+                continue
+            lock = _try_lock(folder / LOCK)
+            if lock is not None:
+                _remove(folder)
+                os.close(lock)
+
+
+def _try_lock(path: Path) -> int | None:
+    """Take an exclusive lock that the kernel releases with the process; return None if another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

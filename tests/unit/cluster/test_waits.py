@@ -1,0 +1,41 @@
+"""Messages of the launcher while it waits for the head and the nodes of a cluster."""
+
+import socket
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from megatron_bapo.cluster import planes
+from megatron_bapo.errors import RunError
+
+
+@pytest.fixture
+def console(monkeypatch: pytest.MonkeyPatch) -> Console:
+    for name, value in {"NODES_TIMEOUT_S": 0.5, "_FIRST_REPORT_S": 0.1, "_POLL_S": 0.05}.items():
+        monkeypatch.setattr(planes, name, value)
+    return Console(file=StringIO(), width=200)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_the_launcher_says_that_it_waits_for_the_head(console: Console) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(RunError, match=f"Ray's head at {address} did not answer"):
+        planes._wait_for_head(address, console)
+    assert f"waiting for Ray's head at {address}" in printed(console)
+
+
+def test_the_launcher_names_the_nodes_that_it_waits_for(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {}}
+    monkeypatch.setattr(planes, "nodes", lambda: [joined])
+    monkeypatch.setenv("BAPO_NODE_ADDRESSES", "n1 10.0.0.1\nn2 10.0.0.2\nn3 10.0.0.3")
+    with pytest.raises(
+        RunError, match=r"2 of 3 nodes did not join .*: n2 10\.0\.0\.2, n3 10\.0\.0\.3; it has 10\.0\.0\.1"
+    ):
+        planes._wait_for_nodes(3, "10.0.0.1:6379", console)
+    assert "waiting for 2 of 3 nodes: n2 10.0.0.2, n3 10.0.0.3, 0 s so far" in printed(console)

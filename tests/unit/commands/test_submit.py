@@ -1,0 +1,187 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_bapo.commands import submit as submission
+from megatron_bapo.commands.submit import check_fits, num_nodes
+from megatron_bapo.config.cluster import ClusterConfig, load_cluster
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.errors import UserError
+from tests.unit.config.examples import config
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+CLUSTERS = sorted((CONFIGS / "clusters").glob("*.yaml"))
+RECIPE = CONFIGS / "recipes" / "qwen2.5-32b_16gpus.yaml"
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_a_shipped_cluster_makes_a_job(path: Path) -> None:
+    cluster = load_cluster(path.stem, path.parent)
+    settings = config(parallel__world_size=8, rollout__num_engines=2)
+    job = submission.submission(settings, Path("config.yaml"), ["seed=2"], cluster)
+    assert job.command[:2] == ("sbatch", "--parsable")
+    assert job.command[-3:] == (str(submission.LAUNCH / "slurm.sbatch"), "config.yaml", "seed=2")
+    assert (":" in job.command) == (cluster.rollout_nodes is not None)
+    assert job.environment["BAPO_LAUNCH"] == str(submission.LAUNCH)
+
+
+def test_a_job_has_the_fewest_nodes_with_enough_gpus() -> None:
+    settings = config(parallel__world_size=16, rollout__num_engines=6, rollout__tensor_parallel_size=2)
+    assert num_nodes(settings, ClusterConfig()) == (4,)
+    apart = ClusterConfig.model_validate({"rollout_nodes": {"gpus_per_node": 4}})
+    assert num_nodes(settings, apart) == (2, 3)
+    assert num_nodes(load_config(RECIPE), ClusterConfig()) == (2,)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_a_fitting_change() -> None:
+    too_long = load_config(RECIPE, ["trainer.max_tokens_per_gpu=400000"])
+    with pytest.raises(UserError, match=r"it does not fit on 16 H100:\n.*needs .* GiB.*\n  this would fit: "):
+        check_fits(too_long, ClusterConfig())
+    assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
+
+
+def test_a_step_longer_than_the_notice_before_the_time_limit_is_warned_about() -> None:
+    flagship = load_config(CONFIGS / "recipes" / "paper_32b_64k.yaml")
+    step_s = 8678  # docs/guides/recipes.md
+    elsewhere = "/opt/python"  # else it is also said that this one has no CUDA
+    (warning,) = check_fits(flagship, ClusterConfig(signal_s=step_s - 100, python=elsewhere))
+    assert f"signal_s={step_s - 100} in the cluster's file is less than a planned step of 8678 s" in warning
+    assert "checkpoint.every_s=1800" in warning
+    assert check_fits(flagship, ClusterConfig(signal_s=step_s + 100, python=elsewhere)) == []
+
+
+def test_colocated_engines_need_no_nodes_of_their_own() -> None:
+    cluster = ClusterConfig.model_validate({"rollout_nodes": {}})
+    with pytest.raises(UserError, match=r"set rollout\.colocate=false"):
+        submission.submission(config(rollout__colocate=True), Path("c.yaml"), [], cluster)
+
+
+def test_an_unknown_cluster_or_key_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("partitions: gpu\n")
+    with pytest.raises(UserError, match=r"nope.yaml does not exist; known clusters: mine"):
+        load_cluster("nope", tmp_path)
+    with pytest.raises(UserError, match=r"partitions=gpu: unknown key; did you mean partition\?"):
+        load_cluster("mine", tmp_path)
+
+
+def test_a_time_that_yaml_reads_as_a_number_must_be_quoted(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("time_limit: 12:00:00\n")
+    with pytest.raises(
+        UserError, match=r"time_limit=43200: must be text; put it in quotes, because YAML reads 12:00:00"
+    ):
+        load_cluster("mine", tmp_path)
+
+
+CONTAINER = {"image": "a.sqsh", "mounts": ["/m:/m:ro"]}
+
+
+def container_words(runtime: str, run_dir: str = "runs/mine", **cluster: object) -> list[str]:
+    described = {"container": {**CONTAINER, "runtime": runtime}, "env": {"NCCL_DEBUG": "WARN", "A": "b,c"}, **cluster}
+    job = submission.submission(config(run_dir=run_dir), Path("c.yaml"), [], ClusterConfig.model_validate(described))
+    assert (job.environment.get("APPTAINERENV_A") == "b,c") == (runtime == "apptainer")
+    return job.environment["BAPO_CONTAINER"].splitlines()
+
+
+def test_pyxis_gets_the_jobs_folders_and_the_cluster_environment() -> None:
+    here = Path.cwd()
+    assert container_words("pyxis") == [
+        "--container-image=a.sqsh",
+        f"--container-mounts=/tmp:/tmp,{here}:{here},{submission.LAUNCH}:{submission.LAUNCH},/m:/m:ro",
+        f"--container-workdir={here}",
+        "--container-env=NCCL_DEBUG,A",
+    ]
+    assert len(container_words("pyxis", env={})) == 3
+
+
+def test_apptainer_precedes_the_steps_command() -> None:
+    here = Path.cwd()
+    binds = f"--bind={here}:{here},{submission.LAUNCH}:{submission.LAUNCH},/m:/m:ro"
+    assert container_words("apptainer") == ["apptainer", "exec", "--nv", binds, f"--pwd={here}", "a.sqsh"]
+    assert "--nv" not in container_words("apptainer", gpus_per_node=0)
+
+
+def test_a_run_directory_outside_of_the_jobs_folder_is_mounted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    elsewhere, here = tmp_path / "elsewhere", tmp_path / "here"
+    elsewhere.mkdir()
+    here.mkdir()
+    (here / "runs").symlink_to(elsewhere)
+    monkeypatch.chdir(here)
+    linked = container_words("pyxis", "runs/mine")[1]
+    assert f",{elsewhere}/mine:{elsewhere}/mine," in linked
+    assert f",{elsewhere}/mine:{elsewhere}/mine," in container_words("apptainer", f"{elsewhere}/mine")[3]
+
+
+def test_without_slurm_its_commands_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="scontrol is not installed here"):
+        submission.status("1")
+
+
+@pytest.fixture
+def fake_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Return a function that installs a scontrol with this output and exit code; it runs in the submitter's folder."""
+
+    def install(output: str, code: int = 0) -> None:
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "scancel").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/cancelled\n')
+        (tmp_path / "bin" / "scancel").chmod(0o755)
+        (tmp_path / "bin" / "scontrol").write_text(f"#!/bin/sh\necho '{output}'\nexit {code}\n")
+        (tmp_path / "bin" / "scontrol").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return install
+
+
+UNKNOWN_JOB = ("slurm_load_jobs error: Invalid job id specified", 1)
+
+
+@pytest.mark.parametrize("said", [UNKNOWN_JOB, ("", 0), ("JobId=7 JobState=FAILED StdOut=(null)", 0)])
+@pytest.mark.parametrize("run_dir", [".", "runs/mine", "runs/studies/mine"])
+def test_the_log_of_a_job_unknown_to_slurm_is_found_in_its_run_directory(fake_scontrol, tmp_path, said, run_dir):
+    fake_scontrol(*said)
+    folder = submission.submission(
+        config(run_dir=tmp_path / run_dir), Path("c.yaml"), [], load_cluster("h100", CONFIGS / "clusters")
+    ).folder
+    folder.mkdir(parents=True)
+    for name in ("7.log", "7-trainer-0-ray.log", "7-environment.txt", "8.log"):
+        (folder / name).touch()
+    assert submission.logs("7") == [folder / "7.log", folder / "7-trainer-0-ray.log"]
+    known = submission.status("7")
+    assert known["state"] == "FAILED" or known["log"] == str(folder / "7.log")
+
+
+@pytest.mark.parametrize("said", [UNKNOWN_JOB, ("", 0), ("JobId=7 JobState=FAILED", 0)])
+def test_the_message_about_a_missing_log_names_its_usual_place(fake_scontrol, tmp_path, said):
+    fake_scontrol(*said)
+    with pytest.raises(UserError, match=r"log of job 7 .* see RUN_DIR/slurm/7\.log"):
+        submission.logs("7")
+
+
+def test_other_slurm_errors_are_passed_on(fake_scontrol):
+    fake_scontrol("slurm_load_jobs error: Unable to contact slurm controller", 1)
+    with pytest.raises(UserError, match="scontrol: slurm_load_jobs error: Unable to contact"):
+        submission.status("7")
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "called", "message"),
+    [
+        ("RUNNING", False, "--batch --signal=USR2 7", "saves its state after the current step and ends"),
+        ("RUNNING", True, "7", "ends without saving"),
+        ("PENDING", False, "7", "is removed from the queue"),
+    ],
+)
+def test_cancel_says_what_happens_and_a_queued_job_leaves_the_queue(
+    fake_scontrol, tmp_path, state, now, called, message
+):
+    fake_scontrol(f"JobId=7 JobState={state} StdOut=/logs/7.log")
+    assert message in submission.cancel("7", now=now)
+    assert (tmp_path / "cancelled").read_text() == f"{called}\n"
+
+
+def test_a_job_that_has_ended_cannot_be_cancelled(fake_scontrol, tmp_path):
+    fake_scontrol("JobId=7 JobState=COMPLETED StdOut=/logs/7.log")
+    with pytest.raises(UserError, match="job 7 is not running: COMPLETED"):
+        submission.cancel("7", now=False)
+    assert not (tmp_path / "cancelled").exists()

@@ -1,0 +1,442 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_bapo.cli.main import app
+from megatron_bapo.commands.translate import From, Translation, translate
+from megatron_bapo.commands.translated_text import config_text, report_lines
+from megatron_bapo.config.checks import rule_problems
+from megatron_bapo.config.loading import load_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import UserError
+
+VERL = """
+actor_rollout_ref:
+  hybrid_engine: true
+  model: {path: models/Qwen3-8B, use_remove_padding: true}
+  actor:
+    _target_: verl.workers.config.McoreActorConfig
+    strategy: megatron
+    ppo_mini_batch_size: 64
+    ppo_epochs: 1
+    use_dynamic_bsz: true
+    ppo_max_token_len_per_gpu: 24576
+    clip_ratio_low: 0.2
+    clip_ratio_high: 0.28
+    clip_ratio_c: 10.0
+    loss_agg_mode: token-mean
+    entropy_coeff: 0
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    optim: {lr: 1e-6, lr_warmup_steps: 10, weight_decay: 0.1, clip_grad: 1.0, betas: [0.9, 0.98]}
+    megatron:
+      tensor_model_parallel_size: 4
+      pipeline_model_parallel_size: 2
+      virtual_pipeline_model_parallel_size: null
+      context_parallel_size: 1
+      sequence_parallel: true
+      param_offload: true
+      optimizer_offload: true
+      override_transformer_config:
+        recompute_granularity: selective
+        recompute_modules: [core_attn, layernorm]
+  ref:
+    log_prob_use_dynamic_bsz: ${actor_rollout_ref.actor.use_dynamic_bsz}
+  rollout:
+    name: vllm
+    n: 16
+    temperature: 1.0
+    tensor_model_parallel_size: 4
+    gpu_memory_utilization: 0.6
+    max_num_seqs: 512
+    prompt_length: ${data.max_prompt_length}
+    free_cache_engine: true
+    val_kwargs: {n: 4, temperature: 0.6, top_p: 0.95, do_sample: true}
+data:
+  train_files: data/train.parquet
+  val_files: data/test.parquet
+  train_batch_size: 256
+  max_prompt_length: 2048
+  max_response_length: 8192
+  filter_overlong_prompts: true
+  truncation: error
+reward:
+  reward_manager: {name: dapo}
+  reward_kwargs: {overlong_buffer_cfg: {enable: true, len: 4096, penalty_factor: 1.0, log: false}}
+algorithm:
+  adv_estimator: grpo
+  norm_adv_by_std_in_grpo: false
+  use_kl_in_reward: false
+  kl_ctrl: {kl_coef: 0.001}
+  filter_groups: {enable: true, metric: acc, max_num_gen_batches: 10}
+  rollout_correction:
+    {rollout_is: token, rollout_is_threshold: 2.0, rollout_rs: seq_mean_k1, rollout_rs_threshold: "0.5_2.5"}
+trainer:
+  total_training_steps: 200
+  project_name: dapo
+  experiment_name: qwen3-8b
+  default_local_dir: checkpoints/${trainer.project_name}/${trainer.experiment_name}
+  logger: [console, wandb]
+  nnodes: 2
+  n_gpus_per_node: 8
+  save_freq: 20
+  test_freq: 5
+critic: {optim: {lr: 1e-5}}
+ray_kwargs: {ray_init: {num_cpus: null}}
+"""
+
+NEMO_RL = """
+grpo:
+  num_prompts_per_step: 64
+  num_generations_per_prompt: 32
+  max_num_steps: 500
+  max_rollout_turns: 1
+  normalize_rewards: true
+  use_leave_one_out_baseline: false
+  val_period: 10
+  seed: 42
+  use_dynamic_sampling: true
+  dynamic_sampling_max_gen_batches: 10
+  overlong_filtering: true
+  async_grpo: {enabled: false, max_trajectory_age_steps: 1, in_flight_weight_updates: false}
+loss_fn:
+  reference_policy_kl_penalty: 0.01
+  reference_policy_kl_type: k3
+  ratio_clip_min: 0.2
+  ratio_clip_max: 0.28
+  ratio_clip_c: null
+  token_level_loss: true
+  use_importance_sampling_correction: true
+  use_kl_in_reward: false
+checkpointing: {enabled: true, checkpoint_dir: results/grpo, keep_top_k: 3, save_period: 10}
+policy:
+  model_name: Qwen/Qwen2.5-7B
+  tokenizer: {name: "${policy.model_name}"}
+  train_global_batch_size: 512
+  train_micro_batch_size: 2
+  max_total_sequence_length: 4096
+  precision: bfloat16
+  dtensor_cfg: {enabled: false, tensor_parallel_size: 8}
+  megatron_cfg:
+    enabled: true
+    activation_checkpointing: true
+    recompute_granularity: full
+    tensor_model_parallel_size: 2
+    pipeline_model_parallel_size: 1
+    context_parallel_size: 2
+    sequence_parallel: true
+    optimizer: {optimizer: adam, lr: 3.0e-7, min_lr: 3.0e-8, weight_decay: 0.01, clip_grad: "${policy.max_grad_norm}"}
+    scheduler: {lr_decay_style: cosine, lr_decay_iters: 400, lr_warmup_iters: 13}
+    fp8_cfg: {enabled: true, fp8: e4m3, fp8_recipe: blockwise, fp8_param: false}
+  sequence_packing:
+    enabled: true
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+  max_grad_norm: 1.0
+  generation:
+    backend: vllm
+    max_new_tokens: 3072
+    temperature: 1.0
+    top_p: 1.0
+    top_k: null
+    vllm_cfg: {tensor_parallel_size: 2, gpu_memory_utilization: 0.6, precision: fp8, kv_cache_dtype: fp8}
+    colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}
+data:
+  max_input_seq_length: ${policy.max_total_sequence_length}
+  train: {data_path: data/train.jsonl, input_key: question}
+  validation: {data_path: data/test.jsonl}
+  default: {output_key: expected}
+env: {math: {num_workers: 16, math_verify_impl: hf_math_verify}}
+logger: {wandb_enabled: true, tensorboard_enabled: true, mlflow_enabled: true, wandb: {project: grpo, name: first}}
+cluster: {num_nodes: 3, gpus_per_node: 8}
+"""
+
+
+def write(folder: Path, text: str, name: str = "theirs.yaml") -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def loaded(folder: Path, result: Translation, *overrides: str) -> Config:
+    return load_config(write(folder, config_text(result), "ours.yaml"), overrides)
+
+
+def refused(path: Path, *overrides: str, source: From = "auto") -> str:
+    with pytest.raises(UserError) as caught:
+        translate(path, overrides, source)
+    return str(caught.value)
+
+
+def settings(left_out: list[Any]) -> dict[str, str]:
+    return {each.setting: each.reason for each in left_out}
+
+
+def test_a_configuration_of_verl_loads_in_our_keys(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, VERL))
+    config = loaded(tmp_path, result)
+
+    assert (result.project, result.unknown, result.unresolved, result.to_set) == ("verl", [], [], {})
+    assert list(rule_problems(config)) == result.broken_rules == []
+    assert str(config.run_dir) == "checkpoints/dapo/qwen3-8b"
+    parallel, trainer, rollout, algorithm = config.parallel, config.trainer, config.rollout, config.algorithm
+    assert (parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (
+        16,
+        4,
+        2,
+    )
+    assert (parallel.sequence_parallel, parallel.recompute_modules) == (True, ("core_attn",))
+    assert (trainer.train_batch_size, trainer.ppo_mini_batch_size, trainer.total_steps) == (4096, 1024, 200)
+    assert (trainer.max_tokens_per_gpu, trainer.offload) == (24576, True)
+    assert (rollout.n, rollout.num_engines, rollout.tensor_parallel_size, rollout.max_num_seqs) == (16, 4, 4, 512)
+    assert (rollout.colocate, rollout.sleep_level, rollout.enforce_eager) == (True, 2, False)
+    assert (rollout.filter_groups.enable, rollout.filter_groups.max_num_gen_batches) == (True, 10)
+    assert (config.data.max_prompt_length, rollout.max_response_length) == (2048, 8192)
+    assert (algorithm.objective, algorithm.adv_estimator, algorithm.norm_adv_by_std) == ("ppo", "grpo", False)
+    assert (algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.clip_ratio_c) == (0.2, 0.28, 10.0)
+    assert (algorithm.kl_loss_coef, algorithm.kl_loss_type, algorithm.kl_reward_coef) == (0.001, "k3", 0.0)
+    assert algorithm.overlong.model_dump() == {"mode": "penalty", "buffer_length": 4096, "penalty_factor": 1.0}
+    correction = algorithm.rollout_correction
+    assert (algorithm.behaviour_policy, correction.rollout_is, correction.rollout_rs) == (
+        "recomputed",
+        "token",
+        "geometric",
+    )
+    assert (correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold) == (0.4, 2.0)
+    assert (config.optimizer.lr, config.optimizer.lr_warmup_steps, config.optimizer.adam_beta2) == (1e-6, 40, 0.98)
+    evaluation = config.evaluation
+    assert (evaluation.every_steps, evaluation.n, evaluation.temperature, evaluation.top_p) == (5, 4, 0.6, 0.95)
+    assert config.checkpoint.every_steps == 20
+    assert config.logging.wandb is not None
+    assert (config.logging.wandb.project, config.logging.wandb.name) == ("dapo", "qwen3-8b")
+
+
+def test_what_verl_has_and_we_have_not_is_told_with_the_reason(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, VERL))
+    assert list(settings(result.without)) == ["data.filter_overlong_prompts=true"]
+    assert "prepare_data.py" in settings(result.without)["data.filter_overlong_prompts=true"]
+    idle = settings(result.idle)
+    assert {"critic.optim.lr", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz", "data.truncation"} <= set(idle)
+    modules = "parallel.recompute_modules=[core_attn]: without layernorm"
+    assert any(modules in line for line in result.converted)
+    lines = list(report_lines(result))
+    assert lines[0].endswith(
+        "1 without a counterpart, 10 not needed here (--all lists them), 0 not known to this translator"
+    )
+    assert "Not needed here:" not in lines
+    assert "Not needed here:" in list(report_lines(result, with_idle=True))
+
+
+def test_units_are_in_the_comments_of_the_result(tmp_path: Path) -> None:
+    text = config_text(translate(write(tmp_path, VERL)))
+    assert "train_batch_size: 4096  # 256 prompts x rollout.n=16" in text
+    assert "lr_warmup_steps: 40  # 10 rollout batches x 4 updates" in text
+    assert "num_engines: 4  # 16 GPUs / 4 of an engine" in text
+    assert "enforce_eager: false  # verl's default" in text
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_configuration_of_nemo_rl_loads_in_our_keys(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, NEMO_RL))
+    config = loaded(tmp_path, result)
+
+    assert (result.project, result.unknown, result.unresolved) == ("nemo-rl", [], [])
+    assert list(rule_problems(config)) == result.broken_rules == []
+    assert set(result.to_set) == {"model.path"}
+    assert str(config.model.path) == "models/Qwen2.5-7B"
+    parallel, trainer, rollout, algorithm = config.parallel, config.trainer, config.rollout, config.algorithm
+    assert (parallel.world_size, rollout.num_engines, rollout.colocate, trainer.offload) == (16, 4, False, False)
+    assert (parallel.tensor_model_parallel_size, parallel.context_parallel_size) == (2, 2)
+    assert parallel.recompute_granularity == "full"
+    assert (trainer.train_batch_size, trainer.ppo_mini_batch_size, trainer.total_steps) == (2048, 512, 500)
+    assert trainer.max_tokens_per_gpu == 4096
+    assert (config.data.max_prompt_length, rollout.max_response_length) == (1024, 3072)
+    assert (config.data.train.prompt_key, config.data.train.label_key) == ("question", "expected")
+    assert (algorithm.objective, algorithm.adv_estimator, algorithm.behaviour_policy) == ("ppo", "grpo", "recomputed")
+    assert (algorithm.rollout_correction.rollout_is, algorithm.overlong.mode) == ("token", "filter")
+    assert (algorithm.kl_loss_coef, algorithm.loss_agg_mode) == (0.01, "token-mean")
+    assert (rollout.quantization, rollout.kv_cache_dtype, rollout.top_k) == ("fp8_per_block", "fp8_e4m3", -1)
+    assert config.fp8 is not None
+    assert (config.model.transformer_impl, config.fp8.recipe) == ("transformer_engine", "blockwise")
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.min_lr, optimizer.clip_grad) == (3e-7, 3e-8, 1.0)
+    assert (optimizer.lr_warmup_steps, optimizer.lr_decay_steps) == (52, 1600)
+    assert (config.evaluation.every_steps, config.checkpoint.every_steps, config.checkpoint.keep) == (10, 10, 3)
+    assert set(settings(result.without)) == {"logger.mlflow_enabled=true"}
+
+
+def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
+    overrides = [
+        "actor_rollout_ref.rollout.n=8",
+        "+trainer.rollout_data_dir=/tmp/rollouts",
+        "~algorithm.filter_groups",
+        "++actor_rollout_ref.actor.optim.lr=2e-6",
+        "data.train_files=['a.parquet', 'b.parquet']",
+    ]
+    result = translate(write(tmp_path, VERL), overrides)
+    config = loaded(tmp_path, result, "data.train.path=all.parquet")
+    assert (config.rollout.n, config.trainer.train_batch_size, config.logging.dump_rollouts) == (8, 2048, True)
+    assert (config.optimizer.lr, config.rollout.filter_groups.enable) == (2e-6, False)
+    assert "tools/prepare_data.py a.parquet b.parquet --output ALL.parquet" in result.to_set["data.train.path"]
+    assert "path: ???" in config_text(result)
+
+
+def test_what_a_file_leaves_to_verls_defaults_is_written_where_ours_differ(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, "actor_rollout_ref: {}\nalgorithm: {adv_estimator: rloo}\n"))
+    assert set(result.to_set) == {"model.path", "data.train.path", "trainer.total_steps", "data.validation.path"}
+    assert "trainer.total_epochs=30: runs are counted in rollout batches" in result.to_set["trainer.total_steps"]
+    config = loaded(tmp_path, result, "model.path=m", "data.train.path=t.parquet", "trainer.total_steps=5")
+    assert (config.rollout.n, config.trainer.train_batch_size, config.algorithm.clip_ratio_c) == (1, 1024, 3.0)
+    assert "rollout.n=1 with algorithm.adv_estimator=rloo" in result.broken_rules[0]
+
+
+def test_keys_that_need_one_another_are_dropped_together(tmp_path: Path) -> None:
+    alone = ["trainer.nnodes=1", "rollout.nnodes=1", "rollout.n_gpus_per_node=8", "~data.val_files", "~trainer.logger"]
+    result = translate(write(tmp_path, VERL), [*alone, "trainer.logger=console"])
+    config = loaded(tmp_path, result)
+    assert (config.rollout.colocate, config.rollout.sleep_level, config.trainer.offload) == (False, 0, False)
+    assert (config.rollout.num_engines, config.parallel.world_size) == (2, 8)
+    assert config.logging.wandb is None
+    assert config.data.validation is None
+    assert "evaluation.every_steps=5" in result.to_set["data.validation.path"]
+
+
+def test_asynchronous_training_of_verl_becomes_our_mode(tmp_path: Path) -> None:
+    text = VERL + "async_training: {staleness_threshold: 0.5, trigger_parameter_sync_step: 4, require_batches: 1}\n"
+    result = translate(
+        write(tmp_path, text),
+        [
+            "+rollout={nnodes: 1, n_gpus_per_node: 8, total_rollout_steps: 51200}",
+            "async_training.partial_rollout=true",
+            "data.train_batch_size=0",
+            "trainer.total_training_steps=null",
+        ],
+    )
+    config = loaded(tmp_path, result)
+    assert (config.rollout.mode, config.rollout.on_weight_update) == ("async", "abort_and_resume")
+    assert (config.trainer.train_batch_size, config.trainer.ppo_mini_batch_size) == (4096, 1024)
+    assert (config.trainer.total_steps, config.rollout.max_staleness) == (200, 1)
+
+
+def test_a_token_budget_counts_only_where_it_is_used(tmp_path: Path) -> None:
+    file, by_number = write(tmp_path, VERL), "actor_rollout_ref.actor.use_dynamic_bsz=false"
+    assert "trainer.max_tokens_per_gpu" not in translate(file, [by_number]).config
+    result = translate(file, [by_number, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"])
+    assert result.config["trainer.max_tokens_per_gpu"] == 2 * (2048 + 8192)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("${oc.env:HOME}/train.parquet", "data.train_files=${oc.env:HOME}/train.parquet"),
+        ("${no.such.key}", "data.train_files=${no.such.key}"),
+        ("${data.train_files}", "data.train_files=${data.train_files}"),
+        ("'${oc.env:DATA'", "data.train_files=${oc.env:DATA"),
+    ],
+)
+def test_a_reference_that_the_file_does_not_answer_is_listed(tmp_path: Path, value: str, text: str) -> None:
+    result = translate(write(tmp_path, VERL.replace("data/train.parquet", value)))
+    assert result.unresolved == [f"{text} (here data.train.path)"]
+    assert result.to_set["data.train.path"].startswith(text)
+    assert loaded(tmp_path, result, "data.train.path=x.parquet").trainer.total_steps == 200
+
+
+def test_references_between_keys_are_resolved(tmp_path: Path) -> None:
+    text = (
+        "actor_rollout_ref:\n  rollout: {n: 4, top_k: '${oc.select:no.such.key,-1}', max_num_seqs: '${.n}'}\n"
+        "  actor: {ppo_mini_batch_size: '${oc.select:data.train_batch_size,1}'}\n"
+        "data: {train_batch_size: '${mul:${actor_rollout_ref.rollout.n}, 8}'}\n"
+    )
+    config = translate(write(tmp_path, text)).config
+    assert (config["trainer.train_batch_size"], config["trainer.ppo_mini_batch_size"]) == (128, 128)
+    assert (config["rollout.top_k"], config["rollout.max_num_seqs"]) == (-1, 4)
+
+
+def test_hydras_defaults_list_is_followed(tmp_path: Path) -> None:
+    write(tmp_path, "# @package _global_\nengine: b\n", "engine/b.yaml")
+    write(tmp_path, "defaults: [../optim@optim: adam, common, _self_]\nstrategy: megatron\n", "actor/b_actor.yaml")
+    write(tmp_path, "ppo_epochs: 3\nstrategy: fsdp\n", "actor/common.yaml")
+    write(tmp_path, "lr: 3e-6\n", "optim/adam.yaml")
+    write(
+        tmp_path,
+        "defaults:\n  - engine: a\n  - actor@actor_rollout_ref.actor: ${engine}_actor\n  - no_such: file\n  - _self_\n"
+        "actor_rollout_ref: {rollout: {n: 2}}\n",
+        "base.yaml",
+    )
+    path = write(tmp_path, "defaults: [base, override engine: b, _self_]\ndata: {max_prompt_length: 99}\n")
+    result = translate(path)
+    assert (result.config["optimizer.lr"], result.config["trainer.ppo_epochs"], result.config["rollout.n"]) == (
+        3e-6,
+        3,
+        2,
+    )
+    assert result.config["data.max_prompt_length"] == 99
+    assert len(result.notes) == 1
+    assert "defaults entry file: there is no" in result.notes[0]
+    assert "actor_rollout_ref.actor.strategy=fsdp" not in settings(result.without)
+    chosen = translate(write(tmp_path, "defaults: [base]\n", "plain.yaml"), ["engine=b"])
+    assert chosen.config["trainer.ppo_epochs"] == 3
+
+
+def test_nemo_rls_files_extend_one_another(tmp_path: Path) -> None:
+    write(tmp_path, NEMO_RL, "base.yaml")
+    child = "defaults: ../base.yaml\npolicy: {megatron_cfg: {optimizer: {_override_: true, lr: 1.0e-6}}}\n"
+    config = translate(write(tmp_path, child, "recipes/child.yaml")).config
+    assert config["optimizer.lr"] == 1e-6
+    assert "optimizer.min_lr" not in config
+    assert config["rollout.n"] == 32
+
+
+def test_unknown_keys_are_listed(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, VERL + "my_section: {key: 1}\n"), ["+trainer.my_key='a b'"])
+    assert result.unknown == ["trainer.my_key=a b", "my_section.key=1"]
+    assert "Not known to this translator:" in list(report_lines(result))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed: 1\n", "holds seed: neither verl's section actor_rollout_ref nor NeMo-RL's sections policy and loss_fn"),
+        ("run_dir: x\nalgorithm: {}\n", "has our section names already"),
+        ("- 1\n", "holds list, not a mapping of sections"),
+        ("", "holds NoneType, not a mapping of sections"),
+        ("a: [1\n", "theirs.yaml line 2: expected ',' or ']'"),
+        ("a: 1\na: 2\n", "theirs.yaml line 2: key 'a' is here for the second time; keep one of them"),
+        ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
+        ("defaults: [theirs]\nactor_rollout_ref: {}\n", "defaults go in a circle"),
+    ],
+)
+def test_a_file_that_cannot_be_translated_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in refused(write(tmp_path, text))
+
+
+def test_a_missing_file_and_a_bad_override_are_refused(tmp_path: Path) -> None:
+    assert "cannot read no/such.yaml: No such file" in refused(Path("no/such.yaml"))
+    file = write(tmp_path, VERL)
+    assert "override 'rollout.n' must be KEY=VALUE" in refused(file, "rollout.n")
+    assert "override 'a=[1' line 1: expected ',' or ']'" in refused(file, "a=[1")
+
+
+def test_the_command_writes_the_result_and_reports_to_stderr(tmp_path: Path) -> None:
+    file, output = write(tmp_path, VERL), tmp_path / "ours.yaml"
+    result = CliRunner().invoke(app, ["translate", str(file), "actor_rollout_ref.rollout.n=8"])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["trainer"]["train_batch_size"] == 2048
+    assert "Converted:\n" in result.stderr
+    assert "data.train_batch_size=256 -> trainer.train_batch_size=2048: 256 prompts x rollout.n=8" in result.stderr
+
+    written = CliRunner().invoke(app, ["translate", str(file), "--output", str(output), "--from", "verl", "--all"])
+    assert (written.exit_code, written.stdout) == (0, "")
+    assert load_config(output).trainer.train_batch_size == 4096
+    assert "Not needed here:" in written.stderr
+
+    wrong = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml"))])
+    assert wrong.exit_code == 2
+    assert wrong.stderr.startswith("error: ")
+    assert "--from verl or --from nemo-rl" in wrong.stderr
+    forced = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml")), "--from", "verl"])
+    assert forced.exit_code == 0

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_bapo.config.loading import dump_config
+from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.colocation import ColocationManager
+from megatron_bapo.controller.launcher import report_end
+from megatron_bapo.controller.progress import ProgressDisplay
+from megatron_bapo.controller.prompt_sets import load_task_prompts
+from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
+from megatron_bapo.controller.recorder import Recorder
+from megatron_bapo.controller.run_state import RunState
+from megatron_bapo.controller.training_loop import (
+    Run,
+    Timer,
+    prepare_engines,
+    take_groups,
+    train,
+    update_engine_weights,
+    update_on_batch,
+)
+from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
+from megatron_bapo.errors import INTERRUPTED
+from megatron_bapo.model.hf_create import create_checkpoint
+from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.worker import create_worker
+
+# Megatron-Core warns about its own defaults and calls.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_STEPS = 3
+MISMATCH = "training/token_mult_prob_error"
+
+
+def make_config(run_dir: Path, **sections: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run_dir": run_dir,
+            "model": {"create": {"num_hidden_layers": 1, "hidden_size": 16}, "dtype": "float32"},
+            "data": {
+                "max_prompt_length": 24,
+                "chat_template": False,
+                "train": {"reasoning_gym": {"chain_sum": {"min_terms": 2, "max_terms": 2}}, "size": 9},
+            },
+            "reward": {"type": "reasoning_gym"},
+            "trainer": {"total_steps": NUM_STEPS, "train_batch_size": 4, "ppo_mini_batch_size": 2},
+            **sections,
+            "rollout": {"n": 2, "max_response_length": 4} | sections.get("rollout", {}),
+        }
+    )
+
+
+def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versions: list[int]) -> Run:
+    """Start a run without engines on recorded batches, which have version 0 tokens and `versions` in their headers."""
+    if not config.model_path.is_dir():
+        assert config.model.create is not None
+        texts = [prompt.messages[0]["content"] for prompt in load_task_prompts(config).train]
+        create_checkpoint(config.model_path, config.model.create, texts, config.seed)
+    directory = RunDirectory(config.run_dir)
+    directory.create()
+    folder = config.run_dir / "recorded"
+    tokens = np.arange(3, dtype=np.int32)
+    trajectory = Trajectory(tokens, tokens, np.full(3, -5.0, np.float32), (VersionSpan(0, 3),), "stop", "")
+    pair = (replace(trajectory, reward=0.0), replace(trajectory, reward=1.0))
+    batch = [Group(Prompt(f"p:{index}", (), "", "p"), pair) for index in range(2)]
+    for step, version in enumerate(versions, start=1):
+        fields = {"num_groups": 2, "n": 2, "vocab_size": len(load_tokenizer(config.model_path))}
+        described = RolloutHeader(step=step, policy_version=version, num_reward_timeouts=0, **fields, **header)
+        write_rollouts(folder, described, batch, None)
+    worker = create_worker(config, config.model_path, groups)
+    rollouts = RecordedRollouts(config, folder, 0)
+    colocation = ColocationManager(config, groups, None)
+    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, None)
+
+
+def train_steps(run: Run) -> list[tuple[int, bool]]:
+    """Train on all batches and return each step's policy version and whether it reported a mismatch."""
+    seen = []
+    prepare_engines(run)
+    for step in range(1, NUM_STEPS + 1):
+        scored, trajectories = take_groups(run, Timer())
+        metrics, _, _ = update_on_batch(run, scored, trajectories)
+        seen.append((run.state.policy_version, MISMATCH in metrics))
+        update_engine_weights(run)
+        run.state.step = step
+    return seen
+
+
+def test_rollouts_recorded_without_a_trainer_are_stale_from_the_second_step_on(tmp_path: Path, groups: ParallelGroups):
+    run = start(make_config(tmp_path), groups, {"data_state": {"stream": [1]}}, [0, 0, 0])
+    assert train_steps(run) == [(0, True), (1, False), (2, False)]
+
+
+def test_rollouts_recorded_without_a_trainer_are_stale_after_a_warm_start(tmp_path: Path, groups: ParallelGroups):
+    run = start(make_config(tmp_path), groups, {"data_state": {"stream": [1]}}, [0, 0, 0])
+    run.state.warm_start_step = run.state.update = 1
+    assert train_steps(run) == [(1, False), (2, False), (3, False)]
+
+
+def test_rollouts_of_a_training_run_keep_the_versions_of_that_run(tmp_path: Path, groups: ParallelGroups):
+    run = start(make_config(tmp_path), groups, {}, [0, 0, 5])
+    assert train_steps(run) == [(0, True), (0, True), (5, False)]
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_truncated_sampling_reports_no_mismatch(tmp_path: Path, groups: ParallelGroups, truncation: dict[str, float]):
+    """The engines' log-probs are then those of the truncated distribution."""
+    config = make_config(tmp_path, rollout=truncation, algorithm={"behaviour_policy": "recomputed"})
+    run = start(config, groups, {"sampling": config.rollout.sampling}, [0, 1, 2])
+    assert train_steps(run)[0] == (0, False)
+
+
+def test_rollouts_that_were_sampled_at_another_temperature_report_no_mismatch(tmp_path: Path, groups: ParallelGroups):
+    config = make_config(tmp_path, algorithm={"behaviour_policy": "recomputed"})
+    run = start(config, groups, {"sampling": config.rollout.sampling | {"temperature": 0.6}}, [0, 1, 2])
+    assert train_steps(run)[0] == (0, False)
+
+
+def test_recomputed_log_probs_still_report_the_mismatch_of_comparable_rollouts(tmp_path: Path, groups: ParallelGroups):
+    config = make_config(tmp_path, algorithm={"behaviour_policy": "recomputed"})
+    assert train_steps(start(config, groups, {"sampling": config.rollout.sampling}, [0, 1, 2]))[0] == (0, True)
+
+
+def end_of_run(run: Run) -> int:
+    """Train, and return the exit code after a stop request that comes when the trainer has ended."""
+    run.directory.config.write_text(dump_config(run.config))
+    run.recorder = Recorder(run.config, run.directory, run.state)
+    train(run)
+    run.recorder.close()
+    run.directory.stop_request.touch()
+    return report_end(ProgressDisplay(NUM_STEPS), run.directory, rollouts_from=None)
+
+
+def test_a_stop_request_after_the_last_step_leaves_a_finished_run(
+    tmp_path: Path, groups: ParallelGroups, capsys: pytest.CaptureFixture[str]
+):
+    run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
+    assert end_of_run(run) == 0
+    assert "Stopped" not in capsys.readouterr().out
+    assert not run.directory.stop_request.exists()
+
+
+def test_a_stop_request_before_the_last_step_ends_the_run_as_interrupted(tmp_path: Path, groups: ParallelGroups):
+    run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
+    run.directory.stop_request.touch()
+    assert end_of_run(run) == INTERRUPTED

@@ -1,0 +1,70 @@
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_bapo.rollout.messages import Completion, Generated
+from megatron_bapo.rollout.partial_output import PartialOutput
+
+
+def report(*token_ids: list[int], version: int = 3, after: tuple[int, ...] = ()) -> Generated:
+    """Return a report of new tokens for each completion; `after` are the numbers of tokens in earlier reports."""
+    completions = (
+        Completion(np.array(each, np.int32), -np.array(each, np.float32), "abort", "", num_before)
+        for each, num_before in zip(token_ids, after or (0,) * len(token_ids), strict=True)
+    )
+    return Generated(version, tuple(completions))
+
+
+def tokens(generated: Generated | None) -> list[list[int]]:
+    assert generated is not None
+    for completion in generated.completions:
+        assert completion.log_probs.tolist() == [-token for token in completion.token_ids.tolist()]
+        assert (completion.token_ids.dtype, completion.log_probs.dtype) == (np.int32, np.float32)
+    return [completion.token_ids.tolist() for completion in generated.completions]
+
+
+def test_reports_are_joined_by_completion():
+    output = PartialOutput()
+    for i in range(100):
+        output.extend(report([2 * i, 2 * i + 1], [] if i % 3 else [i], after=(2 * i, (i + 2) // 3)))
+    found = output.generated()
+
+    assert tokens(found) == [[*range(200)], [*range(0, 100, 3)]]
+    assert found is not None
+    assert found.policy_version == 3
+
+
+def test_without_tokens_there_is_no_output():
+    output = PartialOutput()
+    assert output.generated() is None
+    output.extend(report([], []))
+    assert output.generated() is None
+
+
+def test_what_was_returned_does_not_change_with_later_reports_and_is_not_copied():
+    output, seen = PartialOutput(), []
+    for i in range(200):
+        output.extend(report([i], after=(i,)))
+        seen.append(output.generated())
+
+    assert [tokens(each) for each in seen] == [[[*range(i + 1)]] for i in range(200)]
+    shared = sum(
+        np.shares_memory(a.completions[0].token_ids, b.completions[0].token_ids)
+        for a, b in pairwise(seen)
+        if a is not None and b is not None
+    )
+    assert shared > 170
+
+
+def test_a_report_that_does_not_continue_the_others_is_ignored_and_one_from_the_start_replaces_them():
+    output = PartialOutput()
+    output.extend(report([1, 2]))
+    output.extend(report([5], after=(4,)))
+    assert tokens(output.generated()) == [[1, 2]]
+    output.extend(report([3], after=(2,)))
+    assert tokens(output.generated()) == [[1, 2, 3]]
+    output.extend(report([7], version=4))
+    found = output.generated()
+    assert tokens(found) == [[7]]
+    assert found is not None
+    assert found.policy_version == 4

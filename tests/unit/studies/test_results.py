@@ -1,0 +1,83 @@
+import csv
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_bapo.studies.results import collect, plot_study, summary_rows
+from megatron_bapo.studies.table import StudyTable
+from tests.unit.studies.studies import make_study, write_run
+
+
+@pytest.fixture
+def collected(tmp_path: Path):
+    """Return the study, its output folder and the console output; the last run is not finished."""
+    study, runs = make_study(tmp_path)
+    for run in runs[:-1]:
+        write_run(run)
+    console = Console(record=True, width=200, file=StringIO())
+    collect(study, runs, console)
+    return study, study.output, console.export_text()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_has_a_row_per_update_with_a_steps_values_at_its_first_update(collected):
+    _, output, _ = collected
+    found = [row for row in rows(output / "updates.csv") if (row["arm"], row["seed"]) == ("moving", "2")]
+
+    assert [row["update"] for row in found] == [str(update) for update in range(9)]
+    assert [row["reward"] for row in found] == ["", "200", "", "", "", "204", "", "", ""]
+    assert [row["entropy"] for row in found] == ["", *(str(update) for update in range(1, 9))]
+    assert [row["accuracy"] for row in found] == ["0.125", *[""] * 7, "0.5"]
+
+
+def test_an_incomplete_seed_is_skipped_and_named(collected):
+    _, output, printed = collected
+
+    at_one = {row["seed"] for row in rows(output / "updates.csv") if row["updates_per_step"] == "1"}
+    assert at_one == {"1"}
+    assert "skipped: seed 2 at 1 updates per step; not finished: fixed" in printed
+
+
+def test_tokens_without_advantage_are_skipped_and_updates_are_numbered_across_steps(collected):
+    _, output, _ = collected
+    found = rows(output / "tokens.csv")
+
+    assert {(row["arm"], row["updates_per_step"]) for row in found} == {("fixed", "4")}
+    assert {row["advantage_sign"] for row in found} == {"1", "-1"}
+    assert sorted({int(row["update"]) for row in found}) == list(range(1, 9))
+    assert len(found) == 2 * 8 * 8
+
+
+def test_the_summary_is_over_the_last_updates_and_the_seeds(collected):
+    study, output, _ = collected
+    lines = summary_rows(study, StudyTable(output / "updates.csv"))
+
+    assert lines[0] == ["arm", "updates per step", "seeds", "reward", "accuracy"]
+    assert ["BAPO", "4", "2", "154.000 ± 70.711", "0.375 ± 0.177"] in lines
+    assert ["PPO", "1", "1", "105.500 ± 0.000", "0.250 ± 0.000"] in lines
+    assert "| BAPO | 4 | 2 | 154.000 ± 70.711 | 0.375 ± 0.177 |" in (output / "summary.md").read_text()
+
+
+def test_figures_need_only_the_tables_and_are_reproducible(collected):
+    study, output, _ = collected
+    first = {path.name: path.read_bytes() for path in output.glob("*.png")}
+    assert sorted(first) == ["boxes.png", "curves.png", "scatter.png"]
+    for path in output.glob("*.png"):
+        path.unlink()
+
+    plot_study(study, Console(quiet=True))
+
+    assert {path.name: path.read_bytes() for path in output.glob("*.png")} == first
+
+
+def test_nothing_is_written_before_a_seed_is_complete(tmp_path):
+    study, runs = make_study(tmp_path)
+    collect(study, runs, Console(quiet=True))
+
+    assert not study.output.exists()

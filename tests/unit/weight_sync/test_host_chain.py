@@ -1,0 +1,156 @@
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bapo.errors import RunError
+from megatron_bapo.weight_sync import host_chain
+from megatron_bapo.weight_sync.host_chain import Group
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.transport import WeightStore
+from tests.unit.weight_sync.examples import halves, reading, transfer
+
+SHAPES = {"w": (64, 64), "v": (32, 32)}
+NUM_BYTES = 4 * (64 * 64 + 32 * 32)
+PLAN = halves(SHAPES, dim=1, reader_dim=0, reader_hosts=(1, 1), bucket_bytes=4096)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[tuple[WeightStore, WeightStore]]:
+    """Return the trainer's store and that of a host with engines."""
+    stores = WeightStore.create(tmp_path), WeightStore.create(tmp_path)
+    yield stores
+    for store in stores:
+        store.close()
+
+
+def weights(version: int, num_changed: int = 5) -> dict[str, torch.Tensor]:
+    """Return random tensors in which each later version sets a few more elements to NaN, -0.0 or a number."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    for step in range(1, version):
+        for tensor in tensors.values():
+            flat = tensor.view(-1)
+            chosen = torch.randint(len(flat), (num_changed,), generator=generator)
+            flat[chosen] = torch.tensor([torch.nan, -0.0, step, 0.0, -step])[torch.arange(num_changed) % 5]
+    return tensors
+
+
+def publish(store: WeightStore, version: int, tensors: dict[str, torch.Tensor], plan: WeightPlan = PLAN) -> None:
+    store.discard_before(version - 1)
+    for rank in (0, 1):
+        store.write(version, plan, rank, reading(tensors))
+    store.commit(version, plan)
+
+
+def assert_has(store: WeightStore, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    assert store.verify(version) == NUM_BYTES
+    for name, tensor in store.read(version):
+        assert tensor.view(torch.int32).equal(tensors[name].view(torch.int32))
+
+
+def test_differences_version_after_version_give_the_bits_of_full_transfers(hosts: tuple[WeightStore, WeightStore]):
+    trainers, engines = hosts
+    for version in range(1, 6):
+        publish(trainers, version, weights(version))
+        base = None if version in (1, 4) else version - 1
+        (sent,) = transfer({0: trainers, 1: engines}, version, base)
+        engines.discard_before(version)
+        assert_has(engines, version, weights(version))
+        assert sent.num_whole + sent.num_changed == len(PLAN.buckets)
+        if base is None:
+            assert (sent.num_bytes, sent.num_changed) == (NUM_BYTES, 0)
+        else:
+            assert sent.num_bytes < NUM_BYTES / 20
+
+
+def test_a_bucket_that_changed_everywhere_is_sent_whole(hosts: tuple[WeightStore, WeightStore]):
+    trainers, engines = hosts
+    publish(trainers, 1, weights(1))
+    transfer({0: trainers, 1: engines}, 1)
+    tensors = weights(1)
+    tensors["v"] += 1.0
+    publish(trainers, 2, tensors)
+    (sent,) = transfer({0: trainers, 1: engines}, 2, base=1)
+    assert 0 < sent.num_whole < len(PLAN.buckets)
+    assert_has(engines, 2, tensors)
+
+
+def test_a_damaged_old_version_and_a_version_without_its_base_are_never_committed(
+    hosts: tuple[WeightStore, WeightStore],
+):
+    trainers, engines = hosts
+    publish(trainers, 1, weights(1))
+    transfer({0: trainers, 1: engines}, 1)
+    file = engines.folder / "00000001" / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+    publish(trainers, 2, weights(2))
+    with pytest.raises(RunError, match=r"bucket \d of policy version 2 arrived with the checksum"):
+        transfer({0: trainers, 1: engines}, 2, base=1)
+    assert engines.versions() == [1]
+    transfer({0: trainers, 1: engines}, 2)
+    assert_has(engines, 2, weights(2))
+
+
+class Unreliable:
+    """Changes one bit of everything that is sent."""
+
+    def __init__(self, group: Group) -> None:
+        self._group, self.recv = group, group.recv
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> Any:
+        (content,) = tensors
+        damaged = content.clone()
+        damaged.view(-1)[-1] ^= 1
+        return self._group.send([damaged], dst, tag)
+
+
+def test_bytes_that_changed_in_transit_are_never_committed(hosts: tuple[WeightStore, WeightStore]):
+    trainers, engines = hosts
+    publish(trainers, 1, weights(1))
+    with pytest.raises(RunError, match=r"bucket 0 of policy version 1 arrived with the checksum \w+, not \w+"):
+        transfer({0: trainers, 1: engines}, 1, wrap=lambda host, group: group if host else Unreliable(group))
+    assert engines.versions() == []
+    transfer({0: trainers, 1: engines}, 1)
+    assert_has(engines, 1, weights(1))
+
+
+def test_a_version_that_the_trainer_has_discarded_is_not_sent(hosts: tuple[WeightStore, WeightStore]):
+    trainers, engines = hosts
+    for version in (1, 2):
+        publish(trainers, version, weights(version))
+    trainers.discard_before(2)
+    with pytest.raises(RunError, match="version 1 is not committed"):
+        transfer({0: trainers, 1: engines}, 1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("reader_dim", [0, 1])
+def test_two_trainer_hosts_send_their_parts_once_and_hosts_pass_them_on(
+    tmp_path: Path, dim: int, reader_dim: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Send pieces of 100 bytes, and different parts to the hosts."""
+    monkeypatch.setattr(host_chain, "PIECE_BYTES", 100)
+    plan = halves(
+        SHAPES, dim=dim, reader_dim=reader_dim, sender_hosts=(0, 1), reader_hosts=[(2, 3, 4), (3, 4)], bucket_bytes=4096
+    )
+    stores = {host: WeightStore.create(tmp_path) for host in range(5)}
+    for version, base in ((1, None), (2, 1)):
+        for host in (0, 1):
+            stores[host].write(version, plan, host, reading(weights(version)))
+            stores[host].commit(version, plan, host)
+        sent = transfer(stores, version, base, num_senders=2)
+        expected = [plan.num_bytes(plan.sent_by(rank)) for rank in (0, 1)]
+        found = [result.num_bytes for result in sent]
+        assert found == expected if base is None else all(a < b / 10 for a, b in zip(found, expected, strict=True))
+        for host in (2, 3, 4):
+            for reader in (0, 1)[: 1 if host == 2 else 2]:
+                stores[host].verify(version, reader)
+        for host in (3, 4):
+            assert_has(stores[host], version, weights(version))
+    for store in stores.values():
+        store.close()
