@@ -42,9 +42,10 @@ RELAY = {"relay": "weight-store-1.log", "source": "weight-store-0.log"}
 RAISED, ENDED_TWICE = "KeyError: 'planted'", "ended its process twice"
 """Reasons of quarantined prompts. Two random faults may end both processes that a response's reward is tried in."""
 MAX_STALENESS = 1
-PACE_S = 0.5
-"""Duration of each reward while the run is ahead of its faults."""
 STEPS_PER_FAULT = 4
+FAST_S, AHEAD_S, LAST_STEPS_S = 0.0, 0.5, 2.0
+"""Duration of each reward: while faults keep up with the run, while the run is ahead of them, and in its last steps."""
+NUM_LAST_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class FaultedRun:
         for name in (planted_reward.PLANTED, planted_reward.TAKEN):
             (folder / name.name).mkdir()
         (folder / "planted_reward.py").write_text(Path(planted_reward.__file__).read_text())
-        self._set_pace(0.0)
+        self._set_pace(FAST_S)
         self.injected: list[Injected] = []
         self.process = start(
             self.run_dir,
@@ -202,7 +203,7 @@ class FaultedRun:
                 self._wait_for_recovery()
         if rng is None:
             self._wait_for_recovery()
-        self._set_pace(0.0)
+        self._set_pace(FAST_S)
 
     def finish(self) -> None:
         """Wait for the end of the run, and check its accounting, metrics, rollouts and leftovers."""
@@ -397,11 +398,14 @@ class FaultedRun:
 
     def _pace(self) -> None:
         """Slow the rewards down while the run is ahead of its faults, so that it does not end before them."""
-        if time.monotonic() < self._paced_s + PACE_S:
+        if time.monotonic() < self._paced_s + AHEAD_S:
             return
         self._paced_s = time.monotonic()
-        is_ahead = len(train_steps(self.run_dir)) > STEPS_PER_FAULT * (len(self.injected) + 1)
-        self._set_pace(PACE_S if is_ahead else 0.0)
+        num_steps = len(train_steps(self.run_dir))
+        if num_steps >= self.total_steps - NUM_LAST_STEPS:
+            self._set_pace(LAST_STEPS_S)
+        else:
+            self._set_pace(AHEAD_S if num_steps > STEPS_PER_FAULT * len(self.injected) else FAST_S)
 
     def _set_pace(self, seconds: float) -> None:
         partial = self._folder / "pace.partial"
