@@ -12,8 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made, in every rank)
+# Torch's optimizers and scaled rope types import these when they are made: once here instead of in every forked rank.
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
+import transformers.modeling_rope_utils  # noqa: F401
+from transformers import PreTrainedConfig  # noqa: F401
 
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.config.schema import ParallelConfig
