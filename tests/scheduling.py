@@ -4,16 +4,10 @@ from pathlib import PurePath
 
 from xdist.scheduler import LoadScopeScheduling
 
-BESIDE_RUNS = (
-    *("test_engine.py", "test_rollouts.py", "test_weight_sync.py", "test_weight_transports.py"),
-    "test_eval.py",  # its waits are five times as long as they take
-)
 
-
-class OneRunAtATime(LoadScopeScheduling):
-    """Each file has one worker, and all that starts whole runs has the same one: deadlines are theirs."""
+class OneWorkerPerFile(LoadScopeScheduling):
+    """Each file has one worker, and all that needs the two hosts has the same one, because they have fixed names."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])
-        starts_runs = file.parent.name in ("e2e", "cluster") and file.name not in BESIDE_RUNS
-        return "runs" if starts_runs else str(file)
+        return "hosts" if file.parent.name == "cluster" else str(file)

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.planning.known_models import FOLDER as ARCHITECTURES
-from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.cluster.launched import (
     ENVIRONMENT,
     LAUNCH,
@@ -32,6 +31,7 @@ from tests.cluster.launched import (
     write_token,
 )
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
+from tests.e2e.test_training import weight_stores as stores_of
 from tests.tolerances import ENGINE_LOG_PROB
 
 TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signal_s: 60}"
@@ -62,14 +62,15 @@ def on_both(hosts: TwoHosts, besides: set[int] = frozenset()) -> dict[int, psuti
     return {pid: psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)}
 
 
-def weight_stores() -> set[Path]:
-    return set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+def weight_stores(hosts: TwoHosts) -> set[Path]:
+    """Return the weight stores that processes on the hosts use."""
+    return stores_of([*on_both(hosts).values()])
 
 
 def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and_ends_naming_a_lost_host(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    run_dir, token, stores_before = tmp_path / "run", write_token(tmp_path), weight_stores()
+    run_dir, token = tmp_path / "run", write_token(tmp_path)
     config = write_config(tmp_path, run_dir)
     nodes = []
     for rank, address in enumerate(hosts.addresses):
@@ -87,8 +88,10 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
     hosts.mend_cable()
     wait_for_step(run_dir, before + 3, tmp_path)
     assert not (run_dir / "engine_events.jsonl").exists()
+    stores = weight_stores(hosts)
     _kill_a_rank(hosts, run_dir, tmp_path)
-    processes = on_both(hosts)
+    processes, stores = on_both(hosts), stores | weight_stores(hosts)
+    assert stores
     hosts.cut_cable()
     start_s = time.monotonic()
     try:
@@ -103,7 +106,7 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
     assert not re.search(r"^\[\S+ \S+ E ", messages[0], re.MULTILINE), "error lines of Ray's library"
     assert f"node {hosts.addresses[1]} has had no reply from the head {hosts.addresses[0]}" in messages[1]
     assert on_both(hosts) == {}
-    assert weight_stores() <= stores_before
+    assert [store for store in stores if store.exists()] == []
     check_weights_crossed(run_dir)
 
 
@@ -189,14 +192,13 @@ def test_a_slurm_job_continues_after_preemption_fails_with_a_lost_node_and_a_het
     two_nodes, heterogeneous = tmp_path / "two_nodes.yaml", tmp_path / "heterogeneous.yaml"
     two_nodes.write_text(TWO_NODES)
     heterogeneous.write_text(HETEROGENEOUS)
-    stores_before = weight_stores()
     with slurm_cluster(hosts, tmp_path / "slurm") as cluster:
         daemons = set(on_both(hosts))
         assert "sbatch --parsable" in bapo(cluster, "submit", config, "--cluster", two_nodes, "--dry-run")
         assert not run_dir.exists()
         job = submitted(cluster, config, "--cluster", two_nodes)
         _check_a_32b_run_is_queued(cluster)
-        _check_preemption(cluster, run_dir, job)
+        stores = _check_preemption(cluster, run_dir, job)
         _check_a_lost_node(cluster, run_dir, job)
         total_steps = max(train_steps(run_dir)) + 3
         job = submitted(cluster, config, "--cluster", heterogeneous, f"trainer.total_steps={total_steps}")
@@ -210,7 +212,7 @@ def test_a_slurm_job_continues_after_preemption_fails_with_a_lost_node_and_a_het
     assert "TOKEN" not in environment
     assert not list((run_dir / "slurm").glob(".token-*"))
     check_weights_crossed(run_dir)
-    assert weight_stores() <= stores_before
+    assert [store for store in stores if store.exists()] == []
 
 
 def hosts_daemons(cluster: SlurmCluster) -> list[int]:
@@ -248,9 +250,11 @@ def _check_a_32b_run_is_queued(cluster: SlurmCluster) -> None:
     del cluster.environment["SBATCH_PARTITION"]
 
 
-def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
-    """The job saves its state when it is preempted, is queued again, and continues from there."""
+def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> set[Path]:
+    """The job saves its state when it is preempted, is queued again, and continues; returns its weight stores."""
     wait_for_step(run_dir, 1, run_dir)
+    stores = weight_stores(cluster.hosts)
+    assert stores
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait_for_state(cluster, job, "PENDING", LOSS_LIMIT_S)
     assert bapo_status(cluster, job)["Restarts"] == "1"
@@ -261,6 +265,7 @@ def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     wait_for_step(run_dir, saved + 1, run_dir)
     assert train_steps(run_dir)[: saved + 1] == list(range(1, saved + 2))
+    return stores | weight_stores(cluster.hosts)
 
 
 def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
