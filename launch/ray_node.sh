@@ -35,8 +35,9 @@ role=${BAPO_ROLE:-any} limit_s=${BAPO_HEAD_TIMEOUT_S:-60}
 export RAY_AUTH_MODE=token RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # The settings of cluster/ray_cluster.py for the launcher: no lower CPU priority for actors and the trainer ranks that they
-# start, no history of calls, and one second before a call is retried.
+# start, no history of calls, one second before a call is retried, and no idle workers, by default one for each core.
 export RAY_worker_niceness=0 RAY_task_events_report_interval_ms=0 RAY_task_retry_delay_ms=1000
+export RAY_prestart_worker_first_driver=0
 unset RAY_AUTH_TOKEN
 
 # shellcheck disable=SC2016  # the inner shell expands its own arguments
