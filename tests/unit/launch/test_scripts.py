@@ -213,8 +213,9 @@ def job(
     srun: str = SRUN,
     scontrol: str = SCONTROL,
     python: Path | str = "true",
+    **more: str,
 ) -> AbstractContextManager[subprocess.Popen]:
-    """Run a Slurm job of one node, with its logs in `folder`/run/slurm."""
+    """Run a Slurm job of one node, with its logs in `folder`/run/slurm and `more` environment variables."""
     logs = folder / "run" / "slurm"
     logs.mkdir(parents=True)
     if is_saved:
@@ -232,6 +233,7 @@ def job(
         "SLURM_JOB_NODELIST": "node-1",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_RESTART_COUNT": str(num_restarts),
+        **more,
     }
     script = ["bash", "-c", "umask 027; exec bash $0 config.yaml", ROOT / "launch" / "slurm.sbatch"]
     return running(script, environment)
@@ -351,6 +353,18 @@ def test_a_job_does_not_start_on_a_node_that_others_cannot_reach(
         assert started.stderr is not None
         assert expected in started.stderr.read()
     assert not (tmp_path / "run" / "slurm" / ".token-7").exists()
+
+
+def test_the_first_node_of_a_job_is_its_head_whichever_node_names_the_address_of_its_interface_first(
+    tmp_path: Path,
+) -> None:
+    srun = "#!/usr/bin/env bash\n[[ $* != *ip\\ -4* ]] || printf 'node-2 192.0.2.8\\nnode-1 192.0.2.7\\n'\n"
+    scontrol = SCONTROL.replace("echo node-1", "printf '%s\\n' node-1 node-2")
+    with job(tmp_path, is_saved=False, srun=srun, scontrol=scontrol, BAPO_INTERFACE="ib0") as started:
+        assert started.wait(timeout=LIMIT_S) == 0
+    found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
+    assert "BAPO_NODE_ADDRESSES=node-1 192.0.2.7\nnode-2 192.0.2.8\n" in found
+    assert "RAY_ADDRESS=192.0.2.7:" in found
 
 
 def test_a_job_ends_soon_after_ray_on_its_head_has_ended(tmp_path: Path) -> None:
