@@ -223,26 +223,32 @@ class RunDirectory:
         for partial in self.checkpoints.glob("*.partial"):
             shutil.rmtree(partial, ignore_errors=True)
 
+    @property
+    def kept(self) -> str:
+        """A clause for messages: from where the same command continues a run that has failed."""
+        if self.is_rollout_only:
+            return f"{len(list(self.rollouts.glob('step-*.parquet')))} batches of rollouts are kept"
+        newest = self.newest_checkpoint
+        if newest is None:
+            return "no checkpoint is complete"
+        return f"checkpoint {newest.name}, after step {self.saved_step}, is kept"
+
     @contextmanager
     def reserved_space(self) -> Iterator[None]:
         """Reserve space on the disk for this context, so that a full disk can be reported.
 
-        Raises StorageFailed, with the checkpoint that is kept, if the disk takes no more writes.
+        Raises StorageFailed, with what is kept, if the disk takes no more writes.
         """
         try:
             reserve(self.message_space, _MESSAGE_BYTES)
             yield
         except (OSError, RunError) as error:
-            full = storage_failure(error, self.root)
+            full = storage_failure(error, self.root) or self._full_disk()
             if full is None:
                 raise
             self.remove_partial_checkpoints()
-            newest = self.newest_checkpoint
-            kept = "no checkpoint is complete"
-            if newest is not None:
-                kept = f"checkpoint {newest.name}, after step {self.saved_step}, is kept"
             raise StorageFailed(
-                f"{full}. The run has ended; {kept}. Free space or raise the quota; the same command continues"
+                f"{full}. The run has ended; {self.kept}. Free space or raise the quota; the same command continues"
             ) from error
         finally:
             with suppress(OSError):
@@ -256,6 +262,14 @@ class RunDirectory:
             reserve(probe, _MESSAGE_BYTES)
         finally:
             probe.unlink(missing_ok=True)
+
+    def _full_disk(self) -> StorageFailed | None:
+        """Return the error for a disk that takes no more writes; other processes' errors do not always name it."""
+        try:
+            self.check_writable()
+        except OSError as error:
+            return storage_failure(error, self.root)
+        return None
 
     @contextmanager
     def locked(self) -> Iterator[None]:

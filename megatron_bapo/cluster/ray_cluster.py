@@ -49,6 +49,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_bapo.cluster.quiet_ray import quiet_ray
 from megatron_bapo.cluster.ray_folder import ray_folder
 from megatron_bapo.errors import RunError, UserError
 
@@ -123,10 +124,9 @@ def connect(address: str, namespace: str, node_address: str | None = None) -> No
     RunError if it cannot be joined.
     """
     options: dict[str, Any] = {} if node_address is None else {"_node_ip_address": node_address}
-    # Ray's library would repeat lines about retries on this process's stderr; what matters is raised as an error.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)
+        with quiet_ray():
+            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, PermissionError) as error:  # of a file of another user, which Ray reads after a failure
         cause = error.__cause__ or error.__context__ or error
         if "AuthenticationError" in str(cause):

@@ -87,6 +87,10 @@ class BenchmarkDirectory(RunDirectory):
     def subject(self) -> Path:
         return self.root / "subject.json"
 
+    @property
+    def kept(self) -> str:
+        return f"{len(read_rows(self.answers)) if self.answers.exists() else 0} responses are kept"
+
     def rows(self, n: int) -> list[AnswerRow]:
         """Return the existing responses among the first `n` of each problem."""
         rows: list[Any] = read_rows(self.answers) if self.answers.exists() else []
@@ -111,7 +115,7 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
     if dry_run:
         return 0
     make_folder(directory.logs, f"run_dir={directory.root}")
-    with directory.locked():
+    with directory.locked(), directory.reserved_space():
         replace_text(directory.config, dump_config(config))
         replace_text(directory.subject, json.dumps(asdict(subject), indent=2))
         model.convert(console)

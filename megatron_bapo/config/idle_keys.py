@@ -112,11 +112,6 @@ _CONDITIONS = (
         "optimizer.lr_decay_style=WSD",
     ),
     _Condition(
-        ("weight_sync.full_every",),
-        lambda c: c.weight_sync.engine_store == "own",
-        "weight_sync.engine_store=own",
-    ),
-    _Condition(
         ("logging.profile_steps",),
         lambda c: max(c.logging.profile_steps, default=0) <= c.trainer.total_steps,
         "trainer.total_steps at least as high as its last step",

@@ -39,6 +39,7 @@ TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signa
 HETEROGENEOUS = "{gpus_per_node: 0, gpu: null, num_nodes: 1, rollout_nodes: {gpus_per_node: 0}, time_limit: '30'}"
 RECIPE = LAUNCH.parent / "configs" / "recipes" / "r1-distill-qwen-32b_64gpus.yaml"
 PROMPTS = ("skywork_or1_math.parquet", "aime_2024.parquet")
+RAYS_NOISE = ("RAY_BACKEND_LOG_LEVEL", "the actor restart will fail", "Failed to push error to driver")
 BLIP_S = 7.0
 # Ray closes a silent connection within 5 s (by default 30), so that the short network failure ends calls; it declares a
 # host dead 12 s later.
@@ -104,6 +105,12 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
     assert f"node {hosts.addresses[1]} is lost" in messages[0]
     assert "Traceback" not in messages[0]
     assert not re.search(r"^\[\S+ \S+ E ", messages[0], re.MULTILINE), "error lines of Ray's library"
+    assert [
+        message
+        for log in (*tmp_path.glob("node-*.log"), *(run_dir / "logs").glob("*.log"))
+        for message in RAYS_NOISE
+        if message in log.read_text()
+    ] == []
     assert f"node {hosts.addresses[1]} has had no reply from the head {hosts.addresses[0]}" in messages[1]
     assert on_both(hosts) == {}
     assert [store for store in stores if store.exists()] == []

@@ -11,6 +11,7 @@ import pytest
 from megatron_bapo.config.schema import CreateModelConfig
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import create_checkpoint
+from tests.e2e.small_disk import fill, free, small_disk
 from tests.e2e.test_training import family_of, leftovers, weight_stores
 
 CONFIG = """
@@ -98,3 +99,32 @@ def test_every_response_is_recorded_once_and_the_results_are_their_means(evaluat
         assert found["metrics"]["mean@4"]["value"] == pytest.approx(right / len(members))
     # Responses to one problem are sampled with different seeds.
     assert len({row["text"] for row in rows if row["problem"] == 0}) > 1
+
+
+def test_a_full_disk_ends_an_evaluation_with_a_message_and_the_same_command_continues_it(
+    evaluated: dict, tmp_path: Path
+) -> None:
+    folder = evaluated["folder"].parent
+    with small_disk(tmp_path / "disk", mib=8) as disk:
+        arguments = (f"run_dir={disk / 'eval'}", "evaluation.n=1")
+        process = start(folder, *arguments)
+        reserved, deadline = disk / "eval" / "logs" / "messages.reserved", time.monotonic() + RUN_LIMIT_S
+        while not (reserved.exists() and reserved.stat().st_size == 1 << 20):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the evaluation has not begun in time"
+            time.sleep(0.01)
+        fill(disk)  # no response is there yet, because the engine takes seconds to start
+        for _ in range(2):
+            output, errors = process.communicate(timeout=RUN_LIMIT_S)
+            assert process.returncode == 1, output + errors
+            assert "No space left on device" in errors
+            assert "0 responses are kept" in errors
+            assert "Traceback" not in output + errors
+            fill(disk)  # what the failed evaluation has freed
+            process = start(folder, *arguments)
+        process.communicate(timeout=RUN_LIMIT_S)
+        free(disk)
+        continued = start(folder, *arguments)
+        output, errors = continued.communicate(timeout=RUN_LIMIT_S)
+        assert continued.returncode == 0, output + errors
+        assert len(read_rows(disk / "eval" / "answers.jsonl")) == NUM_PROBLEMS
