@@ -81,6 +81,7 @@ def torchrun(node: TrainerNode, store: Path) -> list[str]:
     return [
         *(sys.executable, "-m", *_rendezvous_options(node, store)),
         *("--nproc-per-node", str(node.num_ranks), "--local-addr", node.address),
+        *("--log-dir", str(store / "torchrun")),  # removed with the store, unlike torchrun's own temporary folder
         *("-m", "megatron_bapo.controller.trainer_rank", str(node.run_dir), *node.source),
         *("--store", str(store), "--address", node.address),
         *("--host", str(node.host), "--engine-hosts", *map(str, node.engine_hosts)),

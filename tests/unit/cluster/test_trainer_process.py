@@ -23,10 +23,11 @@ def node(**values) -> TrainerNode:
     return TrainerNode(**fields, host=0, engine_hosts=(2, 3), **values)
 
 
-def test_the_rendezvous_is_a_file_on_one_machine_and_the_first_nodes_address_on_several() -> None:
+def test_torchruns_files_are_in_the_weight_store_and_the_rendezvous_of_several_machines_is_on_the_first() -> None:
     single = torchrun(node(), Path("/store"))
     assert single[single.index("--rdzv-endpoint") + 1] == "/store/rendezvous"
     assert "store_type=file" in single
+    assert single[single.index("--log-dir") + 1] == "/store/torchrun"
     second = torchrun(node(rendezvous=Rendezvous(2, "10.0.0.1:4000", node=1)), Path("/store"))
     assert second[second.index("--rdzv-endpoint") + 1] == "10.0.0.1:4000"
     assert "node=1" in second
