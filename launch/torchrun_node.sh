@@ -3,7 +3,8 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun_node.sh CONFIG [KEY=VALUE ...]
 # The script starts Ray on this node (see ray_node.sh, whose variables also apply here). Node 0 also starts the run: the
 # engines, and torchrun on every node with trainer ranks, with c10d rendezvous on the first of them.
-#   MASTER_PORT  port of the Ray head (default 6379)
+#   MASTER_PORT   port of the Ray head (default 6379)
+#   BAPO_RAY_LOG  file for the output of Ray on node 0 (default: stderr)
 # The other nodes end when node 0 ends. Node 0 ends when Ray on it ends.
 set -euo pipefail
 # shellcheck source=shared.sh
@@ -45,8 +46,10 @@ if ((NODE_RANK > 0)); then
     exit "$code"
 fi
 export BAPO_NODE_ADDRESS=$head
-setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" >"${BAPO_RAY_LOG:-/dev/stderr}" 2>&1 &
+if [[ -n ${BAPO_RAY_LOG:-} ]]; then exec {ray_log}>>"$BAPO_RAY_LOG"; else exec {ray_log}>&2; fi
+setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" >&"$ray_log" 2>&1 {ray_log}>&- &
 ray=$!
+exec {ray_log}>&-
 setsid "$python" -m megatron_bapo train "$@" --num-nodes "$NNODES" &
 run=$!
 trap 'kill -TERM "$run" 2>/dev/null || true' TERM INT HUP USR1

@@ -445,6 +445,16 @@ def test_a_torchrun_node_ends_its_run_when_its_own_ray_ends(tmp_path: Path) -> N
     assert "Ray on this node has ended before the run" in done.stderr
 
 
+def test_a_log_to_which_a_torchrun_node_appends_keeps_what_it_has(tmp_path: Path) -> None:
+    log = tmp_path / "node.log"
+    log.write_text("the first attempt\n")
+    with log.open("a") as file:
+        environment = node_zero(tmp_path, RAY_FAILS="1")
+        subprocess.run(TORCHRUN_NODE, env=environment, stdout=file, stderr=file, timeout=60, check=False)
+    assert log.read_text().startswith("the first attempt\n")
+    assert "Ray on this node has ended before the run" in log.read_text()
+
+
 def test_a_torchrun_node_does_not_start_on_a_port_that_another_run_uses(tmp_path: Path) -> None:
     with socket.create_server((own_address(), 0)) as other:
         port = str(other.getsockname()[1])
