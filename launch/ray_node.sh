@@ -71,6 +71,7 @@ end() {
         for _ in {1..30}; do kill -0 "$ray" 2>/dev/null || break; sleep 0.5; done
         pkill -KILL --session "$ray" || true
         wait "$ray" 2>/dev/null || true
+        for _ in {1..20}; do pgrep --session "$ray" >/dev/null || break; sleep 0.1; done # they own the folders below
     fi
     rm -rf "$folder" || rm -rf "$folder" || true # an ending process may still be writing
     remove_abandoned

@@ -194,7 +194,7 @@ class ClusterTrainer:
             self._num_running -= 1
             if exit_code != 0:
                 self.log_file = _trainer_log(self._directory, self._names[name])
-                self._look_for_lost_nodes()
+                self.look_for_lost_nodes()
                 return exit_code
         return None if self._num_running else 0
 
@@ -208,8 +208,11 @@ class ClusterTrainer:
                 "last complete checkpoint with the same command"
             ) from error
 
-    def _look_for_lost_nodes(self) -> None:
-        """Wait a while for Ray to report a lost node, which explains a rank's failure better than its own error."""
+    def look_for_lost_nodes(self) -> None:
+        """Wait a while for Ray to report a lost node, which explains the failure of a rank or an engine better.
+
+        Raises NodeLost if it does.
+        """
         deadline = time.monotonic() + _LOST_NODE_S
         while self._waiting and time.monotonic() < deadline:
             for name in finished(self._waiting):

@@ -29,7 +29,7 @@ from megatron_bapo.cluster.planes import (
     node_agents,
     start_trainers,
 )
-from megatron_bapo.cluster.ray_cluster import create_actor, finished, get_result, local_cluster
+from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished, get_result, local_cluster
 from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, layer_problems
@@ -161,7 +161,11 @@ def _run_planes(
             stack.callback(end_all, descendants)
             trainer, starting = stack.enter_context(planes)
             stack.callback(lambda: descendants.extend(psutil.Process().children(recursive=True)))
-            exit_code = _watch(trainer, starting, config, directory, display, interrupts, restarts)
+            try:
+                exit_code = _watch(trainer, starting, config, directory, display, interrupts, restarts)
+            except ActorDied:
+                trainer.look_for_lost_nodes()
+                raise
             if exit_code != 0:
                 raise _failure(exit_code, directory, trainer.log_file)
     except (NodeLost, ProbeFailed, StorageFailed):
@@ -183,10 +187,17 @@ class Trainer(Protocol):
         """Return the exit code, or None while the trainer runs."""
         ...
 
+    def look_for_lost_nodes(self) -> None:
+        """Raise NodeLost if the loss of a node explains a failure."""
+        ...
+
 
 class _LocalTrainer:
     def __init__(self, process: psutil.Popen, log_file: Path) -> None:
         self.poll, self.log_file = process.poll, log_file
+
+    def look_for_lost_nodes(self) -> None:
+        pass
 
 
 @contextmanager

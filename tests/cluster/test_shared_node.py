@@ -22,9 +22,9 @@ STARTED = "Ray runtime started"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that other users can read, unlike pytest's."""
-    created = Path(tempfile.mkdtemp(prefix="bapo-shared-"))
-    created.chmod(0o755)
+    """A folder that all users can write to, as /tmp; its path is short, because Ray creates its sockets there."""
+    created = Path(tempfile.mkdtemp(prefix="bapo-"))
+    created.chmod(0o1777)
     yield created
     shutil.rmtree(created)
 
@@ -52,20 +52,21 @@ def started_head(hosts: TwoHosts, user: int, port: int, folder: Path) -> subproc
     shutil.chown(write_token(home), user, user)
     shutil.chown(home, user, user)
     settings = {"RAY_ADDRESS": f"{hosts.addresses[0]}:{port}", "RAY_AUTH_TOKEN_PATH": str(home / "token")}
+    settings |= {"HOME": str(home), "TMPDIR": str(folder)}
     with (home / "log").open("wb") as log:
         return subprocess.Popen(
             [*hosts.on(0), *as_user(user), str(LAUNCH / "ray_node.sh")],
             stdout=log,
             stderr=log,
-            env=ENVIRONMENT | settings | {"HOME": str(home)},
+            env=ENVIRONMENT | settings,
             cwd=home,
         )
 
 
-def ray_folders() -> dict[int, str]:
+def ray_folders(folder: Path) -> dict[int, str]:
     """Return the permissions of the users' Ray folders, by user."""
-    found = [path.stat() for path in Path("/tmp").glob("bapo-ray-*")]
-    return {each.st_uid: oct(each.st_mode)[-3:] for each in found if each.st_uid in USERS}
+    found = [path.stat() for path in folder.glob("bapo-ray-*")]
+    return {each.st_uid: oct(each.st_mode)[-3:] for each in found}
 
 
 def test_two_users_run_ray_on_one_node_and_a_run_does_not_join_the_cluster_of_another_one(
@@ -78,7 +79,7 @@ def test_two_users_run_ray_on_one_node_and_a_run_does_not_join_the_cluster_of_an
             assert [head.poll() for head in heads] == [None, None], log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.5)
-        assert ray_folders() == dict.fromkeys(USERS, "700")
+        assert ray_folders(folder) == dict.fromkeys(USERS, "700")
         _check_another_run_is_refused(hosts, folder)
         assert [head.poll() for head in heads] == [None, None]
     finally:
@@ -86,7 +87,7 @@ def test_two_users_run_ray_on_one_node_and_a_run_does_not_join_the_cluster_of_an
             head.terminate()
         codes = [head.wait(timeout=LIMIT_S) for head in heads]
     assert codes == [143, 143]
-    assert ray_folders() == {}
+    assert ray_folders(folder) == {}
 
 
 def _check_another_run_is_refused(hosts: TwoHosts, folder: Path) -> None:

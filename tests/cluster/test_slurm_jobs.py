@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,12 +30,14 @@ pytestmark = pytest.mark.cluster_full
 @pytest.fixture
 def cluster(hosts: TwoHosts, tmp_path: Path) -> Iterator[SlurmCluster]:
     tmp_path.chmod(0o755)
-    before = set(Path("/tmp").glob("bapo-ray-*"))
+    temporary = Path(tempfile.mkdtemp(prefix="bapo-"))  # a short path, because Ray creates its sockets there
     with slurm_cluster(hosts, tmp_path / "slurm") as started:
+        started.environment["TMPDIR"] = str(temporary)
         daemons = set(on_both(hosts))
         yield started
         wait_until_gone(on_both(hosts, besides=daemons | set(hosts_daemons(started))), LOSS_LIMIT_S)
-    assert set(Path("/tmp").glob("bapo-ray-*")) <= before
+    assert [path.name for path in temporary.iterdir()] == []
+    temporary.rmdir()
 
 
 def submitted_job(cluster: SlurmCluster, folder: Path, **settings: str) -> str:

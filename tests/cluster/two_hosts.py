@@ -36,7 +36,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmdTimeout=300
-KillWait=1
+KillWait={kill_wait_s}
 MessageTimeout=10
 NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
 NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 CPUs=1 RealMemory=1000
@@ -137,8 +137,11 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
-    """Start a Slurm cluster with its own munged, slurmctld and two slurmd; its files are in `folder`."""
+def slurm_cluster(hosts: TwoHosts, folder: Path, *, kill_wait_s: int = 1) -> Iterator[SlurmCluster]:
+    """Start a Slurm cluster with its own munged, slurmctld and two slurmd; its files are in `folder`.
+
+    `kill_wait_s` is the time from SIGTERM to SIGKILL for a job that Slurm ends; Slurm's default is 30.
+    """
     cluster = SlurmCluster(hosts, folder)
     for name in ("state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(parents=True)
@@ -146,7 +149,9 @@ def slurm_cluster(hosts: TwoHosts, folder: Path) -> Iterator[SlurmCluster]:
     munge.chmod(0o755)
     shutil.chown(munge, "munge", "munge")
     first, second = hosts.addresses
-    settings = SLURM_CONF.format(hostname=socket.gethostname(), first=first, second=second, folder=folder, munge=munge)
+    settings = SLURM_CONF.format(
+        hostname=socket.gethostname(), first=first, second=second, folder=folder, munge=munge, kill_wait_s=kill_wait_s
+    )
     (folder / "slurm.conf").write_text(settings)
     try:
         cluster.start(
