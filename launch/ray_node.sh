@@ -58,7 +58,7 @@ wait_for_head() {
 remove_abandoned() { # folders of killed owners: a running owner holds the lock
     local owner
     for owner in /dev/shm/megatron-bapo-*/OWNER.lock "$parent"/bapo-ray-*/OWNER.lock; do
-        [[ -O $owner ]] && flock --nonblock "$owner" rm -rf "${owner%/*}" || true
+        [[ -O $owner ]] && flock --nonblock "$owner" rm -rf "${owner%/*}" 2>/dev/null || true # its owner may be faster
     done
 }
 
