@@ -179,6 +179,7 @@ if "train" in sys.argv:
     sys.exit(130)
 if "RAY_FAILS" in os.environ:
     sys.exit(7)
+(here / "ray_starts").touch()
 time.sleep(60)
 """
 
@@ -428,6 +429,7 @@ def test_a_signal_to_a_torchrun_node_reaches_the_run_once_and_ray_runs_until_it_
     """The head takes the address by which other nodes reach it."""
     with running(TORCHRUN_NODE, node_zero(tmp_path)) as node:
         wait_for(tmp_path / "trains")
+        wait_for(tmp_path / "ray_starts")
         os.killpg(node.pid, number)  # as a terminal does
         assert node.wait(timeout=30) == 130
     assert [path.name for path in tmp_path.glob("SIG*")] == ["SIGTERM"]
@@ -470,6 +472,7 @@ def test_a_run_on_one_node_whose_name_is_a_loopback_address_uses_localhost(tmp_p
     """Debian gives a machine's own name the address 127.0.1.1."""
     with running(TORCHRUN_NODE, node_zero(tmp_path, MASTER_ADDR="127.0.1.1")) as node:
         wait_for(tmp_path / "trains")
+        wait_for(tmp_path / "ray_starts")
         node.terminate()
         assert node.wait(timeout=30) == 130
     assert "start --node-ip-address=127.0.0.1 " in (tmp_path / "calls").read_text()
