@@ -5,7 +5,7 @@
 # engines, and torchrun on every node with trainer ranks, with c10d rendezvous on the first of them.
 #   MASTER_PORT   port of the Ray head (default 6379)
 #   BAPO_RAY_LOG  file for the output of Ray on node 0 (default: stderr)
-# The other nodes end when node 0 ends. Node 0 ends when Ray on it ends.
+# The other nodes end, with exit code 1, a minute after node 0 (BAPO_HEAD_TIMEOUT_S). Node 0 ends when Ray on it ends.
 set -euo pipefail
 # shellcheck source=shared.sh
 source "${BASH_SOURCE[0]%/*}/shared.sh"

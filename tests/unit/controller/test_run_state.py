@@ -121,16 +121,18 @@ def test_the_reserved_space_suffices_to_report_a_full_disk(tmp_path):
         (disk / "log").write_text("-" * (1 << 19))
 
 
+def _lose_an_engine(directory: RunDirectory, disk: Path) -> None:
+    with directory.reserved_space():
+        fill(disk)
+        raise RunError("engine 0 died")
+
+
 def test_a_full_disk_is_named_also_if_the_error_of_another_process_does_not_say_so(tmp_path):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         directory = RunDirectory(disk / "run")
         directory.create()
-        with (
-            pytest.raises(StorageFailed, match=r"No space left on device.*no checkpoint is complete"),
-            directory.reserved_space(),
-        ):
-            fill(disk)
-            raise RunError("engine 0 died")
+        with pytest.raises(StorageFailed, match=r"No space left on device.*no checkpoint is complete"):
+            _lose_an_engine(directory, disk)
 
 
 def test_an_error_with_space_on_the_disk_is_unchanged(directory):
