@@ -124,6 +124,8 @@ class ClusterRun(ABC):
         self.wait_for_end()
         for path in self._temporary.iterdir():
             shutil.rmtree(path)
+        for token in self.run_dir.glob("slurm/.token-*"):
+            token.unlink()
 
 
 def _matches(process: psutil.Process, matches: Callable[[psutil.Process], bool]) -> bool:

@@ -54,7 +54,7 @@ def run_of(hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.mark.parametrize(("way", "fault", "moment"), ROWS)
-def test_after_a_fault_nothing_is_left_and_the_same_command_continues_without_a_gap(
+def test_after_a_fault_the_same_command_continues_the_run_without_a_gap(
     run_of: Callable[[Way], ClusterRun], way: Way, fault: str, moment: str, request: pytest.FixtureRequest
 ) -> None:
     run = run_of(way)
