@@ -58,12 +58,12 @@ class Chain:
     ranks: Mapping[int, int]
     """Host number in the plan -> rank in the group."""
     receivers: tuple[int, ...]
-    """Numbers of the hosts that lack the version, in the order in which they receive it."""
+    """Numbers of the hosts that lack the version."""
 
     def links(self, plan: WeightPlan, host: int) -> Iterator[_Link]:
         """Iterate over the buckets that a host sends or receives, in plan order."""
         for number, bucket in enumerate(plan.buckets):
-            path = [plan.sender_hosts[bucket.sender], *(other for other in self.receivers if other in bucket.hosts)]
+            path = plan.chain(bucket, self.receivers)
             if host in path and len(path) > 1:
                 place, ranks = path.index(host), [self.ranks[other] for other in path]
                 yield _Link(number, ranks[place - 1] if place else None, (ranks[place + 1 :] or [None])[0])
