@@ -24,8 +24,8 @@ POINTS = {
     "before-a-manifest": (f"{STORE}:write_json", 1),
     "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
     "before-the-commit": (f"{STORE}:write_json", 3),
-    "at-the-first-bucket": (f"{CHAIN}:_Incoming:receive", 1),
-    "between-buckets": (f"{CHAIN}:_Incoming:receive", 4),
+    "at-the-first-bucket": (f"{CHAIN}:_Incoming:_begin", 1),
+    "between-buckets": (f"{CHAIN}:_Incoming:_begin", 4),
     "at-a-checksum": (f"{CHAIN}:_Incoming:_verified", 5),
 }
 
