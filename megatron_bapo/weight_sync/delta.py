@@ -89,9 +89,11 @@ def _changes(after: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndar
     new, old = after.view(np.uint64), before.view(np.uint64)
     words = np.flatnonzero(new != old)
     found = new.take(words)
-    elements = np.flatnonzero((found ^ old.take(words)).view(after.dtype))
-    offsets = words.take(elements // per_word) * per_word + elements % per_word
-    return offsets.astype(np.uint16), found.view(after.dtype).take(elements)
+    values = found.view(after.dtype)
+    elements = np.flatnonzero(values != old.take(words).view(after.dtype))
+    word_offsets = (words * per_word).astype(np.uint16)
+    offsets = word_offsets.take(elements >> per_word.bit_length() - 1) + (elements & per_word - 1).astype(np.uint16)
+    return offsets, values.take(elements)
 
 
 def _position_bytes(num_changes: int, size: int) -> int:
