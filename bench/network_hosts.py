@@ -35,7 +35,7 @@ def network_hosts(num: int, gbit_s: float | None = None) -> Iterator[list[Networ
 
     Processes that still run on the hosts are killed at the end.
     """
-    bridge, hosts = f"bapo-br{os.getpid() % 100000}", []
+    bridge, hosts, ends = f"bapo-br{os.getpid() % 100000}", list[NetworkHost](), list[str]()
     try:
         _ip("link", "add", bridge, "type", "bridge")
         _ip("link", "set", bridge, "up")
@@ -45,6 +45,7 @@ def network_hosts(num: int, gbit_s: float | None = None) -> Iterator[list[Networ
             _ip("netns", "add", host.name)
             hosts.append(host)
             _ip("link", "add", end, "type", "veth", "peer", "name", CABLE, "netns", host.name)
+            ends.append(end)
             _ip("link", "set", end, "master", bridge, "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", CABLE)
             for device in ("lo", CABLE):
@@ -59,6 +60,9 @@ def network_hosts(num: int, gbit_s: float | None = None) -> Iterator[list[Networ
             for pid in map(int, found.stdout.split()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        for end in ends:  # a namespace, with its cable, outlives its name as long as its connections have unsent data
+            _ip("link", "delete", end)
+        for host in hosts:
             _ip("netns", "delete", host.name)
         _ip("link", "delete", bridge)
 

@@ -11,11 +11,11 @@ from rich.table import Table
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, trainer_shards, weight_plan
-from megatron_bapo.weight_sync.plan_figures import Bandwidth, plan_figures
+from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.weight_transfer import TransferSpeed
+from megatron_bapo.weight_sync.plan_figures import plan_figures
 
-BANDWIDTH = Bandwidth(network=8 * 400e9 / 8, memory=20e9)
-"""Bandwidth of a host: one 400 Gbit/s adapter per GPU, and copies to shared memory by all ranks together. One TCP
-connection, over which a host receives, is the limit between hosts."""
+SPEED = TransferSpeed.of(GPUS["H100"], Assumptions())
 _COMMON = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
 MODELS = {
     "Qwen2.5-7B": Architecture(
@@ -73,7 +73,7 @@ def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bo
     num_engines = (num_gpus if colocated else num_gpus - num_trainers) // engine.num_ranks
     placement = many_hosts(parallel, engine, num_engines, 8, colocated=colocated)
     plan = weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=256 << 20)
-    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts, BANDWIDTH)
+    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
     crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
     return (
         model,
@@ -81,7 +81,7 @@ def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bo
         f"{num_engines} x {engine.name}",
         *(f"{size / 2**30:.1f}" for size in (plan.total_bytes, figures.network_bytes)),
         *(f"{size / 2**30:.2f}" for size in (max(crossing, default=0), max(figures.peak_bytes))),
-        f"{figures.seconds:.2f}",
+        f"{figures.traffic.seconds(SPEED):.2f}",
     )
 
 

@@ -52,9 +52,14 @@ RanksPerHost = Annotated[
     ),
 ]
 NetworkGbitS = Annotated[
-    float, typer.Option(min=0.001, help="Network of each host and direction.", rich_help_panel=_WEIGHTS)
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Network of each host and direction; default: one adapter of --gpu's nodes.",
+        show_default=False,
+        rich_help_panel=_WEIGHTS,
+    ),
 ]
-MemoryGbS = Annotated[float, typer.Option(min=0.001, help="Copies into shared memory.", rich_help_panel=_WEIGHTS)]
 NumGpus = Annotated[
     int | None,
     typer.Option(
@@ -116,8 +121,7 @@ def plan(
     host_gib: HostGib = Assumptions.host_memory_gib,
     weights: Weights = False,
     ranks_per_host: RanksPerHost = None,
-    network_gbit_s: NetworkGbitS = 400.0,
-    memory_gb_s: MemoryGbS = 10.0,
+    network_gbit_s: NetworkGbitS = None,
 ) -> None:
     """Estimate memory and step time of CONFIG without a GPU, and say whether it fits.
 
@@ -137,7 +141,7 @@ def plan(
             from megatron_bapo.commands.weight_plan_tables import print_weight_plan
 
             check_planned(resolved, architecture, where)
-            print_weight_plan(terminal(), planned, ranks_per_host, network_gbit_s, memory_gb_s)
+            print_weight_plan(terminal(), planned, ranks_per_host, network_gbit_s)
             return
         if ranked:
             fits = _print_search(planned, num_gpus or planned.num_gpus, as_json=as_json)
@@ -151,7 +155,7 @@ def _check_plan_options(context: typer.Context, *, ranked: bool, weights: bool, 
     if weights and (ranked or as_json):
         raise UserError("--weights prints tables of one layout; leave out --search and --json")
     needed = {"num_gpus": ("--search", ranked)} | dict.fromkeys(
-        ("ranks_per_host", "network_gbit_s", "memory_gb_s"), ("--weights", weights)
+        ("ranks_per_host", "network_gbit_s"), ("--weights", weights)
     )
     for name, (option, given) in needed.items():
         source = context.get_parameter_source(name)

@@ -7,13 +7,14 @@ from rich.table import Table
 
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.weight_sync.plan_figures import Bandwidth, PlanFigures, plan_figures
+from megatron_bapo.planning.weight_transfer import TransferSpeed
+from megatron_bapo.weight_sync.plan_figures import PlanFigures, plan_figures
 
 MAX_ROWS = 64
 
 
 def print_weight_plan(
-    console: Console, planned: Plan, ranks_per_host: int | None, network_gbit_s: float, memory_gb_s: float
+    console: Console, planned: Plan, ranks_per_host: int | None, network_gbit_s: float | None
 ) -> None:
     """Print bytes per link, peak memory per rank and estimated seconds of one full sync."""
     config, architecture, parallel = planned.config, planned.architecture, planned.config.parallel
@@ -31,14 +32,15 @@ def print_weight_plan(
         dtype=config.model.dtype,
         bucket_bytes=config.weight_sync.bucket_mib << 20,
     )
-    bandwidth = Bandwidth(network=network_gbit_s * 1e9 / 8, memory=memory_gb_s * 1e9)
-    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts, bandwidth)
+    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
+    speed = TransferSpeed.of(planned.gpu, planned.assumptions, network_gbit_s)
     num_slices = sum(len(bucket.slices) for bucket in plan.buckets)
     console.print(
         f"weight sync: {_gib(plan.total_bytes)} in {len(plan.shapes):,} tensors, cut into {num_slices:,} slices, "
         f"{len(plan.buckets):,} buckets of at most {config.weight_sync.bucket_mib} MiB",
-        f"estimated {figures.seconds:.3g} s until every host has a full sync, at {network_gbit_s:g} Gbit/s and "
-        f"{memory_gb_s:g} GB/s of memory copies per host; {_gib(figures.network_bytes)} cross the network",
+        f"estimated {figures.traffic.seconds(speed):.3g} s until every engine has loaded a full sync, at "
+        f"{min(speed.network, speed.connection) / 1e9:.3g} GB/s between hosts and {speed.store / 1e9:g} GB/s of each "
+        f"rank to and from a store; {_gib(figures.network_bytes)} cross the network",
         sep="\n",
         highlight=False,
         soft_wrap=True,

@@ -95,8 +95,12 @@ class Assumptions:
     """Overhead of one decoding step for kernel launches, sampling and scheduling."""
     host_copy_gb_s: float = 20.0
     """Bandwidth between a GPU and pinned host memory."""
-    store_gb_s: float = 10.0
-    """Bandwidth of one node's weight store for reads or writes, checksums included."""
+    store_gb_s: float = 3.3
+    """Bandwidth at which one core writes to a weight store, checksums included; verifying is faster. Each trainer rank
+    and engine rank has at least one core for it. Measured by bench.weight_transfer_between_hosts."""
+    connection_gb_s: float = 1.8
+    """Bandwidth of a transfer between weight stores over one TCP connection that the network does not limit; one core
+    sends and one receives. Measured by bench.weight_transfer_between_hosts."""
     host_adam_gb_s: float = 25.0
     """Host memory bandwidth of one rank's offloaded Adam update, which moves 32 bytes per parameter."""
     process_gib: float = 6.0

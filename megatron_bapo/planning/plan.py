@@ -13,8 +13,9 @@ from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
-from megatron_bapo.planning.timing import StepTime, step_time, sync_bytes
+from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
+from megatron_bapo.planning.weight_transfer import sync_bytes
 
 Placement = Literal["colocated", "separate"]
 """`colocated`: the engines share the trainer's GPUs. They sleep during training if rollout.sleep_level > 0; the
@@ -67,7 +68,14 @@ class Plan:
 
     @cached_property
     def time(self) -> StepTime:
-        return step_time(self.config, self.architecture, self.gpu, self.engine, self.assumptions)
+        return step_time(
+            self.config,
+            self.architecture,
+            self.gpu,
+            self.engine,
+            self.assumptions,
+            colocated=self.placement == "colocated",
+        )
 
     def while_training(self, stage: StageMemory) -> int:
         """Return the peak bytes on one of a stage's GPUs during training."""

@@ -17,8 +17,8 @@ from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.search import NEAR_BEST, changes
-from megatron_bapo.planning.timing import sync_bytes
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
+from megatron_bapo.planning.weight_transfer import sync_bytes
 
 NUM_SHOWN = 8
 """Number of a search's layouts that are printed."""
@@ -61,7 +61,7 @@ def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: 
     table = Table(box=SIMPLE_HEAD)
     for name in ("s/step", "train", "MFU", "GiB", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("layout")  # the only column that wraps
+    table.add_column("layout", overflow="fold")  # the only column that wraps
     table.add_column("engines", no_wrap=True)
     for candidate in found[:NUM_SHOWN]:
         table.add_row(*_search_row(candidate))

@@ -16,7 +16,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size, model_state
-from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
+from megatron_bapo.planning.parameters import num_active_parameters
 from megatron_bapo.planning.precision import (
     DTYPE_BYTES,
     engine_matrix_bytes,
@@ -25,6 +25,7 @@ from megatron_bapo.planning.precision import (
 )
 from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.trainer_memory import mean_length, mean_response, num_micro_batches
+from megatron_bapo.planning.weight_transfer import TransferSpeed, traffic
 
 TRAINING_PASSES = 3
 """FLOPs of one forward and one backward pass, in forward passes."""
@@ -115,9 +116,15 @@ def forward_pass_flops(architecture: Architecture, lengths: Sequence[int]) -> fl
 
 
 def step_time(
-    config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
+    config: Config,
+    architecture: Architecture,
+    gpu: Gpu,
+    engine: EngineMemory,
+    assumptions: Assumptions,
+    *,
+    colocated: bool,
 ) -> StepTime:
-    """Return the estimated time of one step."""
+    """Return the estimated time of one step; `colocated` says whether the engines share the trainer's GPUs."""
     parallel, trainer = config.parallel, config.trainer
     length, peak = mean_length(config, assumptions), gpu.bf16_tflops * 1e12
     trajectories = trainer.train_batch_size * trainer.ppo_epochs
@@ -138,6 +145,7 @@ def step_time(
         config, architecture, gpu, assumptions, tokens, with_recomputed
     )
     data, optimizer = _update_seconds(config, architecture, gpu, assumptions)
+    sent = traffic(config, architecture, assumptions.gpus_per_node, colocated=colocated)
     return StepTime(
         generation=generation_seconds(config, architecture, gpu, engine, assumptions),
         compute=compute,
@@ -148,7 +156,7 @@ def step_time(
         pipeline=pipeline,
         data=trainer.updates_per_step * data,
         optimizer=trainer.updates_per_step * optimizer,
-        weight_sync=sync_seconds(config, architecture, gpu, assumptions),
+        weight_sync=sent.seconds(TransferSpeed.of(gpu, assumptions)),
         model_flops=model_flops,
         num_tokens=trainer.train_batch_size * length,
         num_gpus=parallel.world_size,
@@ -230,26 +238,6 @@ def prefill_seconds(
     flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
-
-
-def sync_seconds(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
-    """Return the seconds of one weight transfer.
-
-    With the store, each node's weight store receives the whole version and then each engine worker reads its part. With
-    the other transports the trainer ranks share the work and send each worker its part (see `plan --weights`).
-    """
-    num_bytes, rollout, node = sync_bytes(config, architecture), config.rollout, assumptions.gpus_per_node
-    if config.weight_sync.transport != "store":
-        slowest = max(1 / rollout.ranks_per_engine, rollout.num_engines / config.parallel.world_size) * num_bytes
-        return slowest / (gpu.nvlink_gb_s * 1e9 * assumptions.link_efficiency)
-    copies = 1 + min(config.num_engine_ranks, node) / rollout.ranks_per_engine
-    arriving = num_bytes / (gpu.network_gb_s * 1e9 * assumptions.link_efficiency)  # through one network adapter
-    return copies * num_bytes / (assumptions.store_gb_s * 1e9) + arriving * (config.parallel.world_size > node)
-
-
-def sync_bytes(config: Config, architecture: Architecture) -> int:
-    """Return the bytes of one policy version."""
-    return num_parameters(architecture) * DTYPE_BYTES[config.model.dtype]
 
 
 def _recomputed(config: Config, architecture: Architecture, products: float, attention: float) -> float:

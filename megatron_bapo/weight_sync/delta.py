@@ -1,111 +1,124 @@
 """Lossless differences between two versions of a bucket: which elements changed, and their new bytes.
 
-Elements are compared and copied as integers, which preserves NaNs and the sign of zero. Positions are encoded as gaps
-to the previous change, of one or two bytes each, or as one bit per element, whichever is smallest.
+Elements are compared and copied as integers, which preserves NaNs and the sign of zero. Both sides work on blocks of
+`BLOCK` elements, which stay in the processor's cache. The positions in a block are offsets of two bytes or one bit per
+element, whichever is smaller.
 
-    message = kind (1 byte), bytes per element (1), elements (8), bytes of the positions (8), positions, values
+    message = bytes per element (1), blocks (8), changes of each block (4 each), positions of each block, values
 """
 
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-_HEADER = struct.Struct("<BBQQ")
+BLOCK = 1 << 16
+"""Number of elements of a block, so that an offset fits into two bytes."""
+_HEADER = struct.Struct("<BQ")
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_BLOCK = 1 << 18
+Part = memoryview
 
 
-class Kind(IntEnum):
-    """Encoding of the positions in a message."""
+def encode(new: Sequence[Part], old: Sequence[Part], item_bytes: int) -> np.ndarray | None:
+    """Return the message that turns the parts `old` into `new`, of the same sizes: uint8 [num_bytes].
 
-    GAPS_8 = 1
-    GAPS_16 = 2
-    MASK = 3
-
-
-_GAPS = {Kind.GAPS_8: np.uint8, Kind.GAPS_16: np.uint16}
-
-
-def encode(new: memoryview, old: memoryview, item_bytes: int) -> bytes | None:
-    """Return the smallest message that turns `old` into `new`, of the same size; None if it would not be smaller."""
-    assert len(old) == len(new), f"{len(old)} bytes cannot become {len(new)}"
-    size = len(new) // item_bytes
-    after = np.frombuffer(new, _INTEGERS[item_bytes])
-    positions = _changes(after, np.frombuffer(old, _INTEGERS[item_bytes]))
-    gaps = np.diff(positions, prepend=-1) - 1
-    sizes = {kind: _num_codes(gaps, dtype) * dtype().itemsize for kind, dtype in _GAPS.items()}
-    sizes[Kind.MASK] = -(-size // 8)
-    kind = min(sizes, key=sizes.__getitem__)
-    if _HEADER.size + sizes[kind] + len(positions) * item_bytes >= len(new):
+    Returns None if it would not be smaller than the new bytes.
+    """
+    counts, positions, values = list[int](), list[np.ndarray](), list[np.ndarray]()
+    limit, size = sum(map(len, new)), _HEADER.size
+    for after, before in zip(_blocks(new, item_bytes), _blocks(old, item_bytes), strict=True):
+        offsets, changed = _changes(after, before)
+        coded = _mask(offsets, len(after)) if _is_mask(len(offsets), len(after)) else offsets
+        counts.append(len(offsets))
+        positions.append(coded.view(np.uint8))
+        values.append(changed.view(np.uint8))
+        size += 4 + coded.nbytes + changed.nbytes
+        if size >= limit:
+            return None
+    if size >= limit:
         return None
-    coded = _mask(positions, size) if kind == Kind.MASK else _codes(gaps, _GAPS[kind])
-    header = _HEADER.pack(kind, item_bytes, size, coded.nbytes)
-    return b"".join((header, coded.tobytes(), after[positions].tobytes()))
+    header = np.frombuffer(_HEADER.pack(item_bytes, len(counts)), np.uint8)
+    return np.concatenate([header, np.array(counts, np.uint32).view(np.uint8), *positions, *values])
 
 
-def decode(message: bytes | memoryview, old: memoryview) -> memoryview:
-    """Return the new bytes, written over the old ones. Raises ValueError if the message does not fit them."""
-    message = memoryview(message)
-    kind, item_bytes, size, num_coded = _HEADER.unpack_from(message)
-    coded, values = message[_HEADER.size :][:num_coded], message[_HEADER.size + num_coded :]
-    if len(old) != size * item_bytes:
-        raise ValueError(f"the message does not fit the old bytes: they are {len(old)}, not {size * item_bytes} bytes")
-    elements = np.frombuffer(old, _INTEGERS[item_bytes])
-    if kind == Kind.MASK:
-        positions = np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), count=size))
-    else:
-        positions = _positions(np.frombuffer(coded, _GAPS[Kind(kind)]))
-    _check(len(values) == len(positions) * item_bytes, f"it has {len(values)} bytes for {len(positions)} changes")
-    _check(len(positions) == 0 or positions[-1] < size, f"it has a change after the last of {size} elements")
-    elements[positions] = np.frombuffer(values, _INTEGERS[item_bytes])
-    return old
+def decode(
+    message: memoryview,
+    new: Sequence[Part],
+    old: Sequence[Part],
+    on_block: Callable[[memoryview], object] = lambda block: None,
+) -> None:
+    """Write the new bytes to the parts `new`, which have the sizes of `old`; each written block goes to `on_block`.
+
+    Raises ValueError if the message does not fit the old bytes.
+    """
+    item_bytes, num_blocks = _HEADER.unpack_from(message)
+    targets, sources = list(_blocks(new, item_bytes)), _blocks(old, item_bytes)
+    _check(num_blocks == len(targets), f"it has {num_blocks} blocks, not {len(targets)}")
+    counts = np.frombuffer(message, np.uint32, num_blocks, _HEADER.size).tolist()
+    position = _HEADER.size + 4 * num_blocks
+    sizes = [_position_bytes(count, len(block)) for count, block in zip(counts, targets, strict=True)]
+    value = position + sum(sizes)
+    expected = value + sum(counts) * item_bytes
+    _check(len(message) == expected, f"it has {len(message)} bytes, not {expected}")
+    for target, source, count, size in zip(targets, sources, counts, sizes, strict=True):
+        np.copyto(target, source)
+        target[_offsets(message[position : position + size], count, len(target))] = np.frombuffer(
+            message, target.dtype, count, value
+        )
+        on_block(target.data.cast("B"))
+        position, value = position + size, value + count * item_bytes
 
 
-def _changes(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Return the positions of the elements that differ, comparing one cache-sized block at a time."""
-    blocks = range(0, len(after), _BLOCK)
-    found = [_changes_in_block(after[i : i + _BLOCK], before[i : i + _BLOCK]) + i for i in blocks]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+def _blocks(parts: Iterable[Part], item_bytes: int) -> Iterator[np.ndarray]:
+    for part in parts:
+        elements = np.frombuffer(part, _INTEGERS[item_bytes])
+        yield from (elements[start : start + BLOCK] for start in range(0, len(elements), BLOCK))
 
 
-def _changes_in_block(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Compare words of 8 bytes first, and then only the elements of those that differ."""
+def _changes(after: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets and the new values of the elements of a block that differ.
+
+    Compares words of 8 bytes first, and then only the elements of those that differ.
+    """
     per_word = 8 // after.itemsize
-    if len(after) % per_word:
-        return np.flatnonzero(after != before)
-    words = np.flatnonzero(after.view(np.uint64) != before.view(np.uint64))
-    elements = (words[:, None] * per_word + np.arange(per_word)).reshape(-1)
-    return elements[after[elements] != before[elements]]
+    if len(after) != len(before) or len(after) % per_word:
+        offsets = np.flatnonzero(after != before).astype(np.uint16)
+        return offsets, after[offsets]
+    new, old = after.view(np.uint64), before.view(np.uint64)
+    words = np.flatnonzero(new != old)
+    found = new.take(words)
+    values = found.view(after.dtype)
+    elements = np.flatnonzero(values != old.take(words).view(after.dtype))
+    word_offsets = (words * per_word).astype(np.uint16)
+    offsets = word_offsets.take(elements >> per_word.bit_length() - 1) + (elements & per_word - 1).astype(np.uint16)
+    return offsets, values.take(elements)
 
 
-def _mask(positions: np.ndarray, size: int) -> np.ndarray:
+def _position_bytes(num_changes: int, size: int) -> int:
+    return min(2 * num_changes, -(-size // 8))
+
+
+def _is_mask(num_changes: int, size: int) -> bool:
+    return _position_bytes(num_changes, size) < 2 * num_changes
+
+
+def _mask(offsets: np.ndarray, size: int) -> np.ndarray:
     changed = np.zeros(size, np.bool_)
-    changed[positions] = True
+    changed[offsets] = True
     return np.packbits(changed)
 
 
-def _num_codes(gaps: np.ndarray, dtype: type[np.unsignedinteger]) -> int:
-    largest = np.iinfo(dtype).max
-    return len(gaps) + int((gaps[gaps >= largest] // largest).sum())
-
-
-def _codes(gaps: np.ndarray, dtype: type[np.unsignedinteger]) -> np.ndarray:
-    """Encode gaps: the largest value of the type skips that many unchanged elements; smaller values end at a change."""
-    largest = np.iinfo(dtype).max
-    num_skips = np.zeros(len(gaps), np.int64)
-    is_long = gaps >= largest
-    num_skips[is_long] = gaps[is_long] // largest
-    codes = np.full(len(gaps) + int(num_skips.sum()), largest, dtype)
-    codes[np.cumsum(num_skips + 1) - 1] = gaps - num_skips * largest
-    return codes
-
-
-def _positions(codes: np.ndarray) -> np.ndarray:
-    is_change = codes != np.iinfo(codes.dtype).max
-    return (np.cumsum(codes, dtype=np.int64) + np.cumsum(is_change))[is_change] - 1
+def _offsets(coded: memoryview, num_changes: int, size: int) -> np.ndarray:
+    """Return the offsets of a block's changes. Raises ValueError if they do not fit a block of this size."""
+    if _is_mask(num_changes, size):
+        offsets = np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), count=size))
+    else:
+        offsets = np.frombuffer(coded, np.uint16)
+    _check(len(offsets) == num_changes, f"a block has {len(offsets)} changes, not {num_changes}")
+    _check(not num_changes or int(offsets.max()) < size, f"it has a change after the last of {size} elements")
+    return offsets
 
 
 def _check(condition: bool, problem: str) -> None:

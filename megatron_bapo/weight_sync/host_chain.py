@@ -5,24 +5,25 @@ store's file and passes each piece on to the next host as soon as the piece has 
 sender's host once and reaches every other host once, and the time hardly grows with the number of hosts.
 
 A bucket travels as a header, then pieces. It is sent whole from file to file without a copy, or as differences to an
-older version that all hosts have, if those are smaller. Each receiver verifies the checksum of every bucket in a thread
-while the next bucket arrives, and commits the version at the end. Deadlocks are impossible: all hosts process the
-buckets in plan order, so the hosts of the first unfinished bucket never wait for another bucket.
+older version that all hosts have, if those are smaller. A receiver is ready for the next bucket before one has arrived,
+verifies the checksum of every bucket in a thread meanwhile, and commits the version at the end. Deadlocks are
+impossible: all hosts process the buckets in plan order, so the hosts of the first unfinished bucket never wait for
+another bucket.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain as concatenated
 from typing import Any, Protocol, TypeVar
 
 import torch
+from xxhash import xxh3_128
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.delta import decode, encode
@@ -58,12 +59,12 @@ class Chain:
     ranks: Mapping[int, int]
     """Host number in the plan -> rank in the group."""
     receivers: tuple[int, ...]
-    """Numbers of the hosts that lack the version, in the order in which they receive it."""
+    """Numbers of the hosts that lack the version."""
 
     def links(self, plan: WeightPlan, host: int) -> Iterator[_Link]:
         """Iterate over the buckets that a host sends or receives, in plan order."""
         for number, bucket in enumerate(plan.buckets):
-            path = [plan.sender_hosts[bucket.sender], *(other for other in self.receivers if other in bucket.hosts)]
+            path = plan.chain(bucket, self.receivers)
             if host in path and len(path) > 1:
                 place, ranks = path.index(host), [self.ranks[other] for other in path]
                 yield _Link(number, ranks[place - 1] if place else None, (ranks[place + 1 :] or [None])[0])
@@ -107,9 +108,9 @@ def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | 
     links = list(chain.links(plan, host))
     with _network_errors(version), ThreadPoolExecutor(NUM_THREADS) as executor:
         for link, changes in zip(links, _ahead(executor, partial(_changes, new, old), links), strict=True):
-            pieces = new.pieces(link.number) if changes is None else _cut(changes)
+            whole = (changes,) if changes is not None else map(_bytes, new.parts(link.number))
             outgoing.send(link, 0, _header(changes, manifest.checksums[link.number]))
-            for index, piece in enumerate(pieces, 1):
+            for index, piece in enumerate((piece for data in whole for piece in data.split(PIECE_BYTES)), 1):
                 outgoing.send(link, index, piece)
                 num_bytes += len(piece)
             num_changed += changes is not None
@@ -131,8 +132,8 @@ def receive(
         incoming = _Incoming(version, chain.group, _Buckets(plan, writer.mapped), old)
         with _network_errors(version), ThreadPoolExecutor(NUM_THREADS) as executor:
             checks = deque[tuple[int, Future[str]]]()
-            for link in chain.links(plan, host):
-                checks.append((link.number, executor.submit(incoming.receive(link))))
+            for number, complete in incoming.buckets(list(chain.links(plan, host))):
+                checks.append((number, executor.submit(complete)))
                 if len(checks) > NUM_THREADS:
                     number, check = checks.popleft()
                     writer.checksums[number] = check.result()
@@ -147,37 +148,21 @@ class _Buckets:
     def __init__(self, plan: WeightPlan, file: MappedFile) -> None:
         self.plan, self.file = plan, file
 
-    def slices(self, number: int) -> Iterator[torch.Tensor]:
-        return map(self.file.slice, self.plan.buckets[number].slices)
-
-    def regions(self, number: int) -> list[torch.Tensor]:
-        """Return the contiguous slices of a bucket, merged where they are adjacent in the file: uint8 [num_bytes]."""
-        merged: list[list[int]] = []
-        for start, stop in filter(None, map(self.file.span, self.plan.buckets[number].slices)):
-            if merged and merged[-1][1] == start:
-                merged[-1][1] = stop
+    def parts(self, number: int) -> list[torch.Tensor]:
+        """Return the slices of a bucket: contiguous ones as uint8 [num_bytes], merged where they are adjacent."""
+        spans: list[list[int] | torch.Tensor] = []
+        for part in self.plan.buckets[number].slices:
+            span = self.file.span(part)
+            if span is None:
+                spans.append(self.file.slice(part))
+            elif spans and isinstance(spans[-1], list) and spans[-1][1] == span[0]:
+                spans[-1][1] = span[1]
             else:
-                merged.append([start, stop])
-        return [self.file.bytes(start, stop) for start, stop in merged]
-
-    def strided(self, number: int) -> list[torch.Tensor]:
-        """Return the slices of a bucket that are not contiguous in the file."""
-        return [self.file.slice(part) for part in self.plan.buckets[number].slices if self.file.span(part) is None]
-
-    def pieces(self, number: int) -> Iterator[torch.Tensor]:
-        """Iterate over the bytes of a bucket: its regions, then copies of its strided slices."""
-        for data in (*self.regions(number), *map(_bytes, self.strided(number))):
-            yield from _cut(data)
-
-    def joined(self, number: int) -> memoryview:
-        """Return the concatenated slices of a bucket in a fresh buffer, or the region in the file if there is one."""
-        regions, strided = self.regions(number), self.strided(number)
-        if len(regions) == 1 and not strided:
-            return raw_bytes(regions[0])
-        return raw_bytes(torch.cat([_bytes(value) for value in self.slices(number)]))
+                spans.append(list(span))
+        return [self.file.bytes(*span) if isinstance(span, list) else span for span in spans]
 
     def checksum(self, number: int) -> str:
-        return checksum(self.slices(number))
+        return checksum(self.parts(number))
 
 
 class _Outgoing:
@@ -201,6 +186,17 @@ class _Outgoing:
             self._pending.popleft()[0].wait()
 
 
+@dataclass
+class _Bucket:
+    """A bucket that arrives: what completes it in the file, its checksum, and the pieces that are received."""
+
+    link: _Link
+    complete: Callable[[], str]
+    """Writes to the file what was not received into it; returns the checksum."""
+    expected: str
+    arriving: list[tuple[Any, torch.Tensor]]
+
+
 class _Incoming:
     """Receives buckets into a store's file and passes their pieces on."""
 
@@ -208,48 +204,71 @@ class _Incoming:
         self._version, self._group, self._new, self._old = version, group, new, old
         self.outgoing = _Outgoing(group)
 
-    def receive(self, link: _Link) -> Callable[[], str]:
-        """Receive a bucket; return the function that completes it in the file and returns its verified checksum."""
-        header = torch.empty(_HEADER.size, dtype=torch.uint8)
-        self._take(link, [header], 0)
-        num_changes, digest = _HEADER.unpack(raw_bytes(header))
+    def buckets(self, links: Sequence[_Link]) -> Iterator[tuple[int, Callable[[], str]]]:
+        """Receive buckets; yield the number of each and the function that completes it and returns its checksum."""
+        headers = [self._expect(link, _empty(_HEADER.size), 0) for link in links[:1]]
+        previous = None
+        for position, link in enumerate(links):
+            header = headers.pop()
+            headers += [self._expect(following, _empty(_HEADER.size), 0) for following in links[position + 1 :][:1]]
+            bucket = self._begin(link, header)
+            if previous is not None:
+                yield self._finish(previous)
+            previous = bucket
+        if previous is not None:
+            yield self._finish(previous)
+
+    def _begin(self, link: _Link, header: tuple[Any, torch.Tensor]) -> _Bucket:
+        """Wait for a bucket's header, and begin to receive the bucket."""
+        work, packed = header
+        work.wait()
+        self.outgoing.send(link, 0, packed)
+        num_changes, digest = _HEADER.unpack(raw_bytes(packed))
         if num_changes:
-            changes = torch.empty(num_changes, dtype=torch.uint8)
-            self._take(link, _cut(changes), 1)
+            targets = [changes := _empty(num_changes)]
             complete = partial(self._apply, link.number, changes)
         else:
-            strided = self._new.strided(link.number)
-            copies = [_bytes(torch.empty(value.shape, dtype=value.dtype)) for value in strided]
-            self._take(link, concatenated.from_iterable(map(_cut, (*self._new.regions(link.number), *copies))), 1)
-            complete = partial(_copy_each, copies, strided)
-        return partial(self._verified, link.number, digest.hex(), complete)
+            parts = self._new.parts(link.number)
+            targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
+            complete = partial(self._store, link.number, targets, parts)
+        pieces = [piece for target in targets for piece in target.split(PIECE_BYTES)]
+        arriving = [self._expect(link, piece, index) for index, piece in enumerate(pieces, 1)]
+        return _Bucket(link, complete, digest.hex(), arriving)
 
-    def _take(self, link: _Link, pieces: Iterable[torch.Tensor], first: int) -> None:
-        """Receive pieces, numbered from `first`, and pass each on as soon as it has arrived."""
+    def _expect(self, link: _Link, piece: torch.Tensor, index: int) -> tuple[Any, torch.Tensor]:
         assert link.source is not None, f"bucket {link.number} has no source"
-        works = [
-            (self._group.recv([piece], link.source, link.tag(index)), piece)
-            for index, piece in enumerate(pieces, first)
-        ]
-        for index, (work, piece) in enumerate(works, first):
-            work.wait()
-            self.outgoing.send(link, index, piece)
+        return self._group.recv([piece], link.source, link.tag(index)), piece
 
-    def _apply(self, number: int, changes: torch.Tensor) -> None:
+    def _finish(self, bucket: _Bucket) -> tuple[int, Callable[[], str]]:
+        """Wait for a bucket's pieces, and pass each on as soon as it has arrived."""
+        for index, (work, piece) in enumerate(bucket.arriving, 1):
+            work.wait()
+            self.outgoing.send(bucket.link, index, piece)
+        return bucket.link.number, partial(self._verified, bucket.link.number, bucket.expected, bucket.complete)
+
+    def _store(self, number: int, received: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> str:
+        for source, target in zip(received, parts, strict=True):
+            if source is not target:
+                _copy_bytes(source, target)
+        return self._new.checksum(number)
+
+    def _apply(self, number: int, changes: torch.Tensor) -> str:
         """Write the old bucket with its changes to the file."""
         assert self._old is not None, "differences were sent to a host without an older version"
-        targets, olds = self._new.regions(number), self._old.regions(number)
-        if len(targets) == 1 and not self._new.strided(number):
-            targets[0].copy_(olds[0])
-            decode(raw_bytes(changes), raw_bytes(targets[0]))
-            return
-        data = torch.frombuffer(decode(raw_bytes(changes), self._old.joined(number)), dtype=torch.uint8)
-        slices = list(self._new.slices(number))
-        _copy_each(data.split([value.nbytes for value in slices]), slices)
+        parts, hasher = self._new.parts(number), xxh3_128()
+        targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
+        olds = [raw_bytes(_bytes(part)) for part in self._old.parts(number)]
+        try:
+            decode(raw_bytes(changes), list(map(raw_bytes, targets)), olds, hasher.update)
+        except ValueError as error:
+            raise RunError(f"bucket {number} of policy version {self._version} arrived damaged: {error}") from error
+        for target, part in zip(targets, parts, strict=True):
+            if target is not part:
+                _copy_bytes(target, part)
+        return hasher.hexdigest()
 
-    def _verified(self, number: int, expected: str, complete: Callable[[], None]) -> str:
-        complete()
-        if (found := self._new.checksum(number)) != expected:
+    def _verified(self, number: int, expected: str, complete: Callable[[], str]) -> str:
+        if (found := complete()) != expected:
             raise RunError(
                 f"bucket {number} of policy version {self._version} arrived with the checksum {found}, not {expected}"
             )
@@ -260,8 +279,9 @@ def _changes(new: _Buckets, old: _Buckets | None, link: _Link) -> torch.Tensor |
     """Return the differences of a bucket as a message, or None if the whole bucket should be sent."""
     if old is None:
         return None
-    message = encode(new.joined(link.number), old.joined(link.number), ITEM_BYTES[new.plan.dtype])
-    return None if message is None else torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    after, before = ([raw_bytes(_bytes(part)) for part in buckets.parts(link.number)] for buckets in (new, old))
+    message = encode(after, before, ITEM_BYTES[new.plan.dtype])
+    return None if message is None else torch.from_numpy(message)
 
 
 def _ahead(executor: Executor, task: Callable[[_Link], T], links: Sequence[_Link]) -> Iterator[T]:
@@ -283,14 +303,18 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
 
 
-def _cut(data: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return data.split(PIECE_BYTES)
+def _is_bytes(part: torch.Tensor) -> bool:
+    """Whether a part is contiguous in the file, so that it can be received there."""
+    return part.dtype == torch.uint8
 
 
-def _copy_each(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+def _empty(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy bytes to the values that they belong to."""
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source.view(target.dtype).view(target.shape))
+    target.copy_(source.view(target.dtype).view(target.shape))
 
 
 @contextmanager

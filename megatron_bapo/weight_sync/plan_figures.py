@@ -1,4 +1,4 @@
-"""Cost estimates of a weight transfer plan: bytes per link, memory, and seconds at given bandwidths."""
+"""Costs of a weight transfer plan through stores: bytes per link, memory, and the bytes that determine its time."""
 
 from __future__ import annotations
 
@@ -7,28 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_bapo.planning.weight_transfer import Traffic
 from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_THREADS, Shards, WeightPlan
-
-CONNECTION_BYTES_S = 1.8e9
-"""Measured bandwidth of a transfer over one TCP connection that the network does not limit, in bytes per second. One
-core sends and one receives. Source: bench.weight_transfer_between_hosts."""
-
-
-@dataclass(frozen=True)
-class Bandwidth:
-    """Bandwidths of every host, in bytes per second."""
-
-    network: float
-    """Network bandwidth in each direction."""
-    memory: float
-    """Bandwidth of copies into shared memory."""
-    connection: float = CONNECTION_BYTES_S
-    """Bandwidth of one TCP connection, over which a host receives from the one before it in the chain."""
 
 
 @dataclass(frozen=True)
 class PlanFigures:
-    """Bytes, memory and time of one weight transfer."""
+    """Bytes and memory of one weight transfer."""
 
     links: dict[tuple[int, int], int]
     """(trainer rank, host) -> bytes of the rank that the host receives, directly or from another host."""
@@ -38,14 +23,11 @@ class PlanFigures:
     """Peak memory of each trainer rank: its parameters plus the buckets that it fills at a time."""
     network_bytes: int
     """Total bytes between hosts."""
-    seconds: float
-    """Time until every host has all bytes: the slowest copy into a host's store, then the slowest transfer."""
+    traffic: Traffic
 
 
-def plan_figures(
-    plan: WeightPlan, trainer_shards: Shards, reader_hosts: Sequence[Sequence[int]], bandwidth: Bandwidth
-) -> PlanFigures:
-    """Estimate the costs of a plan; `trainer_shards` are the shards in the memory of the trainer ranks."""
+def plan_figures(plan: WeightPlan, trainer_shards: Shards, reader_hosts: Sequence[Sequence[int]]) -> PlanFigures:
+    """Return the costs of a plan; `trainer_shards` are the shards in the memory of the trainer ranks."""
     links: Counter[tuple[int, int]] = Counter()
     reads: Counter[tuple[int, int]] = Counter()
     written: Counter[int] = Counter()
@@ -53,11 +35,9 @@ def plan_figures(
     incoming: Counter[int] = Counter()
     largest_bucket = [0] * len(plan.sender_hosts)
     for bucket in plan.buckets:
-        source = plan.sender_hosts[bucket.sender]
-        written[source] += bucket.num_bytes
+        written[bucket.sender] += bucket.num_bytes
         largest_bucket[bucket.sender] = max(largest_bucket[bucket.sender], bucket.num_bytes)
-        chain = [source, *(host for host in bucket.hosts if host != source)]
-        for sending, receiving in pairwise(chain):  # every host passes the bucket on to the next one
+        for sending, receiving in pairwise(plan.chain(bucket, bucket.hosts)):
             outgoing[sending] += bucket.num_bytes
             incoming[receiving] += bucket.num_bytes
         for host in bucket.hosts:
@@ -65,15 +45,17 @@ def plan_figures(
             for reader in bucket.readers:
                 if host in reader_hosts[reader]:
                     reads[host, reader] += bucket.num_bytes
-    copying = max(written.values()) / bandwidth.memory
-    sending = max([*outgoing.values(), *incoming.values(), 0]) / min(bandwidth.network, bandwidth.connection)
     parameters = _parameter_bytes(plan, trainer_shards)
     return PlanFigures(
         links=dict(sorted(links.items())),
         reads=dict(sorted(reads.items())),
         peak_bytes=tuple(own + NUM_THREADS * bucket for own, bucket in zip(parameters, largest_bucket, strict=True)),
         network_bytes=incoming.total(),
-        seconds=copying + sending,
+        traffic=Traffic(
+            written=max(written.values()),
+            crossing=max([*outgoing.values(), *incoming.values(), 0]),
+            loaded=max(reads.values()),
+        ),
     )
 
 

@@ -89,11 +89,3 @@ def test_decoding_reads_the_weights_once_a_token_at_least() -> None:
     plan = recipe("qwen2.5-7b_8gpus")
     reading_s = plan.engine.weights / (3.35e12 * 0.65)
     assert plan.time.generation > 8192 * reading_s
-
-
-def test_a_sync_fills_each_nodes_store_and_every_engine_reads_it_once() -> None:
-    version = 2 * 7_615_616_512
-    one_node = recipe("qwen2.5-7b_8gpus").time.weight_sync  # 8 engines of one GPU
-    assert one_node == pytest.approx((1 + 8) * version / 10e9)
-    eight_nodes = recipe("qwen2.5-7b_64gpus").time.weight_sync  # 2 engines of four GPUs on each node
-    assert eight_nodes == pytest.approx((1 + 2) * version / 10e9 + version / (50e9 * 0.7))

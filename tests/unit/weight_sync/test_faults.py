@@ -3,13 +3,18 @@
 import importlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import FileStore
 
+from megatron_bapo.errors import RunError
+from megatron_bapo.parallel.platform import host_group
+from megatron_bapo.weight_sync.host_chain import Chain, receive, send
+from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.transport import WeightStore
 from tests.unit.weight_sync.examples import halves, numbered, reading, transfer
 
@@ -24,8 +29,8 @@ POINTS = {
     "before-a-manifest": (f"{STORE}:write_json", 1),
     "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
     "before-the-commit": (f"{STORE}:write_json", 3),
-    "at-the-first-bucket": (f"{CHAIN}:_Incoming:receive", 1),
-    "between-buckets": (f"{CHAIN}:_Incoming:receive", 4),
+    "at-the-first-bucket": (f"{CHAIN}:_Incoming:_begin", 1),
+    "between-buckets": (f"{CHAIN}:_Incoming:_begin", 4),
     "at-a-checksum": (f"{CHAIN}:_Incoming:_verified", 5),
 }
 
@@ -41,11 +46,11 @@ def stores(tmp_path: Path) -> tuple[WeightStore, WeightStore]:
     return both
 
 
-def publish(trainers: WeightStore, version: int) -> None:
+def publish(trainers: WeightStore, version: int, plan: WeightPlan = PLAN) -> None:
     trainers.discard_before(version - 1)
     for rank in (0, 1):
-        trainers.write(version, PLAN, rank, reading(numbered(SHAPES, version)))
-    trainers.commit(version, PLAN)
+        trainers.write(version, plan, rank, reading(numbered(SHAPES, version)))
+    trainers.commit(version, plan)
 
 
 def pull_from(trainers: WeightStore, engines: WeightStore, version: int) -> None:
@@ -154,3 +159,60 @@ def test_the_host_of_a_killed_owner_restarts_with_a_new_store_and_gets_everythin
     pull_from(trainers, owned, 3)
     assert_serves(owned, 3)
     owned.close()
+
+
+CHAIN_PLAN = halves(SHAPES, dim=0, reader_dim=1, reader_hosts=((1, 2), (1, 2)), bucket_bytes=256)
+"""Every bucket goes from host 0 to host 1, which passes it on to host 2."""
+FAILED = 3
+
+
+def take_part(
+    stores: Mapping[int, WeightStore], host: int, rendezvous: Path, killed_at: tuple[str, int] | None
+) -> None:
+    """Send or receive version 3, with the next host, in this process; end it with FAILED after a RunError."""
+    if killed_at is not None:
+        kill_at(*killed_at)
+    group = host_group(FileStore(str(rendezvous), 3), host, 3, "127.0.0.1", timeout_s=60.0)
+    chain = Chain(group, {other: other for other in range(3)}, (1, 2))
+    try:
+        if host == 0:
+            send(stores[host], 3, host, chain, base=2)
+        else:
+            receive(stores[host], 3, CHAIN_PLAN, host, chain, base=2)
+    except RunError:
+        os._exit(FAILED)
+
+
+@pytest.mark.parametrize("third", [1, 2, 3])
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["sender", "relay", "receiver"])
+def test_a_host_killed_at_a_third_of_a_transfer_stops_the_others_at_once(tmp_path: Path, victim: int, third: int):
+    """Each host is a process. Survivors end long before the timeout; no store has a version that is not complete."""
+    stores = {host: WeightStore(tmp_path / str(host)) for host in range(3)}
+    for store in stores.values():
+        store.folder.mkdir(mode=0o700)
+    for version in (2, 3):
+        publish(stores[0], version, CHAIN_PLAN)
+        if version == 2:
+            transfer(stores, 2)
+    call = len(CHAIN_PLAN.buckets) * third // 3
+    killed_at = (f"{CHAIN}:_header" if victim == 0 else f"{CHAIN}:_Incoming:_begin", call)
+    context = get_context("fork")
+    processes = [
+        context.Process(
+            target=take_part, args=(stores, host, tmp_path / "rendezvous", killed_at if host == victim else None)
+        )
+        for host in stores
+    ]
+    for process in processes:
+        process.start()
+    for host, process in enumerate(processes):
+        process.join(50)
+        assert process.exitcode in ((-signal.SIGKILL,) if host == victim else (0, FAILED)), (host, process.exitcode)
+    assert stores[2].versions() == [2]
+    for host in (1, 2):
+        assert_serves(stores[host], stores[host].versions()[-1])
+    lacking = {host: stores[host] for host in (1, 2) if stores[host].versions()[-1] == 2}
+    transfer({0: stores[0], **lacking}, 3)
+    for host in (1, 2):
+        stores[host].discard_before(3)
+        assert_serves(stores[host], 3)

@@ -1,0 +1,105 @@
+"""Estimated seconds of one full weight transfer.
+
+`plan`'s step time takes the bytes from the layouts alone (`traffic`); `weight_sync/plan_figures.py` adds them up from
+the buckets of a transfer plan, for `plan --weights` and the bench. Both convert them to seconds here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.parameters import num_parameters
+from megatron_bapo.planning.precision import DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class TransferSpeed:
+    """Bandwidths in bytes per second."""
+
+    store: float
+    """One rank that writes to a weight store or verifies its part, checksums included."""
+    copy: float
+    """One rank that copies between its GPU and host memory."""
+    network: float
+    """Network of a host, in each direction, over several connections."""
+    connection: float
+    """One TCP connection, over which a host receives from the one before it in the chain."""
+    link: float
+    """Two GPUs of a host, in each direction."""
+
+    @classmethod
+    def of(cls, gpu: Gpu, assumptions: Assumptions, network_gbit_s: float | None = None) -> TransferSpeed:
+        """Return the bandwidths of hosts with such GPUs; `network_gbit_s` replaces that of a network adapter."""
+        adapter = gpu.network_gb_s * 1e9 if network_gbit_s is None else network_gbit_s * 1e9 / 8
+        return cls(
+            store=assumptions.store_gb_s * 1e9,
+            copy=assumptions.host_copy_gb_s * 1e9,
+            network=adapter * assumptions.link_efficiency,
+            connection=assumptions.connection_gb_s * 1e9,
+            link=gpu.nvlink_gb_s * 1e9 * assumptions.link_efficiency,
+        )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one full transfer where they are most, in each of its phases, which follow each other."""
+
+    written: float = 0.0
+    """Bytes that one trainer rank writes to its host's store."""
+    crossing: float = 0.0
+    """Bytes that cross one host's network in one direction."""
+    loaded: float = 0.0
+    """Bytes that one engine rank verifies in its host's store and loads."""
+    linked: float = 0.0
+    """Bytes between one GPU and the other GPUs of its host in one direction, without a store."""
+
+    def seconds(self, speed: TransferSpeed) -> float:
+        """Return the time until every engine has loaded the version."""
+        stored = (self.written + self.loaded) * (1 / speed.store + 1 / speed.copy)
+        return stored + self.crossing / min(speed.network, speed.connection) + self.linked / speed.link
+
+
+def sync_bytes(config: Config, architecture: Architecture) -> int:
+    """Return the bytes of one policy version."""
+    return num_parameters(architecture) * DTYPE_BYTES[config.model.dtype]
+
+
+def traffic(config: Config, architecture: Architecture, gpus_per_host: int, *, colocated: bool) -> Traffic:
+    """Return the bytes of one full transfer, if the ranks that hold the same parameters share the work evenly."""
+    num_bytes, rollout, world = sync_bytes(config, architecture), config.rollout, config.parallel.world_size
+    engine_bytes = num_bytes / rollout.ranks_per_engine
+    if config.weight_sync.transport != "store":
+        return Traffic(linked=max(engine_bytes, rollout.num_engines / world * num_bytes))
+    held = held_bytes(config, architecture, gpus_per_host)
+    if not colocated:
+        # Trainer hosts with the same parameters each serve some of the engine hosts, which pass on what they receive.
+        is_on_one_host = world + config.num_engine_ranks <= gpus_per_host
+        num_replicas = max(1, held * -(-world // gpus_per_host) // num_bytes)
+        num_chains = min(num_replicas, -(-config.num_engine_ranks // gpus_per_host))
+        needed = min(1.0, gpus_per_host / rollout.ranks_per_engine) * num_bytes
+        return Traffic(num_chains * num_bytes / world, 0.0 if is_on_one_host else needed, engine_bytes)
+    return Traffic(held / min(world, gpus_per_host), num_bytes - held, engine_bytes)
+
+
+def held_bytes(config: Config, architecture: Architecture, gpus_per_host: int) -> float:
+    """Return the bytes of the different parameters on one of the trainer's hosts, the mean over hosts.
+
+    Megatron's rank order is tp-cp-ep-dp-pp, so a host's consecutive ranks are of one pipeline stage, if it has enough.
+    """
+    parallel = config.parallel
+    experts = len(architecture.moe_layers) * architecture.num_experts * 3
+    experts *= architecture.hidden_size * architecture.moe_intermediate_size * DTYPE_BYTES[config.model.dtype]
+    expert_tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return _held_share(parallel, gpus_per_host, parallel.tensor_model_parallel_size) * (
+        sync_bytes(config, architecture) - experts
+    ) + experts * _held_share(parallel, gpus_per_host, expert_tensor * parallel.expert_model_parallel_size)
+
+
+def _held_share(parallel: ParallelConfig, gpus_per_host: int, num_shards: int) -> float:
+    """Return the share of parameters on a host if consecutive ranks hold `num_shards` different parts of a stage."""
+    num_ranks, stages = min(parallel.world_size, gpus_per_host), parallel.pipeline_model_parallel_size
+    stages_on_host = max(1.0, num_ranks * stages / parallel.world_size)
+    return stages_on_host / stages * min(1.0, num_ranks / stages_on_host / num_shards)

@@ -1,0 +1,55 @@
+import pytest
+
+from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
+from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.weight_transfer import TransferSpeed, traffic
+from megatron_bapo.weight_sync.plan_figures import plan_figures
+from tests.unit.planning.examples import RECIPES, recipe
+
+SPEED = TransferSpeed.of(GPUS["H100"], Assumptions())
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+SMALL = [name for name in NAMES if "a3b" not in name]
+"""Recipes without experts, whose plans have few enough slices for this test."""
+
+
+@pytest.mark.parametrize("name", [*SMALL, "qwen3-30b-a3b_32gpus_async"])
+def test_the_layouts_give_the_bytes_of_the_transfer_plan(name: str) -> None:
+    """The fullest host has up to 10 % more than the mean: embeddings are on the first and the last stage."""
+    planned = recipe(name)
+    config, architecture = planned.config, planned.architecture
+    parallel, engine, colocated = config.parallel, EngineLayout.of(config.rollout), config.rollout.colocate
+    if not colocated and parallel.world_size + config.num_engine_ranks <= 8:
+        placement = one_host(parallel, engine)
+    else:
+        placement = many_hosts(parallel, engine, config.rollout.num_engines, 8, colocated=colocated)
+    bucket_bytes = config.weight_sync.bucket_mib << 20
+    plan = weight_plan(architecture, parallel, engine, placement, dtype=config.model.dtype, bucket_bytes=bucket_bytes)
+    exact = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts).traffic
+    estimated = traffic(config, architecture, 8, colocated=colocated)
+    for phase in ("written", "crossing", "loaded"):
+        assert getattr(estimated, phase) == pytest.approx(getattr(exact, phase), rel=0.1), phase
+    assert estimated.seconds(SPEED) == pytest.approx(exact.seconds(SPEED), rel=0.05)
+
+
+def test_an_update_writes_the_stores_crosses_the_network_and_is_loaded() -> None:
+    version = 2 * 7_615_616_512
+    assumptions = Assumptions()
+    store = 1 / (assumptions.store_gb_s * 1e9) + 1 / (assumptions.host_copy_gb_s * 1e9)
+    on_one_node = recipe("qwen2.5-7b_8gpus").time.weight_sync  # 8 engines of one GPU, and a trainer of TP 2
+    assert on_one_node == pytest.approx((1 / 8 + 1) * version * store)
+    separate = recipe("qwen2.5-7b_64gpus", placement="separate").time.weight_sync  # engines of four GPUs
+    written = 8 * version / 64  # each of eight trainer hosts has all parameters, and serves an engine host
+    assert separate == pytest.approx((written + version / 4) * store + version / (assumptions.connection_gb_s * 1e9))
+
+
+def test_without_a_store_the_busiest_gpu_reads_at_the_speed_of_nvlink() -> None:
+    version = 2 * 7_615_616_512
+    direct = recipe("qwen2.5-7b_8gpus", "weight_sync.transport=cuda_ipc").time.weight_sync
+    assert direct == pytest.approx(version / (450e9 * Assumptions().link_efficiency))
+
+
+def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:
+    slow = TransferSpeed.of(GPUS["H100"], Assumptions(), network_gbit_s=8.0)
+    sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8, colocated=False)
+    fast = sent.seconds(SPEED) - sent.crossing / (Assumptions().connection_gb_s * 1e9)
+    assert sent.seconds(slow) == pytest.approx(fast + sent.crossing / (1e9 * Assumptions().link_efficiency))
