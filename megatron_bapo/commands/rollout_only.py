@@ -77,7 +77,8 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
             shutil.rmtree(_in_flight_folder(directory, step), ignore_errors=True)  # left by an interrupted attempt
             data_state = client.begin_saving(_in_flight_folder(directory, step))
             client.finish_saving()
-            del data_state["records"]  # they depend on timing, and the batch's file must be reproducible
+            for name in ("records", "response_lengths"):  # they depend on timing; the batch's file is reproducible
+                del data_state[name]
             header = RolloutHeader(
                 step=step,
                 policy_version=0,

@@ -236,6 +236,7 @@ class RolloutService:
         A thread begins to write what was generated for later batches into `folder`; generation goes on meanwhile.
         """
         state = {"stream": self._stream.state_dict(), "rollouts": self._scheduler.state_dict()}
+        state["response_lengths"] = self._router.lengths.state_dict()
         in_flight, sizes = self._scheduler.in_flight_state(), self._rows.sizes()
         if self._saving is not None:  # Ray has sent this call twice, or a checkpoint was given up
             await asyncio.wait({self._saving})
@@ -254,6 +255,8 @@ class RolloutService:
         in_flight = await asyncio.to_thread(load_in_flight, checkpoint)
         self._stream.load_state_dict(state["stream"])
         self._scheduler.load_state_dict(state["rollouts"], in_flight)
+        if "response_lengths" in state:  # checkpoints of earlier versions have none
+            self._router.lengths.load_state_dict(state["response_lengths"])
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)
