@@ -45,6 +45,11 @@ class Example:
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
+    def token_advantages(self) -> np.ndarray:
+        """Advantages [S] of the sampled tokens, float64."""
+        return np.broadcast_to(np.asarray(self.advantage), self.trajectory.num_sampled)
+
+    @property
     def num_trained_tokens(self) -> int:
         """Number of sampled tokens that rollout correction does not reject."""
         if self.correction_weights is None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_bapo.algorithm.advantages import estimate_advantages, overlong_penalty
+from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS, estimate_advantages, overlong_penalty
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.policy_loss import token_weights
 from megatron_bapo.algorithm.rollout_correction import RolloutCorrection, rollout_correction
@@ -131,8 +131,11 @@ def _correction(config: Config, examples: Sequence[Example]) -> RolloutCorrectio
 
 def _advantages(
     config: Config, examples: Sequence[Example], accepted_T: torch.Tensor | None
-) -> tuple[list[np.ndarray], dict[str, Metric]]:
-    """Return the advantages of every token, and metrics under verl's names (critic/rewards includes all penalties)."""
+) -> tuple[list[float] | list[np.ndarray], dict[str, Metric]]:
+    """Return the advantage of each trajectory, or of its tokens, and metrics under verl's names.
+
+    critic/rewards includes all penalties.
+    """
     algorithm, overlong = config.algorithm, config.algorithm.overlong
     trajectories = [example.trajectory for example in examples]
     num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(-1, config.rollout.n)
@@ -149,7 +152,7 @@ def _advantages(
         total -= penalties_T.sum().item()
         metrics["actor/reward_kl_penalty"] = Mean(kl_T.sum().item(), len(kl_T) - num_dropped)
         metrics["actor/reward_kl_dropped_tokens"] = Sum(num_dropped)
-    advantages_T = estimate_advantages(
+    advantages = estimate_advantages(
         algorithm.adv_estimator,
         rewards_GN,
         num_sampled_GN,
@@ -157,12 +160,15 @@ def _advantages(
         norm_by_std=algorithm.norm_adv_by_std,
         accepted_T=accepted_T,
     )
+    over_tokens = algorithm.adv_estimator in NORMALIZED_OVER_TOKENS
+    num_tokens_B = num_sampled_GN.flatten()
+    token_sum = advantages.sum() if over_tokens else (advantages * num_tokens_B).sum()
     metrics |= {
         "critic/rewards/mean": Mean(total, num),
-        "critic/advantages/mean": Mean(advantages_T.sum().item(), len(advantages_T)),
-        "critic/advantages/max": Max(advantages_T.max().item()),
+        "critic/advantages/mean": Mean(token_sum.item(), int(num_tokens_B.sum())),
+        "critic/advantages/max": Max(advantages.max().item()),
     }
-    return _split(advantages_T, trajectories), metrics
+    return _split(advantages, trajectories) if over_tokens else advantages.tolist(), metrics
 
 
 def _reward_kl(kind: KlType, examples: Sequence[Example]) -> tuple[torch.Tensor, int]:
