@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_bapo.cluster.engine_actor import EngineActor
 from megatron_bapo.cluster.engine_fleet import EngineFleet
+from megatron_bapo.cluster.ray_cluster import put
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
@@ -33,6 +35,7 @@ from megatron_bapo.rollout.generation import (
     create_in_flight_group,
     generate_group,
 )
+from megatron_bapo.rollout.hand_over import ResponseTexts, taken_apart
 from megatron_bapo.rollout.messages import CompletedRequest
 from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
@@ -44,6 +47,9 @@ from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, 
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+"""Environment variables of the service's process: glibc gives every larger block back to the system when it is freed,
+instead of raising this threshold to 32 MiB, which keeps the memory of a batch after it was handed over."""
 _VALIDATION_SERIAL = -1
 """Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
 T = TypeVar("T")
@@ -71,6 +77,10 @@ class RolloutService:
         self._sft_demonstrations = SftDemonstrations(config, self._tokenizer)
         self._scorer = Scorer(config.reward)
         self._decoder = Decoder(self._tokenizer, config.model_path)
+        logging = config.logging
+        self._texts = ResponseTexts(
+            self._decoder.decode, num_samples=logging.num_sample_answers, keep_all=logging.dump_rollouts
+        )
         self._environment = None
         if config.environment is not None:
             self._environment = FunctionEnvironment(
@@ -85,7 +95,7 @@ class RolloutService:
                 self._stream,
                 self._tokenized,
                 self._router,
-                self._score,
+                self._score_for_training,
                 self._decoder.decode,
                 self._quarantine,
                 self._environment,
@@ -126,8 +136,11 @@ class RolloutService:
         """Return demonstrations of the next training prompts, for the warm start."""
         return await self._sft_demonstrations.for_prompts(self._scheduler.take_sft_prompts(num))
 
-    async def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """Return the next rollout batch, and the seconds spent waiting for it."""
+    async def take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]]:
+        """Return the next rollout batch without its groups, references to parts of these, and the seconds of waiting.
+
+        Each part is freed here when it is in the object store, so that the batch is in memory once.
+        """
         loop = asyncio.get_running_loop()
         start = loop.time()
         scored = await self._scheduler.take()
@@ -139,7 +152,12 @@ class RolloutService:
         scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts)
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
-        return scored, {"generate": loop.time() - start}
+        waited_s, groups = loop.time() - start, scored.groups
+        scored, parts = replace(scored, groups=[]), list[Any]()
+        for start, part in taken_apart(groups):
+            parts.append(put(await self._texts.restored(part, start)))
+            await asyncio.sleep(0)  # a part for each turn of the event loop
+        return scored, parts, {"generate": waited_s}
 
     async def validate(self, seed: int) -> ScoredGroups:
         """Return scored responses to every held-out prompt.
@@ -257,6 +275,10 @@ class RolloutService:
         self._scheduler.load_state_dict(state["rollouts"], in_flight)
         if "response_lengths" in state:  # checkpoints of earlier versions have none
             self._router.lengths.load_state_dict(state["response_lengths"])
+
+    async def _score_for_training(self, group: Group) -> ScoredGroups:
+        scored = await self._score(group)
+        return replace(scored, groups=[self._texts.dropped(group) for group in scored.groups])
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)
