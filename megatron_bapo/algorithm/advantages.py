@@ -24,7 +24,7 @@ def estimate_advantages(
     estimator: AdvEstimator,
     rewards_GN: Tensor,
     lengths_GN: Tensor,
-    penalties_T: Tensor | None,
+    penalties: Tensor | None,
     *,
     norm_by_std: bool,
     accepted_T: Tensor | None = None,
@@ -34,19 +34,20 @@ def estimate_advantages(
     There is one for each trajectory [B] under `grpo` and `rloo`, and one for each response token [T] under the
     estimators that normalize over tokens (`NORMALIZED_OVER_TOKENS`): a batch may have a billion tokens.
 
-    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory; under `reinforce_plus_plus`
-    each one is subtracted from the return of its own token and of every earlier token. `norm_by_std` applies to `grpo`
-    only. `accepted_T` masks the tokens that rollout correction accepts, by default all; it affects whitening only.
+    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B].
+    Under `reinforce_plus_plus` they are given by token [T], and each one is subtracted from the return of its own token
+    and of every earlier token. `norm_by_std` applies to `grpo` only. `accepted_T` masks the tokens that rollout
+    correction accepts, by default all; it affects whitening only.
     """
     lengths = lengths_GN.flatten()
-    parts = None if penalties_T is None else penalties_T.split(lengths.tolist())
     if estimator == "reinforce_plus_plus":
         returns_T = rewards_GN.flatten().repeat_interleave(lengths)
-        if parts is not None:
+        if penalties is not None:
+            parts = penalties.split(lengths.tolist())
             returns_T = returns_T - torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
         return whiten(returns_T, accepted_T)
-    if parts is not None:
-        rewards_GN = rewards_GN - torch.stack([part.sum() for part in parts]).view_as(rewards_GN)
+    if penalties is not None:
+        rewards_GN = rewards_GN - penalties.view_as(rewards_GN)
     match estimator:
         case "grpo":
             return group_relative_advantages(rewards_GN, norm_by_std=norm_by_std).flatten()

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_bapo.rollout.messages import Completion, Generated, SegmentEnd
 
-_GROWTH = 1.25
+_GROWTH = 1.1
 """Size of a new array relative to what it must hold, so that appending rarely copies."""
 
 

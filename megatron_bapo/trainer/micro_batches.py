@@ -36,6 +36,8 @@ class Example:
     """Log-probs [S] under the reference model."""
     correction_weights: np.ndarray | None = None
     """Rollout correction [S] of the objective; 0 rejects a token."""
+    num_accepted: int | None = None
+    """Number of sampled tokens that it accepts, also of a trajectory whose weights this rank does not have."""
     recorded: tuple[int, ...] = ()
     """Indices of the sampled tokens that the token reservoir keeps."""
 
@@ -52,6 +54,8 @@ class Example:
     @property
     def num_trained_tokens(self) -> int:
         """Number of sampled tokens that rollout correction does not reject."""
+        if self.num_accepted is not None:
+            return self.num_accepted
         if self.correction_weights is None:
             return self.trajectory.num_sampled
         return int(np.count_nonzero(self.correction_weights))

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
 from megatron_bapo.config.schema import Config
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
@@ -21,7 +22,7 @@ from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.worker import Worker
 
-MESSAGE_WORDS = 1 << 22
+MESSAGE_WORDS = 1 << 20
 """Size of a message from the main rank to another one in 32-bit words, which are the memory that sending takes."""
 
 
@@ -72,8 +73,12 @@ def _indices_by_replica(
 
 
 def _needs_all_log_probs(config: Config) -> bool:
-    """Whether every rank needs all log-probs: for rollout correction of the whole batch, or for token penalties."""
-    return config.algorithm.rollout_correction.active or config.algorithm.kl_reward_coef > 0.0
+    """Whether every rank needs all tokens: to normalize over those that are penalized, or that are not rejected."""
+    algorithm = config.algorithm
+    penalizes_tokens = algorithm.adv_estimator == "reinforce_plus_plus" and algorithm.kl_reward_coef > 0.0
+    return penalizes_tokens or (
+        algorithm.adv_estimator in NORMALIZED_OVER_TOKENS and algorithm.rollout_correction.active
+    )
 
 
 def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator[torch.Tensor]:

@@ -20,6 +20,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"objective": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
     "cispo": {"objective": "cispo", "adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum-norm"},
     "kl-loss-entropy": {"objective": "ppo", "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
+    "corrected-grpo": {
+        "objective": "bapo",
+        "rollout_correction": {"rollout_is": "token", "rollout_rs": "sequence", "rollout_rs_threshold": 3.0},
+        "behaviour_policy": "recomputed",
+        "adv_estimator": "grpo",
+        "kl_reward_coef": 0.05,
+    },
     "decoupled": {
         "objective": "bapo",
         "behaviour_policy": "recomputed",

@@ -82,7 +82,10 @@ def expected_advantages(estimator: str, penalties: torch.Tensor | None) -> list[
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["plain", "penalties"])
 @pytest.mark.parametrize("estimator", get_args(AdvEstimator))
 def test_every_estimator_matches_its_definition(estimator: AdvEstimator, penalties: torch.Tensor | None) -> None:
-    found = estimate_advantages(estimator, REWARDS, LENGTHS, penalties, norm_by_std=True)
+    given = penalties
+    if penalties is not None and estimator != "reinforce_plus_plus":
+        given = torch.stack([part.sum() for part in penalties.split(LENGTHS.flatten().tolist())])
+    found = estimate_advantages(estimator, REWARDS, LENGTHS, given, norm_by_std=True)
     if estimator not in NORMALIZED_OVER_TOKENS:
         assert found.shape == (6,)
         found = found.repeat_interleave(LENGTHS.flatten())
