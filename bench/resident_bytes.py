@@ -16,13 +16,12 @@ def peak_resident_bytes(task: Callable[[], object]) -> int:
 
     Shared memory and mapped files do not count.
     """
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc keeps would hide the task's allocations
-    before, peaks, is_done = _anonymous_bytes(), [0], threading.Event()
+    release_freed_memory()
+    before, peaks, is_done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
         while not is_done.wait(INTERVAL_S):
-            peaks[0] = max(peaks[0], _anonymous_bytes() - before)
+            peaks[0] = max(peaks[0], anonymous_bytes() - before)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -34,8 +33,15 @@ def peak_resident_bytes(task: Callable[[], object]) -> int:
     return peaks[0]
 
 
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
+def release_freed_memory() -> None:
+    """Return freed memory that malloc keeps to the system, because it would hide later allocations."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def anonymous_bytes(process: int | str = "self") -> int:
+    """Return the bytes of resident anonymous memory of a process, this one or another one by its id."""
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("the kernel does not report RssAnon")

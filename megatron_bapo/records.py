@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -70,7 +71,7 @@ class Trajectory:
     @property
     def num_sampled(self) -> int:
         """S, the number of sampled tokens, which are those that are trained on."""
-        return len(self.response_token_ids) if self.loss_mask is None else int(self.loss_mask.sum())
+        return len(self.behaviour_log_probs)
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
@@ -94,6 +95,12 @@ class Group:
     def lengths(self) -> list[int]:
         """Lengths of the responses in tokens."""
         return [len(trajectory.response_token_ids) for trajectory in self.trajectories]
+
+
+def regrouped(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Group]:
+    """Return the groups with `trajectories` in the places of theirs, in the same order."""
+    rest = iter(trajectories)
+    return [Group(group.prompt, tuple(islice(rest, len(group.trajectories)))) for group in groups]
 
 
 @dataclass(frozen=True)

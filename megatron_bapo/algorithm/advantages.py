@@ -1,6 +1,6 @@
 """Advantage estimators over the rewards of a rollout batch, and reward shaping.
 
-Shapes: G groups, N trajectories per group, T response tokens of all trajectories, concatenated.
+Shapes: G groups, N trajectories per group, B = G N trajectories, T response tokens of all trajectories, concatenated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from megatron_bapo.config.algorithm import AdvEstimator
 
 STD_EPSILON: Final = 1e-6
 """`epsilon` of verl's `compute_grpo_outcome_advantage`."""
+NORMALIZED_OVER_TOKENS: Final = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose advantages are normalized over all tokens of the batch."""
 VARIANCE_EPSILON: Final = 1e-8
 """Epsilon of verl's `masked_whiten`."""
 
@@ -22,33 +24,38 @@ def estimate_advantages(
     estimator: AdvEstimator,
     rewards_GN: Tensor,
     lengths_GN: Tensor,
-    penalties_T: Tensor | None,
+    penalties: Tensor | None,
     *,
     norm_by_std: bool,
     accepted_T: Tensor | None = None,
 ) -> Tensor:
-    """Return the advantage of every response token [T] from trajectory rewards and lengths and token penalties.
+    """Return advantages, float64, from trajectory rewards and lengths and token penalties.
 
-    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory; under `reinforce_plus_plus`
-    each one is subtracted from the return of its own token and of every earlier token. `norm_by_std` applies to `grpo`
-    only. `accepted_T` masks the tokens that rollout correction accepts, by default all; it affects whitening only.
+    There is one for each trajectory [B] under `grpo` and `rloo`, and one for each response token [T] under the
+    estimators that normalize over tokens (`NORMALIZED_OVER_TOKENS`): a batch may have a billion tokens.
+
+    Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B].
+    Under `reinforce_plus_plus` they are given by token [T], and each one is subtracted from the return of its own token
+    and of every earlier token. `norm_by_std` applies to `grpo` only. `accepted_T` masks the tokens that rollout
+    correction accepts, by default all; it affects whitening only.
     """
     lengths = lengths_GN.flatten()
-    penalties_T = torch.zeros(int(lengths.sum()), dtype=rewards_GN.dtype) if penalties_T is None else penalties_T
-    parts = penalties_T.split(lengths.tolist())
     if estimator == "reinforce_plus_plus":
-        to_go_T = torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
-        return whiten(rewards_GN.flatten().repeat_interleave(lengths) - to_go_T, accepted_T)
-    rewards_GN = rewards_GN - torch.stack([part.sum() for part in parts]).view_as(rewards_GN)
+        returns_T = rewards_GN.flatten().repeat_interleave(lengths)
+        if penalties is not None:
+            parts = penalties.split(lengths.tolist())
+            returns_T = returns_T - torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+        return whiten(returns_T, accepted_T)
+    if penalties is not None:
+        rewards_GN = rewards_GN - penalties.view_as(rewards_GN)
     match estimator:
         case "grpo":
-            advantages_GN = group_relative_advantages(rewards_GN, norm_by_std=norm_by_std)
+            return group_relative_advantages(rewards_GN, norm_by_std=norm_by_std).flatten()
         case "rloo":
-            advantages_GN = leave_one_out_advantages(rewards_GN)
+            return leave_one_out_advantages(rewards_GN).flatten()
         case "reinforce_plus_plus_baseline":
-            advantages_GN = group_relative_advantages(rewards_GN, norm_by_std=False)
-    advantages_T = advantages_GN.flatten().repeat_interleave(lengths)
-    return whiten(advantages_T, accepted_T) if estimator == "reinforce_plus_plus_baseline" else advantages_T
+            relative_GN = group_relative_advantages(rewards_GN, norm_by_std=False)
+            return whiten(relative_GN.flatten().repeat_interleave(lengths), accepted_T)
 
 
 def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tensor:

@@ -20,18 +20,13 @@ from megatron_bapo.config.algorithm import CorrectionLevel, RolloutCorrectionCon
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Correction weights [T] of the objective, and their statistics, 0-d float64."""
+    """Correction weights [T] of the objective, and what their statistics are computed from."""
 
     weights_T: Tensor
     """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; NaN where a log-prob is NaN."""
-    mean_weight: Tensor
-    """Mean of the importance weights before rejection."""
-    truncated_fraction: Tensor
-    """Fraction of tokens with a ratio above `rollout_is_threshold`."""
-    rejected_fraction: Tensor
-    """Fraction of tokens that are rejected."""
-    rejected_sequence_fraction: Tensor
-    """Fraction of trajectories with a rejected token."""
+    sums_B3: Tensor
+    """Sums over the tokens of each trajectory: importance weights before rejection, tokens with a ratio above
+    `rollout_is_threshold`, and rejected tokens; float64."""
 
 
 def rollout_correction(
@@ -50,13 +45,10 @@ def rollout_correction(
     if settings.rollout_rs is not None:
         tested_T = _ratios(log_ratio_T, lengths_B, settings.rollout_rs)
         rejected_T = (tested_T < settings.lower_threshold) | (tested_T > settings.rollout_rs_threshold)
-    rejected_B = torch.stack([part.any() for part in rejected_T.split(lengths_B.tolist())])
+    counted_T3 = torch.stack([weights_T, ratio_T > settings.rollout_is_threshold, rejected_T], dim=1)
     return RolloutCorrection(
         weights_T=weights_T.masked_fill(rejected_T, 0.0),
-        mean_weight=weights_T.mean(),
-        truncated_fraction=(ratio_T > settings.rollout_is_threshold).double().mean(),
-        rejected_fraction=rejected_T.double().mean(),
-        rejected_sequence_fraction=rejected_B.double().mean(),
+        sums_B3=torch.stack([part.sum(dim=0) for part in counted_T3.split(lengths_B.tolist())]),
     )
 
 

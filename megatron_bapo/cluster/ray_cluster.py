@@ -182,6 +182,11 @@ def own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
+def put(value: Any) -> Any:
+    """Copy a value to the object store; return its reference. It is freed with the last reference in any process."""
+    return ray.put(value)
+
+
 def finished(references: Mapping[Name, Any]) -> list[Name]:
     """Return the names of the calls that have returned or failed."""
     if not references:

@@ -64,7 +64,9 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
     done, start = max(files, default=0), time.monotonic()
     truncate_after(directory.requests, done)
     display.phase("starting Ray and the engines")
-    with closing(WeightStore.create()) as store, rollout_plane(config, directory, store):
+    # The rollouts are what such a run is for, with the texts of all responses.
+    dumping = config.model_copy(update={"logging": config.logging.model_copy(update={"dump_rollouts": True})})
+    with closing(WeightStore.create()) as store, rollout_plane(dumping, directory, store):
         client = RolloutClient(config)
         if files:
             client.restore_data_state(read_header(files[done]).data_state, _in_flight_folder(directory, done))
@@ -77,7 +79,8 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
             shutil.rmtree(_in_flight_folder(directory, step), ignore_errors=True)  # left by an interrupted attempt
             data_state = client.begin_saving(_in_flight_folder(directory, step))
             client.finish_saving()
-            del data_state["records"]  # they depend on timing, and the batch's file must be reproducible
+            for name in ("records", "response_lengths"):  # they depend on timing; the batch's file is reproducible
+                del data_state[name]
             header = RolloutHeader(
                 step=step,
                 policy_version=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,10 @@ class RolloutClient:
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]]:
         """Return the next rollout batch, and the seconds of each phase of waiting for it."""
-        return get_result(self._service.take.remote(), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S)
+        limit_s = self._config.rollout.request_timeout_s + _QUICK_S
+        scored, parts, seconds = get_result(self._service.take.remote(), SERVICE, limit_s)
+        groups = [group for part in parts for group in get_result(part, SERVICE, _QUICK_S)]
+        return replace(scored, groups=groups), seconds
 
     def validate(self, seed: int) -> ScoredGroups:
         """Return scored responses to every held-out prompt."""

@@ -7,6 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_bapo.cluster.engine_actor import EngineActor
 from megatron_bapo.cluster.engine_fleet import EngineFleet
+from megatron_bapo.cluster.ray_cluster import put
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
@@ -33,6 +35,7 @@ from megatron_bapo.rollout.generation import (
     create_in_flight_group,
     generate_group,
 )
+from megatron_bapo.rollout.hand_over import ResponseTexts, taken_apart
 from megatron_bapo.rollout.messages import CompletedRequest
 from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
@@ -44,8 +47,13 @@ from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, 
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+"""Environment variables of the service's process: glibc gives every larger block back to the system when it is freed,
+instead of raising this threshold to 32 MiB, which keeps the memory of a batch after it was handed over."""
 _VALIDATION_SERIAL = -1
 """Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
+_GC_THRESHOLDS = 700, 10, 1000
+"""Thresholds of the garbage collector; the third, by default 10, makes full collections a hundred times as rare."""
 T = TypeVar("T")
 
 
@@ -71,6 +79,10 @@ class RolloutService:
         self._sft_demonstrations = SftDemonstrations(config, self._tokenizer)
         self._scorer = Scorer(config.reward)
         self._decoder = Decoder(self._tokenizer, config.model_path)
+        logging = config.logging
+        self._texts = ResponseTexts(
+            self._decoder.decode, num_samples=logging.num_sample_answers, keep_all=logging.dump_rollouts
+        )
         self._environment = None
         if config.environment is not None:
             self._environment = FunctionEnvironment(
@@ -85,7 +97,7 @@ class RolloutService:
                 self._stream,
                 self._tokenized,
                 self._router,
-                self._score,
+                self._score_for_training,
                 self._decoder.decode,
                 self._quarantine,
                 self._environment,
@@ -99,9 +111,8 @@ class RolloutService:
             self._scheduler.fail,
         )
 
-        # Prompts live as long as this process; the garbage collector would stop the event loop to search among them.
-        gc.collect()
-        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        _collect_garbage()  # prompts live as long as this process
 
     async def wait_for_engines(self) -> None:
         """Return when all engines have started to serve the initial model."""
@@ -126,8 +137,11 @@ class RolloutService:
         """Return demonstrations of the next training prompts, for the warm start."""
         return await self._sft_demonstrations.for_prompts(self._scheduler.take_sft_prompts(num))
 
-    async def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """Return the next rollout batch, and the seconds spent waiting for it."""
+    async def take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]]:
+        """Return the next rollout batch without its groups, references to parts of these, and the seconds of waiting.
+
+        Each part is freed here when it is in the object store, so that the batch is in memory once.
+        """
         loop = asyncio.get_running_loop()
         start = loop.time()
         scored = await self._scheduler.take()
@@ -139,7 +153,12 @@ class RolloutService:
         scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts)
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
-        return scored, {"generate": loop.time() - start}
+        waited_s, groups = loop.time() - start, scored.groups
+        scored, parts = replace(scored, groups=[]), list[Any]()
+        for start, part in taken_apart(groups):
+            parts.append(put(await self._texts.restored(part, start)))
+            await asyncio.sleep(0)  # a part for each turn of the event loop
+        return scored, parts, {"generate": waited_s}
 
     async def validate(self, seed: int) -> ScoredGroups:
         """Return scored responses to every held-out prompt.
@@ -189,7 +208,12 @@ class RolloutService:
 
     async def load_weights(self, version: int) -> None:
         """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
-        await self._scheduler.update_weights(version, lambda: self._fleet.load_weights(version))
+
+        async def load() -> None:
+            _collect_garbage()  # no request is in flight
+            await self._fleet.load_weights(version)
+
+        await self._scheduler.update_weights(version, load)
 
     async def sleep(self, level: int) -> None:
         """Have every engine free its GPU memory, after waiting for starting engines; return when all have."""
@@ -236,6 +260,7 @@ class RolloutService:
         A thread begins to write what was generated for later batches into `folder`; generation goes on meanwhile.
         """
         state = {"stream": self._stream.state_dict(), "rollouts": self._scheduler.state_dict()}
+        state["response_lengths"] = self._router.lengths.state_dict()
         in_flight, sizes = self._scheduler.in_flight_state(), self._rows.sizes()
         if self._saving is not None:  # Ray has sent this call twice, or a checkpoint was given up
             await asyncio.wait({self._saving})
@@ -254,6 +279,12 @@ class RolloutService:
         in_flight = await asyncio.to_thread(load_in_flight, checkpoint)
         self._stream.load_state_dict(state["stream"])
         self._scheduler.load_state_dict(state["rollouts"], in_flight)
+        if "response_lengths" in state:  # checkpoints of earlier versions have none
+            self._router.lengths.load_state_dict(state["response_lengths"])
+
+    async def _score_for_training(self, group: Group) -> ScoredGroups:
+        scored = await self._score(group)
+        return replace(scored, groups=[self._texts.dropped(group) for group in scored.groups])
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)
@@ -267,3 +298,13 @@ class RolloutService:
     def _record_engine(self, name: str, event: str, reason: str) -> None:
         row = {"time_s": time.time(), "engine": name, "event": event, "reason": reason}
         self._rows.write(self._directory.engine_events, row)
+
+
+def _collect_garbage() -> None:
+    """Collect cyclic garbage, and exempt what is left from later collections.
+
+    A collection stops the event loop, for 0.2 s with half a million objects. Generation leaves no cycles, and without
+    cycles exempted objects are freed like all others.
+    """
+    gc.collect()
+    gc.freeze()

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 from torch.profiler import record_function
 
 from megatron_bapo.config.schema import Config, OptimizerConfig
@@ -38,7 +37,7 @@ from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import Trajectory, regrouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint import save_checkpoint
@@ -241,7 +240,10 @@ def send_weights(run: Run) -> dict[str, Metric]:
 
 
 def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Trajectory]]:
-    """Return the next rollout batch, None on all ranks but the main one, and this rank's share of its trajectories."""
+    """Return the next rollout batch, None on all ranks but the main one, and this rank's share of its trajectories.
+
+    The rollout batch, too, has only this share of the tokens, unless it is written to a file.
+    """
     run.announce("reading rollouts" if run.transport is None else "generating responses")
     start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
     if run.rollouts is not None:
@@ -249,6 +251,8 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
         batches = packed_together(run.config, own, run.state.step)
     trajectories = scatter_batch(run.worker, own, batches)
+    if scored is not None and not run.config.logging.dump_rollouts:
+        scored, own = replace(scored, groups=regrouped(scored.groups, trajectories)), None
     policy_version = broadcast_object(scored.policy_version if scored else None, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
     if policy_version is not None:
@@ -267,7 +271,7 @@ def update_on_batch(
     config = run.config
     examples, batch_metrics = make_examples(run.worker, run.reference, trajectories)
     if run.recorder is not None and scored is not None:
-        run.recorder.write_rollouts(run.state, scored, [np.asarray(example.advantage) for example in examples])
+        run.recorder.write_rollouts(run.state, scored, [example.token_advantages for example in examples])
     parts: list[dict[str, Metric]] = []
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     fresh_rollout = is_fresh(run, scored, trajectories)

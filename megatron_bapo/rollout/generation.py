@@ -194,18 +194,29 @@ class InFlightGroup:
 
     async def group(self, decode: Decode) -> Group:
         """Return the finished group; its rewards are still NaN."""
-        finished = await asyncio.gather(*(self._finished(partial, decode) for partial in self.trajectories))
-        return Group(self.prompt.prompt, tuple(finished))
+        texts = await asyncio.gather(*(_text(partial.segments, decode) for partial in self.trajectories))
+        return Group(self.prompt.prompt, tuple(map(self._finished, self.trajectories, self._joined(), texts)))
 
-    async def _finished(self, partial: PartialTrajectory, decode: Decode) -> Trajectory:
+    def _joined(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the response tokens and log-probs of each trajectory.
+
+        They share one block of memory, which the system gets back once it is freed; small ones would leave holes.
+        """
+        parts = [([s.token_ids for s in t.segments], [s.log_probs for s in t.sampled]) for t in self.trajectories]
+        block = np.concatenate([array.view(np.int32) for pair in parts for part in pair for array in part])
+        sizes = [sum(map(len, part)) for pair in parts for part in pair]
+        joined = np.split(block, np.cumsum(sizes)[:-1])
+        return [(ids, log_probs.view(np.float32)) for ids, log_probs in zip(joined[::2], joined[1::2], strict=True)]
+
+    def _finished(self, partial: PartialTrajectory, joined: tuple[np.ndarray, np.ndarray], text: str) -> Trajectory:
         assert partial.finish_reason is not None, "the trajectory is unfinished"
         return Trajectory(
             prompt_token_ids=self.prompt.token_ids,
-            response_token_ids=np.concatenate([segment.token_ids for segment in partial.segments]),
-            behaviour_log_probs=np.concatenate([segment.log_probs for segment in partial.sampled]),
+            response_token_ids=joined[0],
+            behaviour_log_probs=joined[1],
             version_spans=tuple(partial.spans),
             finish_reason=partial.finish_reason,
-            text=await _text(partial.segments, decode),
+            text=text,
             loss_mask=partial.loss_mask,
             turns=tuple(partial.turns),
         )

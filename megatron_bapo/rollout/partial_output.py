@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_bapo.rollout.messages import Completion, Generated, SegmentEnd
 
-_GROWTH = 1.25
+_GROWTH = 1.1
 """Size of a new array relative to what it must hold, so that appending rarely copies."""
 
 
@@ -31,6 +31,11 @@ class PartialOutput:
         for partial, completion in zip(self._completions, delta.completions, strict=True):
             partial.extend(completion)
 
+    @property
+    def lengths(self) -> list[tuple[int, bool]]:
+        """Tokens of each completion, and whether it has ended; empty before the first report."""
+        return [(partial.num, partial.has_ended) for partial in self._completions]
+
     def generated(self) -> Generated | None:
         """Return the tokens without copying them; None if there are none."""
         completions = tuple(partial.completion() for partial in self._completions)
@@ -44,6 +49,10 @@ class _PartialCompletion:
         self._token_ids = np.empty(0, np.int32)
         self._log_probs = np.empty(0, np.float32)
         self._finish_reason: SegmentEnd = "abort"
+
+    @property
+    def has_ended(self) -> bool:
+        return self._finish_reason != "abort"
 
     def extend(self, delta: Completion) -> None:
         self._finish_reason = delta.finish_reason

@@ -1,7 +1,8 @@
 """Route requests to engines: the oldest prompt first, to the engine with the fewest outstanding tokens.
 
-An engine gets no more requests than its KV cache holds. Requests that must be alone are served one after the other by
-the emptiest engine, which gets no other requests until then.
+An engine gets no more requests than its KV cache is expected to hold. What an engine reports of its requests corrects
+this: responses that have become longer than expected need more, and those that have ended need nothing. Requests that
+must be alone are served one after the other by the emptiest engine, which gets no other requests until then.
 """
 
 from __future__ import annotations
@@ -25,12 +26,33 @@ from megatron_bapo.rollout.messages import (
     GenerationRequest,
 )
 from megatron_bapo.rollout.partial_output import PartialOutput
+from megatron_bapo.rollout.response_lengths import ResponseLengths
 
 ABORT_AGAIN_S = 0.5
 """Seconds after which an engine whose requests have not ended is told again to abort them."""
 T = TypeVar("T")
 SENT_PER_TURN = 16
 """Most requests that are sent in one turn of the event loop: a prompt of 64k tokens takes a millisecond to send."""
+
+
+@dataclass
+class _InFlight:
+    """A request on an engine."""
+
+    request: GenerationRequest
+    expected: int
+    """Expected tokens of each of its completions."""
+    partial: PartialOutput = field(default_factory=PartialOutput)
+    """Partial output received so far."""
+    num_ended: int = 0
+    """Completions that have ended according to reports."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the KV cache that it is expected to need."""
+        lengths = self.partial.lengths or [(0, False)] * self.request.n
+        running = (max(num, self.expected) for num, has_ended in lengths if not has_ended)
+        return self.request.num_prompt_tokens + sum(running)
 
 
 @dataclass
@@ -43,8 +65,8 @@ class _Slot:
     lost: asyncio.Future[str]
     """Resolved with the reason when the engine is removed."""
     outstanding_tokens: int = 0
-    requests: dict[str, PartialOutput] = field(default_factory=dict)
-    """Partial outputs received so far, by request id."""
+    requests: dict[str, _InFlight] = field(default_factory=dict)
+    """Requests in flight, by request id."""
     num_lost_requests: int = 0
     """Number of requests in flight when the engine was removed."""
 
@@ -59,10 +81,9 @@ class _Waiting:
 
     prompt_serial: int
     arrival: int
-    tokens: int = field(compare=False)
+    request: GenerationRequest = field(compare=False)
     prefer: str | None = field(compare=False)
     slot: asyncio.Future[_Slot] = field(compare=False)
-    request_id: str = field(compare=False)
 
 
 class Router:
@@ -90,9 +111,7 @@ class Router:
         self._sends = TurnBudget(SENT_PER_TURN, self._dispatch)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._num_finished = 0
-        """Completions that ended without being aborted."""
-        self._num_finished_tokens = 0
+        self.lengths = ResponseLengths()
 
     @property
     def engines(self) -> dict[str, GenerationEngine]:
@@ -126,23 +145,21 @@ class Router:
         its prefix cache; it is chosen unless it is full. A request `alone` shares its engine with no other request.
         Raises EngineLost with the partial output if the engine is lost, and any error of the engine.
         """
-        tokens = self._expected_tokens(request)
-        waiting = self._wait(request.request_id, tokens, prompt_serial, prefer, alone)
+        waiting = self._wait(request, prompt_serial, prefer, alone)
         slot = await self._acquired(waiting)
         sent_s = asyncio.get_running_loop().time()
         try:
             generated = await self._unless_lost(slot, lambda engine: engine.generate(request))
         except EngineLost as error:
-            partial_output = slot.requests[request.request_id].generated()
+            partial_output = slot.requests[request.request_id].partial.generated()
             raise EngineLost(str(error), partial_output, was_alone=slot.num_lost_requests == 1) from error
         finally:
-            self._release(slot, request.request_id, tokens)
+            num_counted = self._release(slot, request.request_id)
         if self._on_completed is not None:
             self._on_completed(_completed(request, generated, prompt_serial, slot.name, sent_s))
-        for completion in generated.completions:
-            if completion.finish_reason != "abort":
-                self._num_finished += 1
-                self._num_finished_tokens += len(completion.token_ids)
+        ended = [len(each.token_ids) for each in generated.completions if each.finish_reason != "abort"]
+        for num_tokens in sorted(ended)[num_counted:]:  # reports have counted the first to end, which are the shortest
+            self.lengths.add(num_tokens)
         return slot.name, generated
 
     async def on_every(self, action: Callable[[GenerationEngine], Awaitable[T]]) -> dict[str, T]:
@@ -171,15 +188,16 @@ class Router:
             slot = self._slots.get(name)
             if slot is not None:
                 for request_id in delta.keys() & slot.requests.keys():
-                    slot.requests[request_id].extend(delta[request_id])
+                    self._extend(slot, slot.requests[request_id], delta[request_id])
+        self._dispatch()
 
     def partial_outputs(self) -> dict[str, Generated]:
         """Return the recorded partial outputs of requests in flight, by request id."""
         return {
             name: generated
             for slot in self._slots.values()
-            for name, partial in slot.requests.items()
-            if (generated := partial.generated()) is not None
+            for name, in_flight in slot.requests.items()
+            if (generated := in_flight.partial.generated()) is not None
         }
 
     def pause(self) -> None:
@@ -225,16 +243,18 @@ class Router:
             counts.append(f"no engine yet ({num_waiting} requests)")
         return ", ".join(counts) or "no request"
 
-    def _expected_tokens(self, request: GenerationRequest) -> int:
-        """Estimate the KV cache tokens of a request, from the mean length of finished completions."""
-        length = request.max_tokens
-        if self._num_finished:
-            length = min(length, -(-self._num_finished_tokens // self._num_finished))
-        return request.num_prompt_tokens + request.n * length
+    def _extend(self, slot: _Slot, in_flight: _InFlight, delta: Generated) -> None:
+        slot.outstanding_tokens -= in_flight.tokens
+        in_flight.partial.extend(delta)
+        slot.outstanding_tokens += in_flight.tokens
+        ended = sorted(num for num, has_ended in in_flight.partial.lengths if has_ended)
+        for num_tokens in ended[in_flight.num_ended :]:
+            self.lengths.add(num_tokens)
+        in_flight.num_ended = max(in_flight.num_ended, len(ended))
 
-    def _wait(self, request_id: str, tokens: int, prompt_serial: int, prefer: str | None, alone: bool) -> _Waiting:
+    def _wait(self, request: GenerationRequest, prompt_serial: int, prefer: str | None, alone: bool) -> _Waiting:
         future: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(prompt_serial, next(self._arrivals), tokens, prefer, future, request_id)
+        waiting = _Waiting(prompt_serial, next(self._arrivals), request, prefer, future)
         if alone:
             self._waiting_alone.append(waiting)
         else:
@@ -247,7 +267,7 @@ class Router:
             return await waiting.slot
         except asyncio.CancelledError:
             if waiting.slot.done() and not waiting.slot.cancelled():
-                self._release(waiting.slot.result(), waiting.request_id, waiting.tokens)
+                self._release(waiting.slot.result(), waiting.request.request_id)
             raise
 
     def _dispatch(self) -> None:
@@ -258,7 +278,7 @@ class Router:
             if first.slot.done():  # its caller was cancelled
                 heapq.heappop(self._waiting)
                 continue
-            slot = self._choose(first.tokens, first.prefer)
+            slot = self._choose(self._in_flight(first.request).tokens, first.prefer)
             if slot is None or not self._sends.take():
                 return
             heapq.heappop(self._waiting)
@@ -275,28 +295,33 @@ class Router:
             self._reserved = min(self._slots.values(), key=lambda slot: slot.outstanding_tokens, default=None)
         if self._reserved is not None and not self._reserved.requests:
             first = self._waiting_alone.popleft()
-            self._alone = first.request_id
+            self._alone = first.request.request_id
             self._assign(first, self._reserved)
 
     def _assign(self, waiting: _Waiting, slot: _Slot) -> None:
-        slot.outstanding_tokens += waiting.tokens
-        slot.requests[waiting.request_id] = PartialOutput()
+        in_flight = slot.requests[waiting.request.request_id] = self._in_flight(waiting.request)
+        slot.outstanding_tokens += in_flight.tokens
         self._idle.clear()
         waiting.slot.set_result(slot)
+
+    def _in_flight(self, request: GenerationRequest) -> _InFlight:
+        return _InFlight(request, self.lengths.expected(request.max_tokens))
 
     def _choose(self, tokens: int, prefer: str | None) -> _Slot | None:
         fitting = [slot for slot in self._slots.values() if slot is not self._reserved and slot.fits(tokens)]
         preferred = [slot for slot in fitting if slot.name == prefer]
         return min(preferred or fitting, key=lambda slot: slot.outstanding_tokens, default=None)
 
-    def _release(self, slot: _Slot, request_id: str, tokens: int) -> None:
-        slot.outstanding_tokens -= tokens
-        slot.requests.pop(request_id, None)
+    def _release(self, slot: _Slot, request_id: str) -> int:
+        """Forget a request; return how many of its completions have been counted as ended."""
+        in_flight = slot.requests.pop(request_id)
+        slot.outstanding_tokens -= in_flight.tokens
         if request_id == self._alone:
             self._alone = None
         if not any(other.requests for other in self._slots.values()):
             self._idle.set()
         self._dispatch()
+        return in_flight.num_ended
 
     async def _unless_lost(self, slot: _Slot, action: Callable[[GenerationEngine], Awaitable[T]]) -> T:
         """Run `action` on an engine; raises EngineLost as soon as the engine is removed.

@@ -36,6 +36,8 @@ class Example:
     """Log-probs [S] under the reference model."""
     correction_weights: np.ndarray | None = None
     """Rollout correction [S] of the objective; 0 rejects a token."""
+    num_accepted: int | None = None
+    """Number of sampled tokens that it accepts, also of a trajectory whose weights this rank does not have."""
     recorded: tuple[int, ...] = ()
     """Indices of the sampled tokens that the token reservoir keeps."""
 
@@ -45,8 +47,15 @@ class Example:
         return self.trajectory.behaviour_log_probs if self.proximal_log_probs is None else self.proximal_log_probs
 
     @property
+    def token_advantages(self) -> np.ndarray:
+        """Advantages [S] of the sampled tokens, float64."""
+        return np.broadcast_to(np.asarray(self.advantage), self.trajectory.num_sampled)
+
+    @property
     def num_trained_tokens(self) -> int:
         """Number of sampled tokens that rollout correction does not reject."""
+        if self.num_accepted is not None:
+            return self.num_accepted
         if self.correction_weights is None:
             return self.trajectory.num_sampled
         return int(np.count_nonzero(self.correction_weights))

@@ -11,16 +11,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_bapo.algorithm.advantages import estimate_advantages, overlong_penalty
+from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS, estimate_advantages, overlong_penalty
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.policy_loss import token_weights
-from megatron_bapo.algorithm.rollout_correction import RolloutCorrection, rollout_correction
-from megatron_bapo.config.algorithm import KlType, LossAggMode
+from megatron_bapo.algorithm.rollout_correction import rollout_correction
+from megatron_bapo.config.algorithm import LossAggMode
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.trajectory_sums import indices_with_tokens, on_every_rank
 from megatron_bapo.trainer.utilization import scoring_flops
 from megatron_bapo.trainer.worker import Worker, score_trajectories
 
@@ -36,10 +37,9 @@ def make_examples(
     """
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
     missing: list[None] = [None] * len(trajectories)
-    proximal = references = corrections = missing
+    proximal = references = missing
     num_passes = 0
     metrics: dict[str, Metric] = {}
-    accepted_T = None
     if algorithm.behaviour_policy == "recomputed":
         proximal = score_trajectories(worker, trajectories, temperature)
         num_passes += 1
@@ -51,15 +51,10 @@ def make_examples(
         for trajectory, own, frozen in zip(trajectories, proximal, references, strict=True)
     ]
     if algorithm.rollout_correction.active:
-        correction = _correction(worker.config, examples)
-        corrections = _split(correction.weights_T, trajectories)
-        accepted_T = correction.weights_T != 0
-        metrics |= correction_metrics(correction)
-    advantages, found = _advantages(worker.config, examples, accepted_T)
-    examples = [
-        replace(example, advantage=advantage, correction_weights=correction)
-        for example, advantage, correction in zip(examples, advantages, corrections, strict=True)
-    ]
+        examples, sums_B3 = _corrected(worker, examples)
+        metrics |= _correction_metrics(sums_B3, trajectories)
+    advantages, found = _advantages(worker, examples)
+    examples = [replace(example, advantage=each) for example, each in zip(examples, advantages, strict=True)]
     return examples, metrics | found | scoring_flops(worker, examples, num_passes)
 
 
@@ -112,28 +107,46 @@ def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
     return with_token_weights(examples, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
 
 
-def correction_metrics(correction: RolloutCorrection) -> dict[str, Metric]:
+def _corrected(worker: Worker, examples: Sequence[Example]) -> tuple[list[Example], torch.Tensor]:
+    """Return the examples with the correction weights of those with tokens, and `RolloutCorrection.sums_B3` of all."""
+    own = indices_with_tokens([example.trajectory for example in examples])
+    found = [examples[i] for i in own]
+    correction = rollout_correction(
+        _cat([example.ratio_log_probs for example in found]),
+        _cat([example.trajectory.behaviour_log_probs for example in found]),
+        torch.tensor([example.trajectory.num_sampled for example in found]),
+        worker.config.algorithm.rollout_correction,
+    )
+    weights = dict(zip(own, _split(correction.weights_T, [example.trajectory for example in found]), strict=True))
+    sums_B3 = on_every_rank(correction.sums_B3, own, len(examples), worker.groups)
+    num_rejected = sums_B3[:, 2].long().tolist()
+    corrected = [
+        replace(example, correction_weights=weights.get(i), num_accepted=example.trajectory.num_sampled - num)
+        for i, (example, num) in enumerate(zip(examples, num_rejected, strict=True))
+    ]
+    return corrected, sums_B3
+
+
+def _correction_metrics(sums_B3: torch.Tensor, trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Return the metrics of rollout correction under verl's names."""
+    weight, truncated, rejected = sums_B3.sum(dim=0).tolist()
+    num = sum(trajectory.num_sampled for trajectory in trajectories)
     return {
-        "rollout_corr/rollout_is_mean": Mean(correction.mean_weight.item(), 1.0),
-        "rollout_corr/rollout_is_ratio_fraction_high": Mean(correction.truncated_fraction.item(), 1.0),
-        "rollout_corr/rollout_rs_masked_fraction": Mean(correction.rejected_fraction.item(), 1.0),
-        "rollout_corr/rollout_rs_seq_masked_fraction": Mean(correction.rejected_sequence_fraction.item(), 1.0),
+        "rollout_corr/rollout_is_mean": Mean(weight, num),
+        "rollout_corr/rollout_is_ratio_fraction_high": Mean(truncated, num),
+        "rollout_corr/rollout_rs_masked_fraction": Mean(rejected, num),
+        "rollout_corr/rollout_rs_seq_masked_fraction": Mean(int(sums_B3[:, 2].count_nonzero()), len(trajectories)),
     }
 
 
-def _correction(config: Config, examples: Sequence[Example]) -> RolloutCorrection:
-    proximal_T = _cat([example.ratio_log_probs for example in examples])
-    rollout_T = _cat([example.trajectory.behaviour_log_probs for example in examples])
-    lengths_B = torch.tensor([example.trajectory.num_sampled for example in examples])
-    return rollout_correction(proximal_T, rollout_T, lengths_B, config.algorithm.rollout_correction)
-
-
 def _advantages(
-    config: Config, examples: Sequence[Example], accepted_T: torch.Tensor | None
-) -> tuple[list[np.ndarray], dict[str, Metric]]:
-    """Return the advantages of every token, and metrics under verl's names (critic/rewards includes all penalties)."""
-    algorithm, overlong = config.algorithm, config.algorithm.overlong
+    worker: Worker, examples: Sequence[Example]
+) -> tuple[list[float] | list[np.ndarray], dict[str, Metric]]:
+    """Return the advantage of each trajectory, or of its tokens, and metrics under verl's names.
+
+    critic/rewards includes all penalties.
+    """
+    config, algorithm, overlong = worker.config, worker.config.algorithm, worker.config.algorithm.overlong
     trajectories = [example.trajectory for example in examples]
     num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(-1, config.rollout.n)
     rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(num_sampled_GN)
@@ -142,38 +155,53 @@ def _advantages(
         lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view_as(num_sampled_GN)
         rewards_GN = rewards_GN + overlong_penalty(lengths_GN, limit, overlong.buffer_length, overlong.penalty_factor)
     total, num, metrics = rewards_GN.sum().item(), len(examples), {}
-    penalties_T = None
+    num_tokens_B, penalties = num_sampled_GN.flatten(), None
     if algorithm.kl_reward_coef:
-        kl_T, num_dropped = _reward_kl(algorithm.kl_reward_type, examples)
-        penalties_T = algorithm.kl_reward_coef * kl_T
-        total -= penalties_T.sum().item()
-        metrics["actor/reward_kl_penalty"] = Mean(kl_T.sum().item(), len(kl_T) - num_dropped)
+        penalties, kl_sum, num_dropped = _penalties(worker, examples)
+        total -= algorithm.kl_reward_coef * kl_sum
+        metrics["actor/reward_kl_penalty"] = Mean(kl_sum, int(num_tokens_B.sum()) - num_dropped)
         metrics["actor/reward_kl_dropped_tokens"] = Sum(num_dropped)
-    advantages_T = estimate_advantages(
+    over_tokens, accepted_T = algorithm.adv_estimator in NORMALIZED_OVER_TOKENS, None
+    if over_tokens and algorithm.rollout_correction.active:
+        accepted_T = _cat([example.correction_weights for example in examples]) != 0
+    advantages = estimate_advantages(
         algorithm.adv_estimator,
         rewards_GN,
         num_sampled_GN,
-        penalties_T,
+        penalties,
         norm_by_std=algorithm.norm_adv_by_std,
         accepted_T=accepted_T,
     )
+    token_sum = advantages.sum() if over_tokens else (advantages * num_tokens_B).sum()
     metrics |= {
         "critic/rewards/mean": Mean(total, num),
-        "critic/advantages/mean": Mean(advantages_T.sum().item(), len(advantages_T)),
-        "critic/advantages/max": Max(advantages_T.max().item()),
+        "critic/advantages/mean": Mean(token_sum.item(), int(num_tokens_B.sum())),
+        "critic/advantages/max": Max(advantages.max().item()),
     }
-    return _split(advantages_T, trajectories), metrics
+    return _split(advantages, trajectories) if over_tokens else advantages.tolist(), metrics
 
 
-def _reward_kl(kind: KlType, examples: Sequence[Example]) -> tuple[torch.Tensor, int]:
-    """Return the KL estimate of every token, and the number of tokens without one.
+def _penalties(worker: Worker, examples: Sequence[Example]) -> tuple[torch.Tensor, float, int]:
+    """Return the penalties of a KL term in the reward, as `estimate_advantages` takes them.
 
-    A token with a log-prob that is not finite gets 0: its penalty would reach its group, or the whole batch.
+    Also returns the sum of the KL estimates, and the number of tokens without one: a token with a log-prob that is not
+    finite gets 0, because its penalty would reach its group, or the whole batch.
     """
-    current_T = _cat([example.ratio_log_probs for example in examples])
-    reference_T = _cat([example.reference_log_probs for example in examples])
+    algorithm = worker.config.algorithm
+    own = indices_with_tokens([example.trajectory for example in examples])
+    found = [examples[i] for i in own]
+    current_T = _cat([example.ratio_log_probs for example in found])
+    reference_T = _cat([example.reference_log_probs for example in found])
     dropped_T = ~(current_T.isfinite() & reference_T.isfinite())
-    return kl_estimate(kind, current_T, reference_T).masked_fill(dropped_T, 0.0), int(dropped_T.sum())
+    kl_T = kl_estimate(algorithm.kl_reward_type, current_T, reference_T).masked_fill(dropped_T, 0.0)
+    penalties_T = algorithm.kl_reward_coef * kl_T
+    lengths = [example.trajectory.num_sampled for example in found]
+    by_trajectory = zip(penalties_T.split(lengths), kl_T.split(lengths), dropped_T.split(lengths), strict=True)
+    sums_B3 = torch.stack([torch.stack([part.sum().double() for part in parts]) for parts in by_trajectory])
+    sums_B3 = on_every_rank(sums_B3, own, len(examples), worker.groups)
+    _, kl_sum, num_dropped = sums_B3.sum(dim=0).tolist()
+    penalties = penalties_T if algorithm.adv_estimator == "reinforce_plus_plus" else sums_B3[:, 0]
+    return penalties, kl_sum, int(num_dropped)
 
 
 def _cat(values: Sequence[np.ndarray | None]) -> torch.Tensor:

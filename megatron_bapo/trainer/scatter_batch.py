@@ -1,28 +1,29 @@
 """Scatters a rollout batch from the main rank to the ranks that train on it.
 
-    main rank ─┬─ lengths, rewards, versions of all trajectories ─────────────────────────────► every rank
-               └─ tokens and log-probs of the trajectories of a replica ─► replica leader ─► its other ranks
+    main rank ─┬─ header: lengths, rewards, versions of all trajectories ───────────────────────► every rank
+               └─ tokens, log-probs and loss masks of a replica's trajectories ─► replica leader ─► its other ranks
 
-A replica is one index of the data axis with all its tensor, context and pipeline ranks. Legend: B trajectories; 3 array
-lengths per trajectory: prompt, response and log-probs.
+A replica is one index of the data axis with all its tensor, context and pipeline ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
 from megatron_bapo.config.schema import Config
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
+from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.worker import Worker
 
-PLACEHOLDER = np.int32(-1), np.int32(-1), np.float32(np.nan)
-"""Placeholders for prompt tokens, response tokens and log-probs that a rank does not have."""
+MESSAGE_WORDS = 1 << 20
+"""Size of a message from the main rank to another one in 32-bit words, which are the memory that sending takes."""
 
 
 def scatter_batch(
@@ -30,71 +31,71 @@ def scatter_batch(
 ) -> list[Trajectory]:
     """Return the main rank's trajectories on every rank, with the tokens of the rank's own micro-batches.
 
-    The tokens of all other trajectories are arrays of the right length that repeat `PLACEHOLDER` and use no memory.
-    Only the main rank has texts and turns. `batches` are the sets of trajectory indices that are packed together.
-    `trajectories` and `batches` are read on the main rank only. Collective.
+    The arrays of all other trajectories are placeholders of the right length. Only the main rank has texts and turns.
+    Its own arrays are copies, so that the batch can be freed. `batches` are the sets of trajectory indices that are
+    packed together. `trajectories` and `batches` are read on the main rank only. Collective.
     """
-    groups, header = worker.groups, None
+    groups, content = worker.groups, None
     if trajectories is not None:
-        lengths_B3 = np.array([[len(array) for array in _arrays(t)] for t in trajectories])
-        header = [_metadata(t) for t in trajectories], lengths_B3, _indices_by_replica(worker, trajectories, batches)
-    metadata, lengths_B3, by_replica = broadcast_object(header, groups)
-    own = by_replica[groups.data.rank]
-    values = torch.empty(int(lengths_B3[own].sum()), dtype=torch.int32)
+        content = BatchHeader.of(trajectories), _indices_by_replica(worker, trajectories, batches)
+    header, by_replica = broadcast_object(content, groups)
+    own, num_words_B = by_replica[groups.data.rank], header.num_words_B
+    values = torch.empty(int(num_words_B[own].sum()), dtype=torch.int32)
     if trajectories is not None:
         for replica in range(1, groups.data.size):
-            send(_flat(trajectories[i] for i in by_replica[replica]), groups.data, replica)
-        values = _flat(trajectories[i] for i in own)
+            theirs = by_replica[replica]
+            for message in _messages([trajectories[i] for i in theirs], num_words_B[theirs]):
+                send(message, groups.data, replica)
+        arrays = [array for i in own for array in words(trajectories[i])]
+        np.concatenate([np.zeros(0, np.int32), *arrays], out=values.numpy())
     elif groups.is_replica_leader:
-        receive({0: values}, groups.data)
+        for start, end in _bounds(num_words_B[own]):
+            receive({0: values[start:end]}, groups.data)
     broadcast_in_replica(values, groups)
-    if trajectories is not None:
-        return list(trajectories)
-    scattered = [
-        _with_arrays(t, map(np.broadcast_to, PLACEHOLDER, lengths))
-        for t, lengths in zip(metadata, lengths_B3, strict=True)
-    ]
-    arrays = iter(np.split(values.numpy(), np.cumsum(lengths_B3[own])))
-    for index in own:
-        scattered[index] = _with_arrays(metadata[index], (next(arrays), next(arrays), next(arrays).view(np.float32)))
+    scattered = header.trajectories() if trajectories is None else [without_tokens(t) for t in trajectories]
+    for index, part in zip(own, np.split(values.numpy(), np.cumsum(num_words_B[own])), strict=False):
+        scattered[index] = with_words(scattered[index], part)
     return scattered
 
 
 def _indices_by_replica(
     worker: Worker, trajectories: Sequence[Trajectory], batches: Sequence[Sequence[int]]
-) -> list[list[int]]:
-    """Return for each replica the indices of the trajectories in its micro-batches, in ascending order."""
+) -> list[np.ndarray]:
+    """Return for each replica the indices of the trajectories in its micro-batches, int32 in ascending order."""
     if _needs_all_log_probs(worker.config):
-        return [list(range(len(trajectories)))] * worker.groups.data.size
+        return [np.arange(len(trajectories), dtype=np.int32)] * worker.groups.data.size
     examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
     by_replica: list[set[int]] = [set() for _ in range(worker.groups.data.size)]
     for batch in batches:
         for indices, plan in zip(by_replica, worker.plans([examples[i] for i in batch]), strict=True):
             indices.update(batch[index] for micro_batch in plan for index in micro_batch)
-    return [sorted(indices) for indices in by_replica]
+    return [np.array(sorted(indices), np.int32) for indices in by_replica]
 
 
 def _needs_all_log_probs(config: Config) -> bool:
-    """Whether every rank needs all log-probs: for rollout correction of the whole batch, or for token penalties."""
-    return config.algorithm.rollout_correction.active or config.algorithm.kl_reward_coef > 0.0
+    """Whether every rank needs all tokens: to normalize over those that are penalized, or that are not rejected."""
+    algorithm = config.algorithm
+    penalizes_tokens = algorithm.adv_estimator == "reinforce_plus_plus" and algorithm.kl_reward_coef > 0.0
+    return penalizes_tokens or (
+        algorithm.adv_estimator in NORMALIZED_OVER_TOKENS and algorithm.rollout_correction.active
+    )
 
 
-def _metadata(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory without its arrays and texts."""
-    empty = np.zeros(0, np.int32)
-    return _with_arrays(replace(trajectory, text="", answer=None, turns=()), (empty, empty, empty))
+def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator[torch.Tensor]:
+    """Yield the words of whole trajectories, int32, with bounds as in `_bounds`; `sizes` are their numbers of words."""
+    for members in _members(sizes):
+        arrays = [array for index in members for array in words(trajectories[index])]
+        yield torch.from_numpy(np.concatenate(arrays))
 
 
-def _arrays(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return trajectory.prompt_token_ids, trajectory.response_token_ids, trajectory.behaviour_log_probs
+def _bounds(sizes: np.ndarray) -> list[tuple[int, int]]:
+    """Return where the messages with trajectories of `sizes` words start and end."""
+    ends = np.cumsum([0, *sizes])
+    return [(int(ends[members.start]), int(ends[members.stop])) for members in _members(sizes)]
 
 
-def _with_arrays(trajectory: Trajectory, arrays: Iterable[np.ndarray]) -> Trajectory:
-    prompt, response, log_probs = arrays
-    return replace(trajectory, prompt_token_ids=prompt, response_token_ids=response, behaviour_log_probs=log_probs)
-
-
-def _flat(trajectories: Iterable[Trajectory]) -> torch.Tensor:
-    """Concatenate the arrays of the trajectories as int32; log-probs are reinterpreted bit by bit."""
-    arrays = [array.view(np.int32) for trajectory in trajectories for array in _arrays(trajectory)]
-    return torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *arrays]))
+def _members(sizes: np.ndarray) -> list[range]:
+    """Divide trajectories of `sizes` words into messages of about `MESSAGE_WORDS`, at least a trajectory each."""
+    numbers = (np.cumsum(sizes) - 1) // MESSAGE_WORDS
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+    return [range(*each) for each in pairwise([*starts, len(sizes)])] if len(sizes) else []

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face, write_stage
-from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.collectives import barrier, gather_objects
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer import rollout_batch
@@ -68,8 +68,9 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     examples, metrics = rollout_batch.make_examples(worker, reference, trajectories)
     held = [i for i, trajectory in enumerate(trajectories) if np.isfinite(trajectory.behaviour_log_probs).all()]
     (out / f"held-{groups.global_rank}.json").write_text(json.dumps({"replica": groups.data.rank, "held": held}))
+    whole = {name: value for part in gather_objects(arrays(examples), groups.data) for name, value in part.items()}
     if groups.is_main:
-        save_file(arrays(examples), out / "examples.safetensors")
+        save_file(whole, out / "examples.safetensors")
         (out / "gradients").mkdir()
     barrier(groups)
     learned, found = rollout_batch.minibatches(config, trajectories, step=0)[0], {"batch": scalars(metrics)}

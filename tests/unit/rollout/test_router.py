@@ -6,12 +6,15 @@ import pytest
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import CompletedRequest, Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.response_lengths import UNKNOWN_FRACTION
 from megatron_bapo.rollout.router import SENT_PER_TURN, Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.simulation.modelled_engines import FaultyEngine
 
 NEVER_ENDING = 10**9
 PLENTY = 10**9
+EXPECTED = 100 // UNKNOWN_FRACTION
+"""Expected length of a response to a `request` before any has ended."""
 
 
 def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -> GenerationRequest:
@@ -42,7 +45,7 @@ def test_the_engine_that_has_the_prefix_is_preferred_until_it_is_full():
     async def main() -> list[list[str]]:
         router, fleet = Router(), engines(2)
         for engine in fleet:
-            router.add(engine.name, engine, 250)
+            router.add(engine.name, engine, 2 * (10 + EXPECTED))
         await asyncio.gather(*(router.generate(request(name), prefer="engine 1") for name in "abc"))
         return [served(engine) for engine in fleet]
 
@@ -53,7 +56,7 @@ def test_each_served_request_is_recorded_with_its_engine_and_times():
     async def main() -> list[CompletedRequest]:
         found: list[CompletedRequest] = []
         router, (engine,) = Router(on_completed=found.append), engines(1)
-        router.add(engine.name, engine, 110)
+        router.add(engine.name, engine, 10 + EXPECTED)
         await asyncio.gather(
             *(router.generate(request(name, max_tokens=50), prompt_serial=i) for i, name in enumerate("ab"))
         )
@@ -67,7 +70,7 @@ def test_each_served_request_is_recorded_with_its_engine_and_times():
 def test_requests_in_flight_fit_the_kv_cache_and_the_oldest_waiting_prompt_goes_first():
     async def main() -> tuple[int, list[str]]:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, 2 * 110)
+        router.add(engine.name, engine, 2 * (10 + EXPECTED))
         orders = {"a": 0, "b": 1, "late": 9, "middle": 5, "early": 2}
         await asyncio.gather(*(router.generate(request(name), prompt_serial=serial) for name, serial in orders.items()))
         return engine.most_in_flight, served(engine)
@@ -94,6 +97,50 @@ def test_the_expected_length_of_a_request_is_the_mean_length_of_finished_complet
         return engine.most_in_flight
 
     assert run_in_virtual_time(main()) == 220 // (10 + 12)
+
+
+def reported(*lengths: int, ended: int = 0, before: tuple[int, ...] = ()) -> Generated:
+    """Return a report in which the first `ended` completions have ended."""
+    completions = [
+        Completion(np.ones(num, np.int32), np.zeros(num, np.float32), "stop" if i < ended else "abort", "", start)
+        for i, (num, start) in enumerate(zip(lengths, before or (0,) * len(lengths), strict=True))
+    ]
+    return Generated(0, tuple(completions))
+
+
+def test_reports_correct_what_a_request_is_expected_to_need():
+    async def main() -> list[int]:
+        router, (engine,) = Router(), engines(1)
+        router.add(engine.name, engine, PLENTY)
+        engine.hangs = True
+        call = asyncio.ensure_future(router.generate(request("a", n=3)))
+        await asyncio.sleep(0.1)
+        found = [router.outstanding_tokens()[engine.name]]
+        for each in (
+            reported(5, 5, 5),
+            reported(0, 35, 35, ended=1, before=(5, 5, 5)),
+            reported(0, 0, 10, ended=2, before=(5, 40, 40)),
+        ):
+            router.record_partial({engine.name: {"a": each}})
+            found.append(router.outstanding_tokens()[engine.name])
+        assert router.lengths.expected(100) == -(-(5 + 40) // 2)
+        call.cancel()
+        await asyncio.wait({call})
+        return [*found, router.outstanding_tokens()[engine.name]]
+
+    longest = 3 * EXPECTED
+    assert run_in_virtual_time(main()) == [10 + longest, 10 + longest, 10 + 40 + 40, 10 + 50, 0]
+
+
+def test_a_restored_estimate_of_lengths_is_used_for_the_first_request():
+    async def main() -> int:
+        router, (engine,) = Router(), engines(1)
+        router.lengths.load_state_dict({"num": 3, "num_tokens": 30})
+        router.add(engine.name, engine, 5 * 20)
+        await asyncio.gather(*(router.generate(request(str(i))) for i in range(12)))
+        return engine.most_in_flight
+
+    assert run_in_virtual_time(main()) == 5
 
 
 def test_requests_of_a_lost_engine_fail_and_waiting_requests_go_to_a_new_engine():

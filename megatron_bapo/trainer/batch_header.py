@@ -1,0 +1,123 @@
+"""What every rank knows of each trajectory of a rollout batch: lengths, reward, policy versions and how it ended.
+
+The columns take some 30 bytes for a trajectory, whatever its length, because thousands of ranks receive those of the
+whole batch. Legend: B trajectories; V version spans of all of them, concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_bapo.records import Trajectory, VersionSpan
+
+PLACEHOLDER = np.int32(-1), np.int32(-1), np.float32(np.nan)
+"""Placeholders for prompt tokens, response tokens and log-probs that a rank does not have."""
+_MASK_WORD = 32
+"""Tokens of a loss mask in one 32-bit word."""
+_FINISH_REASONS = "stop", "length"
+
+
+@dataclass(frozen=True)
+class BatchHeader:
+    """Facts of all trajectories of a batch, as columns."""
+
+    lengths_B3: np.ndarray
+    """int32 lengths of prompt, response and log-probs."""
+    rewards_B: np.ndarray
+    """float64"""
+    finish_reasons_B: np.ndarray
+    """int8 index of the finish reason."""
+    num_spans_B: np.ndarray
+    """int32 number of version spans."""
+    spans_V2: np.ndarray
+    """int32 policy version and number of tokens of each span."""
+
+    @staticmethod
+    def of(trajectories: Sequence[Trajectory]) -> BatchHeader:
+        """Return the header of a batch."""
+        spans = [(span.policy_version, span.num_tokens) for t in trajectories for span in t.version_spans]
+        return BatchHeader(
+            np.array([[len(array) for array in _arrays(t)] for t in trajectories], np.int32).reshape(-1, 3),
+            np.array([t.reward for t in trajectories], np.float64),
+            np.array([_FINISH_REASONS.index(t.finish_reason) for t in trajectories], np.int8),
+            np.array([len(t.version_spans) for t in trajectories], np.int32),
+            np.array(spans, np.int32).reshape(-1, 2),
+        )
+
+    @property
+    def num_words_B(self) -> np.ndarray:
+        """int64 sizes of the trajectories in 32-bit words, as `words` writes them."""
+        prompt_B, response_B, log_probs_B = self.lengths_B3.astype(np.int64).T
+        mask_B = np.where(log_probs_B < response_B, _round_up(response_B) // _MASK_WORD, 0)
+        return prompt_B + response_B + log_probs_B + mask_B
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return trajectories without texts, whose arrays are placeholders."""
+        spans = np.split(self.spans_V2, np.cumsum(self.num_spans_B)[:-1])
+        columns = self.lengths_B3.tolist(), self.rewards_B.tolist(), self.finish_reasons_B.tolist(), spans
+        return [
+            Trajectory(
+                **placeholders(*lengths),
+                version_spans=tuple(VersionSpan(*span) for span in own.tolist()),
+                finish_reason=_FINISH_REASONS[reason],
+                text="",
+                reward=reward,
+            )
+            for lengths, reward, reason, own in zip(*columns, strict=True)
+        ]
+
+
+def placeholders(num_prompt: int, num_response: int, num_log_probs: int) -> dict[str, Any]:
+    """Return a trajectory's arrays, of the right lengths, with `PLACEHOLDER` throughout; they use no memory.
+
+    The loss mask of a response that an environment has written a part of is False throughout.
+    """
+    prompt, response, log_probs = map(np.broadcast_to, PLACEHOLDER, (num_prompt, num_response, num_log_probs))
+    mask = None if num_log_probs == num_response else np.broadcast_to(np.False_, num_response)
+    return _fields(prompt, response, log_probs, mask)
+
+
+def without_tokens(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with placeholders for its arrays."""
+    return replace(trajectory, **placeholders(*(len(array) for array in _arrays(trajectory))))
+
+
+def words(trajectory: Trajectory) -> list[np.ndarray]:
+    """Return the arrays of a trajectory as int32; log-probs are reinterpreted, and loss masks are packed to bits."""
+    parts = [array.view(np.int32) for array in _arrays(trajectory)]
+    if (mask := trajectory.loss_mask) is not None and len(trajectory.behaviour_log_probs) < len(mask):
+        padded = np.zeros(_round_up(len(mask)), bool)
+        padded[: len(mask)] = mask
+        parts.append(np.packbits(padded).view(np.int32))
+    return parts
+
+
+def with_words(trajectory: Trajectory, words: np.ndarray) -> Trajectory:
+    """Return the trajectory of `words`, joined, which share their memory; `trajectory` has placeholders."""
+    lengths = [len(array) for array in _arrays(trajectory)]
+    prompt, response, log_probs, packed = np.split(words, np.cumsum(lengths))
+    mask = np.unpackbits(packed.view(np.uint8), count=lengths[1]).astype(bool) if len(packed) else None
+    return replace(trajectory, **_fields(prompt, response, log_probs.view(np.float32), mask))
+
+
+def _arrays(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return trajectory.prompt_token_ids, trajectory.response_token_ids, trajectory.behaviour_log_probs
+
+
+def _fields(
+    prompt: np.ndarray, response: np.ndarray, log_probs: np.ndarray, mask: np.ndarray | None
+) -> dict[str, np.ndarray | None]:
+    return {
+        "prompt_token_ids": prompt,
+        "response_token_ids": response,
+        "behaviour_log_probs": log_probs,
+        "loss_mask": mask,
+    }
+
+
+def _round_up(num_tokens: Any) -> Any:
+    return -(-num_tokens // _MASK_WORD) * _MASK_WORD
