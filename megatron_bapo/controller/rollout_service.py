@@ -111,8 +111,10 @@ class RolloutService:
             self._scheduler.fail,
         )
 
+        # Prompts live as long as this process; the garbage collector would stop the event loop to search among them.
+        gc.collect()
+        gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
-        _collect_garbage()  # prompts live as long as this process
 
     async def wait_for_engines(self) -> None:
         """Return when all engines have started to serve the initial model."""
@@ -210,7 +212,7 @@ class RolloutService:
         """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
 
         async def load() -> None:
-            _collect_garbage()  # no request is in flight
+            gc.collect()  # the engines wait, so that a stop of the event loop delays no request
             await self._fleet.load_weights(version)
 
         await self._scheduler.update_weights(version, load)
@@ -298,13 +300,3 @@ class RolloutService:
     def _record_engine(self, name: str, event: str, reason: str) -> None:
         row = {"time_s": time.time(), "engine": name, "event": event, "reason": reason}
         self._rows.write(self._directory.engine_events, row)
-
-
-def _collect_garbage() -> None:
-    """Collect cyclic garbage, and exempt what is left from later collections.
-
-    A collection stops the event loop, for 0.2 s with half a million objects. Generation leaves no cycles, and without
-    cycles exempted objects are freed like all others.
-    """
-    gc.collect()
-    gc.freeze()

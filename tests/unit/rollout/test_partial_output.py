@@ -53,7 +53,7 @@ def test_what_was_returned_does_not_change_with_later_reports_and_is_not_copied(
         for a, b in pairwise(seen)
         if a is not None and b is not None
     )
-    assert shared > 170
+    assert shared > 150
 
 
 def test_a_report_that_does_not_continue_the_others_is_ignored_and_one_from_the_start_replaces_them():
