@@ -18,7 +18,7 @@ DOCS_SITE := build/docs-site
 GPU_MEGATRON_SITE := build/megatron-gpu-site
 SMOLLM2 := models/smollm2-135m-instruct
 
-# Files with whole runs, the longest, start first (tests/scheduling.py).
+# End-to-end runs start first and wait a lot, so the other tests run beside them (tests/scheduling.py).
 TWO_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1

@@ -8,7 +8,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 
-NUM_EXAMPLES = 8
+NUM_EXAMPLES = 12
 LEARNING_RATE = 1e-3
 
 
