@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -60,7 +61,11 @@ def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0)
 
 def on_both(hosts: TwoHosts, besides: set[int] = frozenset()) -> dict[int, psutil.Process]:
     pids = {pid for host in (0, 1) for pid in hosts.processes(host)} - besides
-    return {pid: psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)}
+    found = {}
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found[pid] = psutil.Process(pid)
+    return found
 
 
 def weight_stores(hosts: TwoHosts) -> set[Path]:
@@ -114,7 +119,7 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
     assert f"node {hosts.addresses[1]} has had no reply from the head {hosts.addresses[0]}" in messages[1]
     wait_until_gone(on_both(hosts))  # the scripts' last `sleep` may outlive them by two seconds
     assert [store for store in stores if store.exists()] == []
-    check_weights_crossed(run_dir)
+    check_weights_crossed(run_dir, num_repeated=1)
 
 
 def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
@@ -151,10 +156,11 @@ def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
     assert started >= {"ray::NodeAgent", "ray::Engine", "ray::RolloutService"}
 
 
-def check_weights_crossed(run_dir: Path) -> None:
+def check_weights_crossed(run_dir: Path, *, num_repeated: int = 0) -> None:
+    """A call that Ray repeats after a network failure may find its version complete, and then sends nothing."""
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl")]
     assert all(0 <= row["weight_sync/probe_diff_max"] < ENGINE_LOG_PROB for row in rows)
-    assert all(row["weight_sync/relay_bytes"] > 0 for row in rows)
+    assert sum(row["weight_sync/relay_bytes"] == 0 for row in rows) <= num_repeated
 
 
 def bapo(cluster: SlurmCluster, *arguments: object, expected: int = 0) -> str:
