@@ -179,10 +179,9 @@ def test_hosts_pass_on_about_as_many_bytes_as_they_receive():
     assert figures.traffic.crossing < 1.1 * 3 / 4 * plan.total_bytes
 
 
-def test_memory_is_the_parameters_and_two_buckets_at_a_time():
-    shapes = {f"t{i}": (10, 10) for i in range(8)}
-    trainer_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
-    plan = make_plan(
+def on_one_host(shapes: dict[str, tuple[int, ...]], trainer_shards: dict[str, list[Shard]]) -> WeightPlan:
+    """Return the plan of one trainer rank and one reader, with buckets of 1000 bytes."""
+    return make_plan(
         shapes,
         "float32",
         trainer_shards,
@@ -192,23 +191,19 @@ def test_memory_is_the_parameters_and_two_buckets_at_a_time():
         reader_layout="",
         bucket_bytes=1000,
     )
+
+
+def test_memory_is_the_parameters_and_two_buckets_at_a_time():
+    shapes = {f"t{i}": (10, 10) for i in range(8)}
+    trainer_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
+    plan = on_one_host(shapes, trainer_shards)
     figures = plan_figures(plan, trainer_shards, [[0]])
     assert figures.peak_bytes == (8 * 400 + 2 * 2 * 400,)
 
 
 def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():
     shapes = {"large": (100, 10)}
-    trainer_shards = {"large": whole((100, 10), 0)}
-    plan = make_plan(
-        shapes,
-        "float32",
-        trainer_shards,
-        trainer_shards,
-        sender_hosts=[0],
-        reader_hosts=[[0]],
-        reader_layout="",
-        bucket_bytes=1000,
-    )
+    plan = on_one_host(shapes, {"large": whole((100, 10), 0)})
     assert [bucket.slices[0].box.shape for bucket in plan.buckets] == [(25, 10)] * 4
 
 
