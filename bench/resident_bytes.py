@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+from megatron_bapo.freed_memory import release_freed_memory
 
 INTERVAL_S = 0.001
 
@@ -16,7 +17,7 @@ def peak_resident_bytes(task: Callable[[], object]) -> int:
 
     Shared memory and mapped files do not count.
     """
-    release_freed_memory()
+    forget_freed_memory()
     before, peaks, is_done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -33,10 +34,10 @@ def peak_resident_bytes(task: Callable[[], object]) -> int:
     return peaks[0]
 
 
-def release_freed_memory() -> None:
-    """Return freed memory that malloc keeps to the system, because it would hide later allocations."""
+def forget_freed_memory() -> None:
+    """Return freed memory to the system, because it would hide later allocations."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    release_freed_memory()
 
 
 def anonymous_bytes(process: int | str = "self") -> int:

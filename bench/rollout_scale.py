@@ -1,7 +1,7 @@
 """Memory, stalls and waits of rollouts at the size of a 32B run, as ratios to their limits.
 
 python -m bench.rollout_scale          2,048 responses of up to 16,384 tokens, in 3 minutes on two cores
-python -m bench.rollout_scale --full   16,384 responses of up to 65,536 tokens
+python -m bench.rollout_scale --full   16,384 responses of up to 65,536 tokens; `--full 0.25` a quarter of them
 
 The scheduler, the rollout service, scoring, buffer, checkpointing and the hand-over to the trainer's ranks are the real
 ones, in their own processes. Engines are modelled: they send real tokens and log-probs through Ray at the pace of a
@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -32,7 +32,9 @@ from megatron_bapo.cluster.ray_cluster import create_actor, get_result, local_cl
 from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.rollout_client import SERVICE
-from megatron_bapo.controller.rollout_service import ENVIRONMENT, RolloutService
+from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.errors import RunError
+from megatron_bapo.freed_memory import HEAP_VARIABLES
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.simulation.response_lengths import lognormal_lengths
 
@@ -80,6 +82,14 @@ class Size:
 
 SCALED_DOWN = Size(128, 16, 16_384, 4_096, num_engines=8, max_num_seqs=128, num_ranks=4)
 FULL = Size(1_024, 16, 65_536, 16_384, num_engines=64, max_num_seqs=256, num_ranks=8)
+
+
+def part_of_full(share: float) -> Size:
+    """Return the full size with a share of its prompts and engines, at least two engines."""
+    num_engines = max(NUM_ENGINE_PROCESSES, round(share * FULL.num_engines))
+    return replace(FULL, num_groups=num_engines * FULL.num_groups // FULL.num_engines, num_engines=num_engines)
+
+
 CONFIG = """
 model: {{path: {folder}/model, dtype: float32}}
 run_dir: {folder}/run
@@ -131,7 +141,11 @@ class ServiceMemory:
 
     def _watch_tokens(self) -> None:
         while not self._done.wait(1.0):
-            self.most_held_bytes = max(self.most_held_bytes, within(self._service, held_bytes))
+            try:
+                held = within(self._service, held_bytes)
+            except RunError:  # it runs in a thread, and the event loop changed what it iterated over
+                continue
+            self.most_held_bytes = max(self.most_held_bytes, held)
 
 
 def within(service: Any, function: Callable[[Any], Any]) -> Any:
@@ -177,7 +191,7 @@ def measure(folder: Path, size: Size) -> tuple[dict[str, float], dict[str, float
         handles, engines = create_engines(
             NUM_ENGINE_PROCESSES, size.num_engines, size.kv_tokens, size.max_num_seqs, lengths
         )
-        service = create_actor(RolloutService, config, engines, name=SERVICE, environment=ENVIRONMENT)
+        service = create_actor(RolloutService, config, engines, name=SERVICE, environment=HEAP_VARIABLES)
         get_result(service.wait_for_engines.remote(), SERVICE, LIMIT_S)
         results = folder / "results.json"
         with ServiceMemory(service) as memory:
@@ -229,8 +243,12 @@ def figures(found: Mapping[str, Any], memory: ServiceMemory, cold: float) -> tup
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help=f"the whole size; needs {FULL.needed_gib:.0f} GiB")
-    size = FULL if parser.parse_args().full else SCALED_DOWN
+    parser.add_argument(
+        "--full", nargs="?", type=float, const=1.0, metavar="SHARE",
+        help=f"responses of full length, and this share of the prompts and engines; all need {FULL.needed_gib:.0f} GiB",
+    )  # fmt: skip
+    share = parser.parse_args().full
+    size = SCALED_DOWN if share is None else part_of_full(share)
     available_gib = psutil.virtual_memory().available / 2**30
     if available_gib < size.needed_gib:
         raise SystemExit(f"this size needs {size.needed_gib:.0f} GiB of memory, and {available_gib:.0f} GiB are free")

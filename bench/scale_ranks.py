@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bench.resident_bytes import anonymous_bytes, release_freed_memory
+from bench.resident_bytes import anonymous_bytes, forget_freed_memory
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.cluster.ray_cluster import connect, get_actor, get_result
 from megatron_bapo.config.loading import load_config
@@ -52,7 +52,7 @@ class Peak:
     """Peak increase of this process's anonymous memory, sampled by a thread every few milliseconds."""
 
     def __init__(self) -> None:
-        release_freed_memory()
+        forget_freed_memory()
         self._base, self.num_bytes, self._is_done = anonymous_bytes(), 0, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()

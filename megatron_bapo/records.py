@@ -30,7 +30,7 @@ class Prompt:
     """JSON values that the reward function receives unchanged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Consecutive tokens that one policy version sampled."""
 
@@ -38,7 +38,7 @@ class VersionSpan:
     num_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Trajectory:
     """One sampled response. Its length is R tokens, of which the policy sampled S."""
 
@@ -74,6 +74,11 @@ class Trajectory:
         return len(self.behaviour_log_probs)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the response's tokens and log-probs."""
+        return self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes
+
+    @property
     def messages(self) -> tuple[dict[str, str], ...]:
         """The response as chat messages."""
         return self.turns or ({"role": "assistant", "content": self.text},)
@@ -84,7 +89,7 @@ class Trajectory:
         return self.messages[-1]["content"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """The trajectories of one prompt."""
 

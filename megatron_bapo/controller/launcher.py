@@ -41,12 +41,12 @@ from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts
 from megatron_bapo.controller.restarts import Restarts
 from megatron_bapo.controller.rollout_client import SERVICE
-from megatron_bapo.controller.rollout_service import ENVIRONMENT as SERVICE_ENVIRONMENT
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import INTERRUPTED, ProbeFailed, RunError, StorageFailed
+from megatron_bapo.freed_memory import HEAP_VARIABLES
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
@@ -274,9 +274,7 @@ def _create_actors(
     on the main rank's node, `node_id`, so that the trainer reaches it without the network.
     """
     engines = [EngineActor(config, index, placement) for index, placement in enumerate(placements)]
-    service = create_actor(
-        RolloutService, config, engines, name=SERVICE, environment=SERVICE_ENVIRONMENT, node_id=node_id
-    )
+    service = create_actor(RolloutService, config, engines, name=SERVICE, environment=HEAP_VARIABLES, node_id=node_id)
     starting = {engine.name: engine.start_call for engine in engines} | {SERVICE: service.probe_token_ids.remote()}
     return [*(engine.handle for engine in engines), service], starting
 

@@ -21,6 +21,7 @@ from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts,
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.event_loop import LoopClock, answered_within
+from megatron_bapo.freed_memory import FreedMemory, release_freed_memory
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.row_writer import RowWriter
@@ -47,9 +48,6 @@ from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, 
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
-"""Environment variables of the service's process: glibc gives every larger block back to the system when it is freed,
-instead of raising this threshold to 32 MiB, which keeps the memory of a batch after it was handed over."""
 _VALIDATION_SERIAL = -1
 """Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
 _GC_THRESHOLDS = 700, 10, 1000
@@ -64,6 +62,7 @@ class RolloutService:
         self._directory = RunDirectory(config.run_dir)
         redirect_output(self._directory.logs / "rollout-service.log")
         self._config = config
+        self._freed = FreedMemory()
         self._tokenizer = load_tokenizer(config.model_path)
         prompts: TaskPrompts = load_task_prompts(config)
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
@@ -159,6 +158,8 @@ class RolloutService:
         scored, parts = replace(scored, groups=[]), list[Any]()
         for start, part in taken_apart(groups):
             parts.append(put(await self._texts.restored(part, start)))
+            part.clear()
+            release_freed_memory()
             await asyncio.sleep(0)  # a part for each turn of the event loop
         return scored, parts, {"generate": waited_s}
 
@@ -213,6 +214,7 @@ class RolloutService:
 
         async def load() -> None:
             gc.collect()  # the engines wait, so that a stop of the event loop delays no request
+            release_freed_memory()
             await self._fleet.load_weights(version)
 
         await self._scheduler.update_weights(version, load)
@@ -286,6 +288,7 @@ class RolloutService:
 
     async def _score_for_training(self, group: Group) -> ScoredGroups:
         scored = await self._score(group)
+        self._freed.add(sum(trajectory.num_bytes for trajectory in group.trajectories))
         return replace(scored, groups=[self._texts.dropped(group) for group in scored.groups])
 
     async def _score(self, group: Group) -> ScoredGroups:

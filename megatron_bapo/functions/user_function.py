@@ -10,6 +10,7 @@ import pkgutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -48,8 +49,20 @@ class Target:
         return f"raise its {self.memory_limit}, or set it to null for no limit"
 
 
-def load(target: Target) -> tuple[Callable[..., Any], bool]:
-    """Import the function; return it and whether it is a coroutine function. Pass its results to `checked`.
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A function in its process."""
+
+    call: Callable[..., Any]
+    """Takes `arguments` as keywords; its result needs `checked`."""
+    is_async: bool
+    """Whether it is a coroutine function."""
+    arguments: tuple[str, ...]
+    """Keyword arguments that it takes: those of every call, and the optional ones that are among its parameters."""
+
+
+def load(target: Target) -> LoadedFunction:
+    """Import the function.
 
     Raises UserError if it cannot be found, imported or called with the target's keyword arguments.
     """
@@ -70,12 +83,7 @@ def load(target: Target) -> tuple[Callable[..., Any], bool]:
             f"{target.name} cannot be called with the arguments {arguments} ({error}); "
             f"write it as def {function_name}({arguments}=None)"
         ) from error
-    wanted = {*target.arguments, *known}
-
-    def call(**arguments: Any) -> Any:
-        return function(**{name: value for name, value in arguments.items() if name in wanted}, **target.settings)
-
-    return call, _is_async(function)
+    return LoadedFunction(partial(function, **target.settings), _is_async(function), (*target.arguments, *known))
 
 
 def checked(target: Target, result: Any) -> Any:

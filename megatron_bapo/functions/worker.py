@@ -1,8 +1,9 @@
 """Worker process of a function, started by the pool: `python -m megatron_bapo.functions.worker FILE_DESCRIPTOR`.
 
 It is a separate program and not a multiprocessing child, which would import the parent's main module with Torch and
-Ray. The protocol has one line of JSON per message: the worker reads the target, replies `ready`, and then reads calls.
-A plain function runs one call at a time in the main thread, a coroutine function all calls concurrently.
+Ray. The protocol has one line of JSON per message: the worker reads the target, replies `ready` with the arguments that
+the function takes, and then reads calls. A plain function runs one call at a time in the main thread, a coroutine
+function all calls concurrently.
 
 The program forks: the worker is the child process of a supervisor, which ends it with all processes that it starts.
 """
@@ -20,13 +21,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.event_loop import answered_within
 from megatron_bapo.functions.supervisor import supervise
-from megatron_bapo.functions.user_function import Target, checked, load
+from megatron_bapo.functions.user_function import LoadedFunction, Target, checked, load
 
 START_LIMIT_S = 300.0
 LINE_LIMIT = 1 << 30
@@ -40,14 +40,14 @@ def serve(connection: socket.socket) -> None:
         target = Target(**json.loads(lines.readline()))
         _limit_memory(target)
         try:
-            function, is_async = load(target)
+            function = load(target)
         except UserError as error:
             is_memory = isinstance(error.__cause__, MemoryError) and target.memory_gib is not None
             message = f"{error}\n{target.memory_advice}" if is_memory else str(error)
             _send(connection, {"kind": "failed", "message": message})
             return
-        _send(connection, {"kind": "ready", "concurrent": is_async})
-        if not is_async:
+        _send(connection, {"kind": "ready", "concurrent": function.is_async, "arguments": function.arguments})
+        if not function.is_async:
             for line in lines:
                 _send(connection, _execute(target, function, json.loads(line)))
             return
@@ -64,10 +64,10 @@ def _limit_memory(target: Target) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
 
 
-def _execute(target: Target, function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
+def _execute(target: Target, function: LoadedFunction, call: dict[str, Any]) -> dict[str, Any]:
     start_s = time.monotonic()
     try:
-        result = function(**call["arguments"])
+        result = function.call(**call["arguments"])
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
         reply = {"kind": "result", "value": checked(target, result)}
@@ -78,7 +78,7 @@ def _execute(target: Target, function: Callable[..., Any], call: dict[str, Any])
     return {"number": call["number"], **reply}
 
 
-async def _serve_many(connection: socket.socket, target: Target, function: Callable[..., Any]) -> None:
+async def _serve_many(connection: socket.socket, target: Target, function: LoadedFunction) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
     running: set[asyncio.Task[None]] = set()
@@ -88,7 +88,7 @@ async def _serve_many(connection: socket.socket, target: Target, function: Calla
         limit: asyncio.Timeout | None = None
         try:
             async with answered_within(call["limit_s"]) as limit:
-                reply = {"kind": "result", "value": checked(target, await function(**call["arguments"]))}
+                reply = {"kind": "result", "value": checked(target, await function.call(**call["arguments"]))}
         except Exception as error:  # The user's code may raise anything.
             reply = {"kind": "late"} if limit is not None and limit.expired() else _failure(error, target)
         writer.write(_line({"number": call["number"], **reply}))

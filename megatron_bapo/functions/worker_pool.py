@@ -201,6 +201,8 @@ class _Worker:
                 start_new_session=True,  # In its own process group it does not receive Ctrl-C.
             )
         self.is_concurrent = False
+        self._arguments = frozenset[str]()
+        """Arguments that the function takes; others are not sent, because a response may have a megabyte."""
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._streams: asyncio.Task[asyncio.StreamWriter] | None = None
@@ -233,17 +235,18 @@ class _Worker:
         message = _parse(line)
         if message["kind"] == "failed":
             raise UserError(message["message"])
-        self.is_concurrent = message["concurrent"]
+        self.is_concurrent, self._arguments = message["concurrent"], frozenset(message["arguments"])
 
     async def call(self, arguments: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the worker's reply, or a reply of kind `died` or `hangs`."""
         writer = await self._connected()
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
+        taken = {name: value for name, value in arguments.items() if name in self._arguments}
         self._pending[number] = reply
         try:
             async with answered_within(limit_s + REPLY_GRACE_S):
                 with contextlib.suppress(ConnectionError):
-                    writer.write(_line({"number": number, "limit_s": limit_s, "arguments": arguments}))
+                    writer.write(_line({"number": number, "limit_s": limit_s, "arguments": taken}))
                     await writer.drain()
                 return await reply
         except TimeoutError:

@@ -55,7 +55,6 @@ def taken_apart(groups: list[Group]) -> Iterator[tuple[int, list[Group]]]:
         part, num_bytes = list[Group](), 0
         while groups and num_bytes < PART_BYTES:
             part.append(groups.pop())
-            arrays = [a for t in part[-1].trajectories for a in (t.response_token_ids, t.behaviour_log_probs)]
-            num_bytes += sum(array.nbytes for array in arrays)
+            num_bytes += sum(trajectory.num_bytes for trajectory in part[-1].trajectories)
         yield start, part
         start += len(part)

@@ -1,8 +1,12 @@
-"""What an engine has reported of a request in flight, in case the engine is lost or a checkpoint is saved."""
+"""The tokens of a request in flight: what its engine has, and what it has reported.
+
+The report is needed if the engine is lost or a checkpoint is saved.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron_bapo.rollout.messages import Completion, Generated, SegmentEnd
 
@@ -15,7 +19,7 @@ class PartialOutput:
 
     def __init__(self) -> None:
         self._policy_version = 0
-        self._completions: list[_PartialCompletion] = []
+        self._completions: list[PartialCompletion] = []
 
     def extend(self, delta: Generated) -> None:
         """Append the tokens since the last report.
@@ -25,11 +29,11 @@ class PartialOutput:
         """
         if not any(completion.num_before for completion in delta.completions):
             self._policy_version = delta.policy_version
-            self._completions = [_PartialCompletion() for _ in delta.completions]
+            self._completions = [PartialCompletion() for _ in delta.completions]
         if [partial.num for partial in self._completions] != [each.num_before for each in delta.completions]:
             return
         for partial, completion in zip(self._completions, delta.completions, strict=True):
-            partial.extend(completion)
+            partial.extend(completion.token_ids, completion.log_probs, completion.finish_reason)
 
     @property
     def lengths(self) -> list[tuple[int, bool]]:
@@ -43,7 +47,9 @@ class PartialOutput:
         return Generated(self._policy_version, completions) if has_tokens else None
 
 
-class _PartialCompletion:
+class PartialCompletion:
+    """A completion that grows at its end."""
+
     def __init__(self) -> None:
         self.num = 0
         self._token_ids = np.empty(0, np.int32)
@@ -54,17 +60,22 @@ class _PartialCompletion:
     def has_ended(self) -> bool:
         return self._finish_reason != "abort"
 
-    def extend(self, delta: Completion) -> None:
-        self._finish_reason = delta.finish_reason
-        start, self.num = self.num, self.num + len(delta.token_ids)
+    def extend(self, token_ids: ArrayLike, log_probs: ArrayLike, finish_reason: SegmentEnd) -> None:
+        """Append tokens [N] with their log-probs [N]; `finish_reason` is `abort` if others may follow."""
+        new_ids, new_log_probs = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
+        assert len(new_ids) == len(new_log_probs), "one log-prob per sampled token"
+        self._finish_reason = finish_reason
+        start, self.num = self.num, self.num + len(new_ids)
         if self.num > len(self._token_ids):
             self._token_ids = _grown(self._token_ids, start, self.num)
             self._log_probs = _grown(self._log_probs, start, self.num)
-        self._token_ids[start : self.num] = delta.token_ids
-        self._log_probs[start : self.num] = delta.log_probs
+        self._token_ids[start : self.num] = new_ids
+        self._log_probs[start : self.num] = new_log_probs
 
-    def completion(self) -> Completion:
-        return Completion(self._token_ids[: self.num], self._log_probs[: self.num], self._finish_reason, "")
+    def completion(self, start: int = 0, text: str = "") -> Completion:
+        """Return the tokens from `start` on, without copying them."""
+        part = slice(start, self.num)
+        return Completion(self._token_ids[part], self._log_probs[part], self._finish_reason, text, start)
 
 
 def _grown(values: np.ndarray, num_kept: int, num: int) -> np.ndarray:

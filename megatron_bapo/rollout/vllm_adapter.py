@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +32,8 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationRequest, SegmentEnd
+from megatron_bapo.rollout.partial_output import PartialCompletion
+from megatron_bapo.rollout.tokenization import text_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
 STREAM_INTERVAL = 32
@@ -39,7 +41,6 @@ STREAM_INTERVAL = 32
 LIVENESS_S = 0.2
 """Seconds between two checks of vLLM's core while a call to it waits."""
 T = TypeVar("T")
-DECODING = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class VllmServer:
@@ -60,7 +61,7 @@ class VllmServer:
         except RuntimeError as error:
             raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
         self._tokenizer = self._llm.get_tokenizer()
-        self._in_flight: dict[str, list[_PartialCompletion]] = {}
+        self._in_flight: dict[str, list[_SampledCompletion]] = {}
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
         gc.collect()
         gc.freeze()
@@ -69,15 +70,19 @@ class VllmServer:
         """Return the completions of each request, in order. Raises EngineLost or RunError if vLLM fails."""
         with self._failures("while generating"):
             outputs = await asyncio.gather(*map(self._sample, requests))
-        token_ids = [partial.token_ids for output in outputs for partial in output]
-        texts = iter(self._tokenizer.batch_decode(token_ids, **DECODING))  # pyright: ignore[reportAttributeAccessIssue]
-        return [tuple(partial.completion(next(texts)) for partial in output) for output in outputs]
+        return [tuple(map(self._with_text, output)) for output in outputs]
+
+    def _with_text(self, partial: _SampledCompletion) -> Completion:
+        completion = partial.completion()
+        if not partial.has_ended:
+            return completion  # other tokens follow in another request
+        return replace(completion, text=text_of(completion.token_ids, self._tokenizer))  # pyright: ignore[reportArgumentType]
 
     def progress(self) -> dict[str, tuple[Completion, ...]]:
         """Return, by request in flight, the tokens of its completions since the last call, without texts."""
         return {name: tuple(partial.delta() for partial in partials) for name, partials in self._in_flight.items()}
 
-    async def _sample(self, request: GenerationRequest) -> list[_PartialCompletion]:
+    async def _sample(self, request: GenerationRequest) -> list[_SampledCompletion]:
         # logprobs=0 returns the log-prob of the sampled token only. Text is decoded once per response, not per token.
         # Seeds cost nothing on GPUs: there vLLM samples all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
         params = SamplingParams(
@@ -86,15 +91,15 @@ class VllmServer:
             detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
         )  # fmt: skip
         # vLLM returns only distinct completions: a single one at temperature 0.
-        partials = self._in_flight[request.request_id] = [_PartialCompletion() for _ in range(request.n)]
+        partials = self._in_flight[request.request_id] = [_SampledCompletion() for _ in range(request.n)]
         try:
             prompt = tokens_input(request.prompt_token_ids.tolist())
             async for output in self._llm.generate(prompt, params, request.request_id):
                 for completion in output.outputs:
-                    partials[completion.index].extend(completion)
+                    partials[completion.index].append(completion)
         finally:
             del self._in_flight[request.request_id]
-        return [partial for partial in partials if partial.finish_reason is not None]
+        return [partial for partial in partials if partial.is_sampled]
 
     async def decode(self, token_ids: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample `num` tokens after a sequence at temperature 1; return them and their log-probs; raises as `generate`.
@@ -278,36 +283,28 @@ async def _final_output(llm: AsyncLLM, token_ids: np.ndarray, params: SamplingPa
     return outputs[-1]
 
 
-@dataclass
-class _PartialCompletion:
+class _SampledCompletion(PartialCompletion):
     """A completion that vLLM is generating."""
 
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    num_reported: int = 0
-    """Tokens that `delta` has returned."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_sampled = False
+        """False until vLLM returns a part of it, and for good if it equals another completion."""
+        self._num_reported = 0
 
-    def extend(self, output: CompletionOutput) -> None:
+    def append(self, output: CompletionOutput) -> None:
+        """Append what vLLM has returned."""
+        self.is_sampled, end = True, _segment_end(output.finish_reason or "abort")
         if output.token_ids:
             assert isinstance(output.logprobs, FlatLogprobs)
-            self.token_ids += output.token_ids
-            self.log_probs += output.logprobs.logprobs
-        self.finish_reason = output.finish_reason
+            self.extend(output.token_ids, output.logprobs.logprobs, end)
+        else:
+            self.extend([], [], end)
 
     def delta(self) -> Completion:
         """Return the tokens since the last call."""
-        start, self.num_reported = self.num_reported, len(self.token_ids)
-        return replace(self._completion(start, _segment_end(self.finish_reason or "abort"), ""), num_before=start)
-
-    def completion(self, text: str) -> Completion:
-        assert self.finish_reason is not None, "vLLM has ended the request"
-        return self._completion(0, _segment_end(self.finish_reason), text)
-
-    def _completion(self, start: int, end: SegmentEnd, text: str) -> Completion:
-        assert len(self.log_probs) == len(self.token_ids), "one log-prob per sampled token"
-        ids, log_probs = np.asarray(self.token_ids[start:], np.int32), np.asarray(self.log_probs[start:], np.float32)
-        return Completion(ids, log_probs, end, text)
+        start, self._num_reported = self._num_reported, self.num
+        return self.completion(start)
 
 
 def _segment_end(finish_reason: str) -> SegmentEnd:

@@ -16,6 +16,8 @@ from megatron_bapo.records import Trajectory, VersionSpan
 
 PLACEHOLDER = np.int32(-1), np.int32(-1), np.float32(np.nan)
 """Placeholders for prompt tokens, response tokens and log-probs that a rank does not have."""
+_PLACEHOLDERS = tuple(np.broadcast_to(value, 1 << 40) for value in PLACEHOLDER)
+_NO_TOKENS = np.broadcast_to(np.False_, 1 << 40)
 _MASK_WORD = 32
 """Tokens of a loss mask in one 32-bit word."""
 _FINISH_REASONS = "stop", "length"
@@ -76,8 +78,10 @@ def placeholders(num_prompt: int, num_response: int, num_log_probs: int) -> dict
 
     The loss mask of a response that an environment has written a part of is False throughout.
     """
-    prompt, response, log_probs = map(np.broadcast_to, PLACEHOLDER, (num_prompt, num_response, num_log_probs))
-    mask = None if num_log_probs == num_response else np.broadcast_to(np.False_, num_response)
+    prompt, response, log_probs = (
+        array[:num] for array, num in zip(_PLACEHOLDERS, (num_prompt, num_response, num_log_probs), strict=True)
+    )
+    mask = None if num_log_probs == num_response else _NO_TOKENS[:num_response]
     return _fields(prompt, response, log_probs, mask)
 
 

@@ -125,7 +125,7 @@ def test_the_example_run_demonstrates_valid_calls_and_rewards_their_results():
     assert answer(config.data.system_prompt) == "42"
     assert config.warm_start is not None
     assert config.warm_start.demonstration == f"{demonstration.__module__}:demonstration"
-    reward, _ = load(reward_target(config.reward))
+    reward = load(reward_target(config.reward)).call
     for prompt in load_prompts(config.data.train, name="train", system_prompt=config.data.system_prompt).prompts[:20]:
         truth = {
             "data_source": prompt.data_source,

@@ -33,11 +33,11 @@ def target(spec: str) -> Target:
 
 
 def call(spec: str) -> dict[str, Any] | str | None:
-    function, is_async = load(target(spec))
-    result = function(
-        data_source="d", solution_str="42", ground_truth="42", extra_info={"weight": 0.5}, prompt=["question"], turns=[]
-    )
-    assert inspect.iscoroutine(result) == is_async
+    function = load(target(spec))
+    arguments = {"data_source": "d", "solution_str": "42", "ground_truth": "42", "extra_info": {"weight": 0.5}}
+    arguments |= {"prompt": ["question"], "turns": []}
+    result = function.call(**{name: arguments[name] for name in function.arguments})
+    assert inspect.iscoroutine(result) == function.is_async
     return checked(target(spec), asyncio.run(result) if inspect.iscoroutine(result) else result)
 
 

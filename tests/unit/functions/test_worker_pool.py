@@ -115,6 +115,7 @@ def in_pool(
     spec: str,
     withheld: tuple[str, ...] = (),
     memory_gib: float | None = None,
+    optional_arguments: tuple[str, ...] = (),
     **settings: Any,
 ) -> Any:
     target = Target(
@@ -122,6 +123,7 @@ def in_pool(
         spec,
         ("answer",),
         "score",
+        optional_arguments=optional_arguments,
         withheld=withheld,
         memory_key="reward.worker_memory_gib",
         memory_gib=memory_gib,
@@ -164,6 +166,12 @@ def wait_until_dead(process_id: int, limit_s: float) -> None:
 def test_every_call_gets_its_own_result_in_any_order_of_completion(module, function):
     answers = ("sleep 0.3", "right", "wrong", "right")
     assert results(f"{module}:{function}", *answers, num_workers=2) == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_arguments_that_a_function_does_not_take_are_not_sent(module):
+    arguments = {"answer": "right", "turns": object()}  # no JSON can hold the object
+    result = in_pool(lambda pool: pool.call(arguments, "prompt 0"), f"{module}:obey", optional_arguments=("turns",))
+    assert result.value["score"] == 1.0
 
 
 def test_coroutines_run_concurrently_in_one_process_and_functions_sequentially(module):
