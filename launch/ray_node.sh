@@ -14,6 +14,7 @@ source "${BASH_SOURCE[0]%/*}/shared.sh"
 
 [[ ${RAY_ADDRESS:-} == ?*:* ]] || fail "RAY_ADDRESS=${RAY_ADDRESS:-} must be HOST:PORT of the head"
 port=${RAY_ADDRESS##*:} head=${RAY_ADDRESS%:*}
+[[ $head != *:* ]] || fail "RAY_ADDRESS=$RAY_ADDRESS has an IPv6 address; nodes need IPv4 addresses"
 check_token
 if [[ -n ${BAPO_NODE_ADDRESSES:-} ]]; then
     BAPO_NODE_ADDRESS=$(awk -v node="$SLURMD_NODENAME" '$1 == node {print $2}' <<<"$BAPO_NODE_ADDRESSES")
@@ -26,6 +27,7 @@ elif [[ -z ${BAPO_NODE_ADDRESS:-} && $head != 127.* ]]; then # the head uses its
     [[ -n $BAPO_NODE_ADDRESS ]] || fail "no route to the head $head; set BAPO_NODE_ADDRESS to this node's address"
 fi
 address=${BAPO_NODE_ADDRESS:-127.0.0.1}
+[[ $address != *:* ]] || fail "this node's address $address is an IPv6 address; nodes need IPv4 addresses"
 if [[ $address == 127.* && $address != "$head" ]]; then
     fail "this node's address $address is a loopback address, which the head $head cannot reach; set BAPO_NODE_ADDRESS"
 fi

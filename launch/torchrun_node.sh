@@ -5,15 +5,20 @@
 # engines, and torchrun on every node with trainer ranks, with c10d rendezvous on the first of them.
 #   MASTER_PORT   port of the Ray head (default 6379)
 #   BAPO_RAY_LOG  file for the output of Ray on node 0 (default: stderr)
-# The other nodes end, with exit code 1, a minute after node 0 (BAPO_HEAD_TIMEOUT_S). Node 0 ends when Ray on it ends.
+# The other nodes end with the run and with its exit code. If node 0 is lost, they end with exit code 1 a minute later
+# (BAPO_HEAD_TIMEOUT_S). Node 0 ends when Ray on it ends.
 set -euo pipefail
 # shellcheck source=shared.sh
 source "${BASH_SOURCE[0]%/*}/shared.sh"
 
-: "${NNODES:?number of nodes}" "${NODE_RANK:?number of this node, from 0}" "${MASTER_ADDR:?address of node 0}"
+[[ ${NNODES:-} =~ ^[1-9][0-9]*$ ]] || fail "NNODES=${NNODES:-} must be the number of nodes"
+if [[ ! ${NODE_RANK:-} =~ ^(0|[1-9][0-9]*)$ ]] || ((NODE_RANK >= NNODES)); then
+    fail "NODE_RANK=${NODE_RANK:-} must be this node's number, from 0 to $((NNODES - 1))"
+fi
+[[ -n ${MASTER_ADDR:-} ]] || fail "MASTER_ADDR must be the address of node 0"
 check_token
 head=$(getent ahostsv4 "$MASTER_ADDR" | awk '{print $1; exit}') || true
-[[ -n $head ]] || fail "MASTER_ADDR=$MASTER_ADDR cannot be resolved; give the address of node 0"
+[[ -n $head ]] || fail "MASTER_ADDR=$MASTER_ADDR cannot be resolved to an IPv4 address; give that of node 0"
 if [[ $head == 127.* ]]; then
     ((NNODES == 1)) || fail "MASTER_ADDR=$MASTER_ADDR is $head here, which other nodes cannot reach; give node 0's address"
     head=127.0.0.1
@@ -25,6 +30,7 @@ private=$(mktemp -d "${TMPDIR:-/tmp}/bapo-token-XXXXXX")
 printf '%s\n' "$(pwd -P)" "$NNODES" "$@" | cat "$RAY_AUTH_TOKEN_PATH" - | sha256sum |
     (umask 077; cut -c1-64 >"$private/token")
 export RAY_AUTH_TOKEN_PATH=$private/token
+export BAPO_RUN_END=$private/run-end # megatron_bapo/cluster/run_end.py writes the run's exit code to it
 
 ray='' run=''
 # shellcheck disable=SC2329  # called by the trap
@@ -42,7 +48,13 @@ if ((NODE_RANK > 0)); then
     trap 'exit 143' TERM INT HUP USR1
     setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" &
     ray=$!
-    wait "$ray" && code=0 || code=$?
+    while kill -0 "$ray" 2>/dev/null && [[ ! -e $BAPO_RUN_END ]]; do sleep 0.5 & wait $! || true; done
+    if [[ -e $BAPO_RUN_END ]]; then
+        code=$(<"$BAPO_RUN_END")
+        echo "$script: the run has ended with exit code $code; ending Ray on this node" >&2
+    else
+        wait "$ray" && code=0 || code=$?
+    fi
     exit "$code"
 fi
 export BAPO_NODE_ADDRESS=$head

@@ -33,6 +33,13 @@ class FunctionFailed(UserError):
     """A user's function raised, returned an invalid value or ended its process for one response. Others may succeed."""
 
 
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a command that this error ends."""
+    if isinstance(error, UserError):
+        return USER_ERROR
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else RUN_ERROR
+
+
 def exit_code(run: Callable[[], int], console: Console, *, after_stop: str = "the same command continues") -> int:
     """Return what `run` returns, or print the project's errors and Ctrl-C as one message and return their exit code.
 
@@ -42,7 +49,7 @@ def exit_code(run: Callable[[], int], console: Console, *, after_stop: str = "th
         return run()
     except (UserError, RunError) as error:
         console.print(f"error: {error}", soft_wrap=True)
-        return USER_ERROR if isinstance(error, UserError) else RUN_ERROR
+        return code_of(error)
     except KeyboardInterrupt:
         console.print(f"stopped; {after_stop}")
         return INTERRUPTED

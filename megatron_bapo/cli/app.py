@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_bapo.errors import INTERRUPTED, RUN_ERROR, USER_ERROR, RunError, UserError
+from megatron_bapo.errors import INTERRUPTED, RunError, UserError, code_of
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML configuration file, such as configs/quickstart.yaml.")
@@ -50,7 +50,7 @@ def messages() -> Iterator[None]:
     except (UserError, RunError) as error:
         # echo instead of rich, which would read brackets as markup and wrap lines.
         typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
-        raise typer.Exit(USER_ERROR if isinstance(error, UserError) else RUN_ERROR) from None
+        raise typer.Exit(code_of(error)) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_bapo.cluster.ray_cluster import create_actor, own_address
 from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
@@ -18,8 +18,6 @@ from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.weight_sync.host_chain import Chain, SendResult, receive, send
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.transport import WeightStore
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,20 +61,25 @@ def create_host_stores(
 class HostStore:
     """Takes part in transfers between hosts for one host's weight store.
 
-    It does not own the store's folder, so that a restarted actor continues with the same folder.
+    It does not own the store's folder, so that a restarted actor continues with the same folder. Ray repeats a call
+    whose reply was lost in the network; the second call then returns what the first one did.
     """
 
     def __init__(self, folder: Path, host: int, *, timeout_s: float, log_file: Path) -> None:
         """`host` is this host's number; `timeout_s` limits each wait for another host."""
         redirect_output(log_file)
         self._store, self._host, self._timeout_s = WeightStore(folder), host, timeout_s
-        self._group: Any = None
+        self._name, self._group = "", None
         self._plan: WeightPlan | None = None
         self._ranks: dict[int, int] = {}
+        self._finished: tuple[int, SendResult | None] | None = None
+        """The last version that was transferred in this group, and the call's result."""
 
     def join(self, name: str, hosts: tuple[int, ...], plan: WeightPlan) -> None:
         """Create the process group `name` together with the other hosts; its transfers follow the plan."""
-        self._group, self._plan = None, plan
+        if self._group is not None and self._name == name:
+            return
+        self._name, self._group, self._plan, self._finished = name, None, plan, None
         self._ranks = {host: rank for rank, host in enumerate(hosts)}
         rendezvous, rank = RayRendezvous(name, self._timeout_s), self._ranks[self._host]
         self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._timeout_s)
@@ -87,18 +90,25 @@ class HostStore:
 
     def send(self, version: int, receivers: tuple[int, ...], base: int | None) -> SendResult:
         """Send this host's buckets; `base` is the older version that all hosts have, or None to send them whole."""
-        return self._with_chain(receivers, lambda chain, _: send(self._store, version, self._host, chain, base))
+        sent = self._once(version, receivers, lambda chain, _: send(self._store, version, self._host, chain, base))
+        assert sent is not None
+        return sent
 
     def receive(self, version: int, receivers: tuple[int, ...], base: int | None) -> None:
         """Receive and commit a version, so that this host's engines can load it."""
         self._store.discard_before(version)  # keeps the newest version, which differences refer to
-        self._with_chain(receivers, lambda chain, plan: receive(self._store, version, plan, self._host, chain, base))
+        self._once(version, receivers, lambda chain, plan: receive(self._store, version, plan, self._host, chain, base))
 
-    def _with_chain(self, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], T]) -> T:
+    def _once(
+        self, version: int, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], SendResult | None]
+    ) -> SendResult | None:
         if self._group is None or self._plan is None:
             raise RunError(f"{host_store_name(self._host)} has restarted and is in no process group")
+        if self._finished is not None and self._finished[0] == version:
+            return self._finished[1]
         try:
-            return transfer(Chain(self._group, self._ranks, receivers), self._plan)
+            self._finished = version, transfer(Chain(self._group, self._ranks, receivers), self._plan)
+            return self._finished[1]
         except RunError as error:
             message = str(error)
         # The other hosts wait until the group's connections are closed, which its last reference does.

@@ -26,11 +26,12 @@ from megatron_bapo.cluster.host_store import StorePlacement
 from megatron_bapo.cluster.node_agent import ENVIRONMENT, NodeAgent
 from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
 from megatron_bapo.cluster.ray_cluster import ActorDied, connect, create_actor, disconnect, finished, get_result, nodes
+from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import Rendezvous, TrainerNode
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, host_problems
 from megatron_bapo.config.schema import Config
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import RunError, UserError, code_of
 from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.run_directory import RunDirectory
 
@@ -53,7 +54,8 @@ class NodeLost(RunError):
 def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator[RunPlacement]:
     """Connect to the Ray cluster at RAY_ADDRESS for this context; yields the placement of the run.
 
-    Raises UserError if the cluster does not suffice, RunError if nodes do not join in time.
+    The other nodes are told of an error that ends the context, because it ends the run. Raises UserError if the cluster
+    does not suffice, RunError if nodes do not join in time.
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
@@ -69,12 +71,17 @@ def joined_cluster(config: Config, num_nodes: int, console: Console) -> Iterator
         placement = place_run(config, found)
         console.print(_described(placement), soft_wrap=True)
         yield placement
+    except BaseException as error:
+        tell_nodes(code_of(error))
+        raise
     finally:
         disconnect()
 
 
 def _wait_for_head(address: str, console: Console) -> None:
     host, _, port = address.rpartition(":")
+    if ":" in host:
+        raise UserError(f"RAY_ADDRESS={address} has an IPv6 address; nodes need IPv4 addresses")
     wait = _Wait(console)
     while True:
         try:

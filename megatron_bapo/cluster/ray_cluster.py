@@ -182,6 +182,11 @@ def own_address() -> str:
     return ray.util.get_node_ip_address()
 
 
+def own_node_id() -> str:
+    """Return Ray's number of this process's node, as in `nodes`."""
+    return ray.get_runtime_context().get_node_id()
+
+
 def put(value: Any) -> Any:
     """Copy a value to the object store; return its reference. It is freed with the last reference in any process."""
     return ray.put(value)

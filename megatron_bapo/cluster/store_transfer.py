@@ -10,6 +10,7 @@ from megatron_bapo.cluster.host_store import host_store_name
 from megatron_bapo.cluster.ray_cluster import get_actor, get_result
 from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
 from megatron_bapo.errors import RunError
+from megatron_bapo.weight_sync.host_chain import SendResult
 from megatron_bapo.weight_sync.plan import WeightPlan
 
 NUM_ATTEMPTS = 3
@@ -39,13 +40,15 @@ class StoreTransfer:
         self._has_group = False
 
     def deliver(self, version: int, plan: WeightPlan) -> int:
-        """Bring a committed version to every host and return the bytes that the trainer's hosts sent.
+        """Bring a committed version to every host and return the bytes that the trainer's hosts sent in all attempts.
 
         Raises RunError, which names the host, if a host does not receive the version in `NUM_ATTEMPTS` attempts.
         """
+        sent: list[SendResult] = []
         for attempt in range(1, NUM_ATTEMPTS + 1):
             try:
-                return self._transfer(version, plan, may_send_differences=attempt == 1)
+                self._transfer(version, plan, sent, may_send_differences=attempt == 1)
+                return sum(result.num_bytes for result in sent)
             except RunError as error:
                 self._has_group = False
                 if attempt == NUM_ATTEMPTS:
@@ -53,13 +56,14 @@ class StoreTransfer:
                 print(f"{error}; policy version {version} is transferred again", flush=True)
         raise AssertionError
 
-    def _transfer(self, version: int, plan: WeightPlan, *, may_send_differences: bool) -> int:
+    def _transfer(self, version: int, plan: WeightPlan, sent: list[SendResult], *, may_send_differences: bool) -> None:
+        """Bring a version to the hosts that lack it; the results of the senders are added to `sent`."""
         stored: dict[int, list[int]] = self._call(
             self._stores, lambda _, store: store.versions.remote(plan.digest), _QUICK_S
         )
         receivers = tuple(host for host in self._receivers if version not in stored[host])
         if not receivers:
-            return 0
+            return
         self._join(plan)
         common = set.intersection(*(set(stored[host]) for host in (*self._senders, *receivers)))
         base = max((older for older in common if older < version), default=None)
@@ -71,8 +75,10 @@ class StoreTransfer:
             return call.remote(version, receivers, base)
 
         taking_part = {host: store for host, store in self._stores.items() if host in (*self._senders, *receivers)}
-        sent = self._call(taking_part, take_part, self._limit_s)
-        return sum(sent[host].num_bytes for host in self._senders)
+        results, failure = self._results(taking_part, take_part, self._limit_s)
+        sent += [results[host] for host in self._senders if host in results]
+        if failure is not None:
+            raise failure
 
     def _join(self, plan: WeightPlan) -> None:
         if self._has_group or not self._stores:
@@ -85,7 +91,16 @@ class StoreTransfer:
         self._has_group = True
 
     def _call(self, stores: Mapping[int, Any], call: Callable[[int, Any], Any], limit_s: float) -> dict[int, Any]:
-        """Return the results of a call to each store. Raises the error of the last host that failed.
+        """Return the results of a call to each store. Raises the error of a host that failed."""
+        results, failure = self._results(stores, call, limit_s)
+        if failure is not None:
+            raise failure
+        return results
+
+    def _results(
+        self, stores: Mapping[int, Any], call: Callable[[int, Any], Any], limit_s: float
+    ) -> tuple[dict[int, Any], RunError | None]:
+        """Return the results of a call to each store that did not fail, and the error of the last host that did.
 
         Hosts later in the chain are those that notice damaged data.
         """
@@ -96,6 +111,4 @@ class StoreTransfer:
                 results[host] = get_result(reference, host_store_name(host), limit_s)
             except RunError as error:
                 failure = error
-        if failure is not None:
-            raise failure
-        return results
+        return results, failure

@@ -30,6 +30,7 @@ from megatron_bapo.cluster.planes import (
     start_trainers,
 )
 from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished, get_result, local_cluster
+from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, layer_problems
@@ -94,7 +95,10 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
                 if num_nodes is not None:
                     cluster.close()
                     placement = cluster.enter_context(joined_cluster(config, num_nodes, console))
-        return report_end(display, directory, rollouts_from)
+        exit_code = report_end(display, directory, rollouts_from)
+        if num_nodes is not None:
+            tell_nodes(exit_code)
+        return exit_code
 
 
 def report_end(display: ProgressDisplay, directory: RunDirectory, rollouts_from: Path | None) -> int:

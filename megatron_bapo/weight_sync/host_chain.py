@@ -5,10 +5,13 @@ store's file and passes each piece on to the next host as soon as the piece has 
 sender's host once and reaches every other host once, and the time hardly grows with the number of hosts.
 
 A bucket travels as a header, then pieces. It is sent whole from file to file without a copy, or as differences to an
-older version that all hosts have, if those are smaller. A receiver is ready for the next bucket before one has arrived,
-verifies the checksum of every bucket in a thread meanwhile, and commits the version at the end. Deadlocks are
+older version that all hosts have, if those are smaller. A receiver is ready for the next header before a bucket has
+arrived, verifies the checksum of every bucket in a thread meanwhile, and commits the version at the end. Deadlocks are
 impossible: all hosts process the buckets in plan order, so the hosts of the first unfinished bucket never wait for
 another bucket.
+
+Two hosts begin the messages between them in the same order: for each of their buckets in plan order, the header and
+then the pieces. Messages therefore need no tags, which gloo has and NCCL ignores.
 """
 
 from __future__ import annotations
@@ -37,14 +40,16 @@ NUM_SENDING = 4
 """Number of pieces that a host sends at a time."""
 _HEADER = struct.Struct("<Q16s")
 """Number of bytes of the differences that follow, 0 if the whole bucket follows; and the bucket's checksum."""
-_TAGS_PER_BUCKET = 1 << 14
 
 
 T = TypeVar("T")
 
 
 class Group(Protocol):
-    """Interface of torch.distributed's ProcessGroupGloo."""
+    """Interface of torch.distributed's backends for messages from and to host memory, for example ProcessGroupGloo.
+
+    Messages from one rank to another arrive in the order in which they were sent.
+    """
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> Any: ...
 
@@ -78,11 +83,6 @@ class _Link:
     source: int | None
     destination: int | None
 
-    def tag(self, piece: int) -> int:
-        """Return the tag of a piece; the header is piece 0."""
-        assert piece < _TAGS_PER_BUCKET, f"bucket {self.number} has too many pieces"
-        return self.number * _TAGS_PER_BUCKET + piece
-
 
 @dataclass(frozen=True)
 class SendResult:
@@ -109,9 +109,9 @@ def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | 
     with _network_errors(version), ThreadPoolExecutor(NUM_THREADS) as executor:
         for link, changes in zip(links, _ahead(executor, partial(_changes, new, old), links), strict=True):
             whole = (changes,) if changes is not None else map(_bytes, new.parts(link.number))
-            outgoing.send(link, 0, _header(changes, manifest.checksums[link.number]))
-            for index, piece in enumerate((piece for data in whole for piece in data.split(PIECE_BYTES)), 1):
-                outgoing.send(link, index, piece)
+            outgoing.send(link, _header(changes, manifest.checksums[link.number]))
+            for piece in (piece for data in whole for piece in data.split(PIECE_BYTES)):
+                outgoing.send(link, piece)
                 num_bytes += len(piece)
             num_changed += changes is not None
         outgoing.finish()
@@ -172,29 +172,18 @@ class _Outgoing:
         self._group = group
         self._pending = deque[tuple[Any, torch.Tensor]]()
 
-    def send(self, link: _Link, index: int, piece: torch.Tensor) -> None:
-        """Send a piece to the link's destination if it has one. The piece must not change until `finish` returns."""
+    def send(self, link: _Link, piece: torch.Tensor) -> None:
+        """Send a message to the link's destination if it has one. It must not change until `finish` returns."""
         if link.destination is None:
             return
         if len(self._pending) == NUM_SENDING:
             self._pending.popleft()[0].wait()
-        self._pending.append((self._group.send([piece], link.destination, link.tag(index)), piece))
+        self._pending.append((self._group.send([piece], link.destination, 0), piece))
 
     def finish(self) -> None:
         """Return when everything is sent."""
         while self._pending:
             self._pending.popleft()[0].wait()
-
-
-@dataclass
-class _Bucket:
-    """A bucket that arrives: what completes it in the file, its checksum, and the pieces that are received."""
-
-    link: _Link
-    complete: Callable[[], str]
-    """Writes to the file what was not received into it; returns the checksum."""
-    expected: str
-    arriving: list[tuple[Any, torch.Tensor]]
 
 
 class _Incoming:
@@ -205,46 +194,41 @@ class _Incoming:
         self.outgoing = _Outgoing(group)
 
     def buckets(self, links: Sequence[_Link]) -> Iterator[tuple[int, Callable[[], str]]]:
-        """Receive buckets; yield the number of each and the function that completes it and returns its checksum."""
-        headers = [self._expect(link, _empty(_HEADER.size), 0) for link in links[:1]]
-        previous = None
-        for position, link in enumerate(links):
-            header = headers.pop()
-            headers += [self._expect(following, _empty(_HEADER.size), 0) for following in links[position + 1 :][:1]]
-            bucket = self._begin(link, header)
-            if previous is not None:
-                yield self._finish(previous)
-            previous = bucket
-        if previous is not None:
-            yield self._finish(previous)
+        """Receive buckets and pass each piece on as soon as it has arrived.
 
-    def _begin(self, link: _Link, header: tuple[Any, torch.Tensor]) -> _Bucket:
-        """Wait for a bucket's header, and begin to receive the bucket."""
-        work, packed = header
-        work.wait()
-        self.outgoing.send(link, 0, packed)
-        num_changes, digest = _HEADER.unpack(raw_bytes(packed))
-        if num_changes:
-            targets = [changes := _empty(num_changes)]
-            complete = partial(self._apply, link.number, changes)
-        else:
-            parts = self._new.parts(link.number)
-            targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
-            complete = partial(self._store, link.number, targets, parts)
-        pieces = [piece for target in targets for piece in target.split(PIECE_BYTES)]
-        arriving = [self._expect(link, piece, index) for index, piece in enumerate(pieces, 1)]
-        return _Bucket(link, complete, digest.hex(), arriving)
+        Yields the number of each bucket and the function that completes it in the file and returns its checksum.
+        """
+        headers = (self._expect(link, _empty(_HEADER.size)) for link in links)
+        header = next(headers, None)
+        for link in links:
+            assert header is not None
+            (packed,) = self._passed_on(link, [header])
+            num_changes, digest = _HEADER.unpack(raw_bytes(packed))
+            targets, complete = self._targets(link.number, num_changes)
+            arriving = [self._expect(link, piece) for target in targets for piece in target.split(PIECE_BYTES)]
+            header = next(headers, None)  # its sender sends it after this bucket's pieces
+            self._passed_on(link, arriving)
+            yield link.number, partial(self._verified, link.number, digest.hex(), complete)
 
-    def _expect(self, link: _Link, piece: torch.Tensor, index: int) -> tuple[Any, torch.Tensor]:
+    def _expect(self, link: _Link, piece: torch.Tensor) -> tuple[Any, torch.Tensor]:
         assert link.source is not None, f"bucket {link.number} has no source"
-        return self._group.recv([piece], link.source, link.tag(index)), piece
+        return self._group.recv([piece], link.source, 0), piece
 
-    def _finish(self, bucket: _Bucket) -> tuple[int, Callable[[], str]]:
-        """Wait for a bucket's pieces, and pass each on as soon as it has arrived."""
-        for index, (work, piece) in enumerate(bucket.arriving, 1):
+    def _passed_on(self, link: _Link, arriving: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
+        """Wait for pieces, pass each on, and return them."""
+        for work, piece in arriving:
             work.wait()
-            self.outgoing.send(bucket.link, index, piece)
-        return bucket.link.number, partial(self._verified, bucket.link.number, bucket.expected, bucket.complete)
+            self.outgoing.send(link, piece)
+        return [piece for _, piece in arriving]
+
+    def _targets(self, number: int, num_changes: int) -> tuple[Sequence[torch.Tensor], Callable[[], str]]:
+        """Return the memory for what arrives of a bucket, and the function that completes the bucket in the file."""
+        if num_changes:
+            changes = _empty(num_changes)
+            return [changes], partial(self._apply, number, changes)
+        parts = self._new.parts(number)
+        targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
+        return targets, partial(self._store, number, targets, parts)
 
     def _store(self, number: int, received: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> str:
         for source, target in zip(received, parts, strict=True):

@@ -116,6 +116,34 @@ def _check_another_run_is_refused(hosts: TwoHosts, folder: Path) -> None:
     assert "refuses this run's token: it belongs to another run" in launcher.stdout + launcher.stderr
 
 
+@pytest.mark.parametrize(
+    ("script", "settings", "expected"),
+    [
+        ("ray_node.sh", {"BAPO_INTERFACE": "bapo6"}, "BAPO_INTERFACE=bapo6 has no IPv4 address"),
+        ("torchrun_node.sh", {"MASTER_ADDR": "fd00:77::1"}, "cannot be resolved to an IPv4 address"),
+    ],
+)
+def test_a_node_with_only_an_ipv6_address_is_refused(
+    script: str, settings: dict[str, str], expected: str, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    ip = ["ip", "-n", hosts.names[0]]
+    subprocess.run([*ip, "link", "add", "bapo6", "type", "veth", "peer", "name", "bapo7"], check=True, timeout=LIMIT_S)
+    try:
+        subprocess.run([*ip, "address", "add", "fd00:77::1/64", "dev", "bapo6"], check=True, timeout=LIMIT_S)
+        settings = {"NNODES": "2", "NODE_RANK": "0", "RAY_ADDRESS": f"{hosts.addresses[0]}:6379"} | settings
+        node = subprocess.run(
+            [*hosts.on(0), LAUNCH / script, "config.yaml"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=ENVIRONMENT | settings | {"RAY_AUTH_TOKEN_PATH": str(write_token(tmp_path))},
+        )
+    finally:
+        subprocess.run([*ip, "link", "delete", "bapo6"], check=True, timeout=LIMIT_S)
+    assert node.returncode == 2, node.stderr
+    assert expected in node.stderr
+
+
 def test_a_master_whose_own_name_is_a_loopback_address_is_refused(hosts: TwoHosts, tmp_path: Path) -> None:
     """Debian gives a machine's own name the address 127.0.1.1."""
     names = tmp_path / "hosts"

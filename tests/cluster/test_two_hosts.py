@@ -35,7 +35,7 @@ from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
 from tests.e2e.test_training import weight_stores as stores_of
 from tests.tolerances import ENGINE_LOG_PROB
 
-TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, time_limit: '30', signal_s: 60}"
+TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, memory: '0', time_limit: '30', signal_s: 60}"
 # The trainer on the first component of the job, the engine on the second.
 HETEROGENEOUS = "{gpus_per_node: 0, gpu: null, num_nodes: 1, rollout_nodes: {gpus_per_node: 0}, time_limit: '30'}"
 RECIPE = LAUNCH.parent / "configs" / "recipes" / "r1-distill-qwen-32b_64gpus.yaml"
@@ -76,16 +76,9 @@ def weight_stores(hosts: TwoHosts) -> set[Path]:
 def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and_ends_naming_a_lost_host(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    run_dir, token = tmp_path / "run", write_token(tmp_path)
+    run_dir = tmp_path / "run"
     config = write_config(tmp_path, run_dir)
-    nodes = []
-    for rank, address in enumerate(hosts.addresses):
-        environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "6391"}
-        environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
-        with (tmp_path / f"node-{rank}.log").open("wb") as log:
-            command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), str(config)]
-            environment |= ENVIRONMENT | SHORT_TIMEOUTS
-            nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path))
+    nodes = torchrun_nodes(hosts, tmp_path, str(config))
     wait_for_step(run_dir, 2, tmp_path)
     check_only_ray_listens_on_all_interfaces(hosts)
     hosts.cut_cable()
@@ -119,7 +112,32 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
     assert f"node {hosts.addresses[1]} has had no reply from the head {hosts.addresses[0]}" in messages[1]
     wait_until_gone(on_both(hosts))  # the scripts' last `sleep` may outlive them by two seconds
     assert [store for store in stores if store.exists()] == []
-    check_weights_crossed(run_dir, num_repeated=1)
+    _check_the_run_continues_to_its_end(hosts, run_dir, config)
+
+
+def torchrun_nodes(hosts: TwoHosts, folder: Path, *arguments: str, **settings: str) -> list[subprocess.Popen]:
+    """Start a run in `folder` with launch/torchrun_node.sh on both hosts; a secret is created there."""
+    token, nodes = write_token(folder), []
+    for rank, address in enumerate(hosts.addresses):
+        environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "6391"}
+        environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
+        with (folder / f"node-{rank}.log").open("wb") as log:
+            command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), *arguments]
+            environment |= ENVIRONMENT | SHORT_TIMEOUTS | settings
+            nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder))
+    return nodes
+
+
+def _check_the_run_continues_to_its_end(hosts: TwoHosts, run_dir: Path, config: Path) -> None:
+    """The same command continues without a gap, and both nodes end with the run instead of after a timeout."""
+    total_steps, folder = max(train_steps(run_dir)) + 1, run_dir.parent
+    arguments = (str(config), f"trainer.total_steps={total_steps}")
+    nodes = torchrun_nodes(hosts, folder, *arguments, BAPO_HEAD_TIMEOUT_S="3600")
+    assert [node.wait(timeout=START_LIMIT_S) for node in nodes] == [0, 0], (folder / "node-0.log").read_text()
+    assert "the run has ended with exit code 0" in (folder / "node-1.log").read_text()
+    assert train_steps(run_dir) == list(range(1, total_steps + 1))
+    wait_until_gone(on_both(hosts))
+    check_weights_crossed(run_dir)
 
 
 def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
@@ -156,11 +174,10 @@ def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
     assert started >= {"ray::NodeAgent", "ray::Engine", "ray::RolloutService"}
 
 
-def check_weights_crossed(run_dir: Path, *, num_repeated: int = 0) -> None:
-    """A call that Ray repeats after a network failure may find its version complete, and then sends nothing."""
+def check_weights_crossed(run_dir: Path) -> None:
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl")]
     assert all(0 <= row["weight_sync/probe_diff_max"] < ENGINE_LOG_PROB for row in rows)
-    assert sum(row["weight_sync/relay_bytes"] == 0 for row in rows) <= num_repeated
+    assert all(row["weight_sync/relay_bytes"] > 0 for row in rows)
 
 
 def bapo(cluster: SlurmCluster, *arguments: object, expected: int = 0) -> str:
@@ -236,12 +253,17 @@ def submitted(cluster: SlurmCluster, config: Path, *arguments: object) -> str:
     return bapo(cluster, "submit", config, *arguments).split("job ")[-1].split(";")[0]
 
 
-def write_inputs(model: Path, data: Path) -> None:
-    """Write what is checked before a run is queued: a tokenizer, an empty weight file and prompts."""
+def write_tokenizer(model: Path) -> None:
+    """Write a tokenizer with a chat template, and an empty weight file, to a model's folder."""
     tokenizer = byte_tokenizer(["a", "b"])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model)
     (model / "model.safetensors").touch()
+
+
+def write_inputs(model: Path, data: Path) -> None:
+    """Write what is checked before a run is queued: a tokenizer, an empty weight file and prompts."""
+    write_tokenizer(model)
     data.mkdir()
     for index, name in enumerate(PROMPTS):
         texts = [f"What is {number}?" for number in range(index, 2000, 2)]
@@ -292,5 +314,7 @@ def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
         time.sleep(0.5)
     cluster.start_node(1)  # Slurm waits for the node before it ends the job
     wait_for_state(cluster, job, "FAILED", 2 * LOSS_LIMIT_S)
-    assert message in bapo(cluster, "logs", job)
+    logs = bapo(cluster, "logs", job, "--lines", 100)
+    assert message in logs
+    assert not re.search(r"^\S+==\d", logs, re.MULTILINE), "the package list"
     cluster.wait_for("2 idle", "sinfo", "--noheader", "--partition=all", "--format=%D %t")

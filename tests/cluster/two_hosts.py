@@ -38,13 +38,16 @@ StateSaveLocation={folder}/state
 SlurmdTimeout=300
 KillWait={kill_wait_s}
 MessageTimeout=10
-NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 CPUs=1 RealMemory=1000
-NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 CPUs=1 RealMemory=1000
+FirstJobId={first_job}
+NodeName=n1 NodeHostname={hostname} NodeAddr={first} Port=17911 Gres=gpu:1 CPUs=1 RealMemory=1000
+NodeName=n2 NodeHostname={hostname} NodeAddr={second} Port=17912 Gres=gpu:1 CPUs=1 RealMemory=1000
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 GresTypes=gpu
 NodeName=g[1-8] NodeHostname={hostname} NodeAddr={first} Port=[17921-17928] Gres=gpu:8 CPUs=1 RealMemory=1000 State=DOWN
 PartitionName=gpu Nodes=g[1-8] MaxTime=INFINITE State=UP
 """
+GPUS = "NodeName=n[1-2] Name=gpu File=/dev/null\n"
+"""A GPU of each node, which only Slurm takes for one."""
 
 
 class TwoHosts:
@@ -137,10 +140,11 @@ class SlurmCluster:
 
 
 @contextmanager
-def slurm_cluster(hosts: TwoHosts, folder: Path, *, kill_wait_s: int = 1) -> Iterator[SlurmCluster]:
+def slurm_cluster(hosts: TwoHosts, folder: Path, *, kill_wait_s: int = 1, first_job: int = 1) -> Iterator[SlurmCluster]:
     """Start a Slurm cluster with its own munged, slurmctld and two slurmd; its files are in `folder`.
 
-    `kill_wait_s` is the time from SIGTERM to SIGKILL for a job that Slurm ends; Slurm's default is 30.
+    `kill_wait_s` is the time from SIGTERM to SIGKILL for a job that Slurm ends; Slurm's default is 30. `first_job` is
+    the number of the first job.
     """
     cluster = SlurmCluster(hosts, folder)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -150,9 +154,16 @@ def slurm_cluster(hosts: TwoHosts, folder: Path, *, kill_wait_s: int = 1) -> Ite
     shutil.chown(munge, "munge", "munge")
     first, second = hosts.addresses
     settings = SLURM_CONF.format(
-        hostname=socket.gethostname(), first=first, second=second, folder=folder, munge=munge, kill_wait_s=kill_wait_s
+        hostname=socket.gethostname(),
+        first=first,
+        second=second,
+        folder=folder,
+        munge=munge,
+        kill_wait_s=kill_wait_s,
+        first_job=first_job,
     )
     (folder / "slurm.conf").write_text(settings)
+    (folder / "gres.conf").write_text(GPUS)
     try:
         cluster.start(
             "munged",

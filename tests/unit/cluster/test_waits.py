@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from megatron_bapo.cluster import planes
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import RunError, UserError
 
 
 @pytest.fixture
@@ -28,6 +28,11 @@ def test_the_launcher_says_that_it_waits_for_the_head(console: Console) -> None:
     with pytest.raises(RunError, match=f"Ray's head at {address} did not answer"):
         planes._wait_for_head(address, console)
     assert f"waiting for Ray's head at {address}" in printed(console)
+
+
+def test_an_ipv6_address_of_the_head_is_refused_at_once(console: Console) -> None:
+    with pytest.raises(UserError, match=r"RAY_ADDRESS=\[fd00::1\]:6379 has an IPv6 address; nodes need IPv4 addresses"):
+        planes._wait_for_head("[fd00::1]:6379", console)
 
 
 def test_the_launcher_names_the_nodes_that_it_waits_for(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:

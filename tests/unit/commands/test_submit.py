@@ -25,6 +25,13 @@ def test_a_shipped_cluster_makes_a_job(path: Path) -> None:
     assert job.environment["BAPO_LAUNCH"] == str(submission.LAUNCH)
 
 
+def test_memory_is_requested_as_slurm_writes_it_and_zero_is_all_of_a_node(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('{memory: "0", rollout_nodes: {memory: 900G}}')
+    settings = config(parallel__world_size=8, rollout__num_engines=2)
+    job = submission.submission(settings, Path("c.yaml"), [], load_cluster("mine", tmp_path))
+    assert [word for word in job.command if "mem" in word] == ["--mem=0", "--mem=900G"]
+
+
 def test_a_job_has_the_fewest_nodes_with_enough_gpus() -> None:
     settings = config(parallel__world_size=16, rollout__num_engines=6, rollout__tensor_parallel_size=2)
     assert num_nodes(settings, ClusterConfig()) == (4,)

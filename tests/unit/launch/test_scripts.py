@@ -16,6 +16,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from megatron_bapo.cluster.run_end import FILE, RunEnd
+
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
 pytestmark = pytest.mark.slow
@@ -57,6 +59,11 @@ def test_there_are_no_hyperparameters_in_scripts() -> None:
         ({"RAY_ADDRESS": "head"}, "RAY_ADDRESS=head must be HOST:PORT"),
         ({"RAY_ADDRESS": ""}, "RAY_ADDRESS= must be HOST:PORT"),
         ({"RAY_ADDRESS": ":20005"}, "RAY_ADDRESS=:20005 must be HOST:PORT"),
+        ({"RAY_ADDRESS": "[fd00::1]:6379"}, "RAY_ADDRESS=[fd00::1]:6379 has an IPv6 address; nodes need IPv4"),
+        (
+            {"RAY_AUTH_TOKEN_PATH": "secret", "BAPO_NODE_ADDRESS": "fd00::2"},
+            "this node's address fd00::2 is an IPv6 address; nodes need IPv4 addresses",
+        ),
         ({"RAY_AUTH_TOKEN_PATH": "secret", "BAPO_PYTHON": "/no/python"}, "BAPO_PYTHON=/no/python is not an executable"),
         ({"RAY_AUTH_TOKEN_PATH": "secret", "BAPO_NODE_ADDRESS": "127.0.1.1"}, "127.0.1.1 is a loopback address"),
         (
@@ -96,7 +103,13 @@ def write_token(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
+        ({"NNODES": ""}, "NNODES= must be the number of nodes"),
+        ({"NNODES": "two"}, "NNODES=two must be the number of nodes"),
+        ({"NODE_RANK": ""}, "NODE_RANK= must be this node's number, from 0 to 1"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 must be this node's number, from 0 to 1"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR must be the address of node 0"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid cannot be resolved"),
+        ({"MASTER_ADDR": "fd00::1"}, "MASTER_ADDR=fd00::1 cannot be resolved to an IPv4 address"),
         ({"MASTER_ADDR": "127.0.1.1"}, "MASTER_ADDR=127.0.1.1 is 127.0.1.1 here, which other nodes cannot reach"),
         ({"MASTER_ADDR": "127.0.1.1", "NODE_RANK": "1"}, "which other nodes cannot reach"),
         ({"RAY_AUTH_TOKEN_PATH": ""}, "RAY_AUTH_TOKEN_PATH must name a file"),
@@ -342,6 +355,7 @@ def test_a_job_that_is_told_to_end_lets_its_launcher_save_once_under_a_running_r
     [
         ("127.0.1.1", 2, "node node-1 has the address 127.0.1.1, which other nodes cannot reach"),
         ("no-such-host.invalid", 1, "node node-1 has no IPv4 address"),
+        ("fd00::1", 2, "node node-1 has no IPv4 address"),
     ],
 )
 def test_a_job_does_not_start_on_a_node_that_others_cannot_reach(
@@ -478,25 +492,39 @@ def test_a_run_on_one_node_whose_name_is_a_loopback_address_uses_localhost(tmp_p
     assert "start --node-ip-address=127.0.0.1 " in (tmp_path / "calls").read_text()
 
 
+def reachable_head(folder: Path) -> dict[str, str]:
+    """Return the environment of a node that reaches the head 192.0.2.2 from its address 192.0.2.7."""
+    executable(folder / "ip", "#!/usr/bin/env bash\necho '192.0.2.2 dev eth0 src 192.0.2.7 uid 0'\n")
+    executable(folder / "timeout", "#!/usr/bin/env bash\n")
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_ADDR": "192.0.2.2", "RAY_ADDRESS": "192.0.2.2:16391"}
+
+
 def test_a_node_joins_by_the_address_from_which_it_reaches_the_head(tmp_path: Path) -> None:
     """The head's route is any that leaves the loopback interface."""
-    executable(tmp_path / "ip", "#!/usr/bin/env bash\necho '192.0.2.2 dev eth0 src 192.0.2.7 uid 0'\n")
-    executable(tmp_path / "timeout", "#!/usr/bin/env bash\n")  # the head is reachable
-    token = write_token(tmp_path / "token")
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "STUB": str(tmp_path),
-        "BAPO_PYTHON": str(executable(tmp_path / "python", STUB_PYTHON)),
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_ADDRESS": "192.0.2.2:16391",
-    }
-    with running([RAY_NODE], environment) as node:
+    with running([RAY_NODE], node_zero(tmp_path, **reachable_head(tmp_path))) as node:
         wait_for(tmp_path / "calls")
         node.terminate()
         node.wait(timeout=30)
     calls = (tmp_path / "calls").read_text()
     assert "--node-ip-address=192.0.2.7 " in calls
     assert "--address=192.0.2.2:16391" in calls
+
+
+@pytest.mark.parametrize("exit_code", [0, 130])
+def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_it_is_told(
+    exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
+    with running(TORCHRUN_NODE, environment) as node:
+        wait_for(tmp_path / "ray_starts")
+        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in each.cmdline())
+        monkeypatch.setenv(FILE, ray.environ()[FILE])  # as in the actors that Ray starts there
+        RunEnd().write(exit_code)
+        assert node.wait(timeout=30) == exit_code
+        assert not ray.is_running()
+        assert node.stderr is not None
+        assert f"the run has ended with exit code {exit_code}" in node.stderr.read()
+    assert list(tmp_path.glob("bapo-*")) == []
 
 
 def test_pods_of_the_kuberay_job_have_time_to_save_before_they_are_killed() -> None:

@@ -29,8 +29,8 @@ POINTS = {
     "before-a-manifest": (f"{STORE}:write_json", 1),
     "between-writing-and-naming-a-manifest": ("pathlib:Path:replace", 2),
     "before-the-commit": (f"{STORE}:write_json", 3),
-    "at-the-first-bucket": (f"{CHAIN}:_Incoming:_begin", 1),
-    "between-buckets": (f"{CHAIN}:_Incoming:_begin", 4),
+    "at-the-first-bucket": (f"{CHAIN}:_Incoming:_targets", 1),
+    "between-buckets": (f"{CHAIN}:_Incoming:_targets", 4),
     "at-a-checksum": (f"{CHAIN}:_Incoming:_verified", 5),
 }
 
@@ -195,7 +195,7 @@ def test_a_host_killed_at_a_third_of_a_transfer_stops_the_others_at_once(tmp_pat
         if version == 2:
             transfer(stores, 2)
     call = len(CHAIN_PLAN.buckets) * third // 3
-    killed_at = (f"{CHAIN}:_header" if victim == 0 else f"{CHAIN}:_Incoming:_begin", call)
+    killed_at = (f"{CHAIN}:_header" if victim == 0 else f"{CHAIN}:_Incoming:_targets", call)
     context = get_context("fork")
     processes = [
         context.Process(

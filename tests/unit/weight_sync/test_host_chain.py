@@ -1,3 +1,4 @@
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.unit.weight_sync.examples import halves, reading, transfer
 
 SHAPES = {"w": (64, 64), "v": (32, 32)}
 NUM_BYTES = 4 * (64 * 64 + 32 * 32)
+Messages = defaultdict[tuple[int, int], list[tuple[int, int]]]
 PLAN = halves(SHAPES, dim=1, reader_dim=0, reader_hosts=(1, 1), bucket_bytes=4096)
 
 
@@ -152,5 +154,53 @@ def test_two_trainer_hosts_send_their_parts_once_and_hosts_pass_them_on(
                 stores[host].verify(version, reader)
         for host in (3, 4):
             assert_has(stores[host], version, weights(version))
+    for store in stores.values():
+        store.close()
+
+
+class Recorder:
+    """Records the sizes of a host's messages, by sending and receiving rank, in the order in which they are begun."""
+
+    def __init__(self, host: int, group: Group, sent: Messages, received: Messages) -> None:
+        self._host, self._group, self._sent, self._received = host, group, sent, received
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> Any:
+        self._sent[self._host, dst].append((tensors[0].nbytes, tag))
+        return self._group.send(tensors, dst, tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> Any:
+        self._received[src, self._host].append((tensors[0].nbytes, tag))
+        return self._group.recv(tensors, src, tag)
+
+
+@pytest.mark.parametrize("bucket_bytes", [512, 4096])
+def test_two_hosts_begin_the_messages_between_them_in_the_same_order_and_without_tags(
+    tmp_path: Path, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As NCCL needs it: it ignores tags, and its messages between two ranks have one order for both directions.
+
+    Host 3 needs several buckets in a row that host 2, which passes the others on to it, does not need.
+    """
+    monkeypatch.setattr(host_chain, "PIECE_BYTES", 100)
+    plan = halves(
+        SHAPES,
+        dim=1,
+        reader_dim=0,
+        sender_hosts=(0, 1),
+        reader_hosts=[(2, 3, 4), (3, 4)],
+        bucket_bytes=bucket_bytes,
+    )
+    stores = {host: WeightStore.create(tmp_path) for host in range(5)}
+    sent, received = Messages(list), Messages(list)
+    for version, base in ((1, None), (2, 1)):
+        for host in (0, 1):
+            stores[host].write(version, plan, host, reading(weights(version)))
+            stores[host].commit(version, plan, host)
+        transfer(stores, version, base, num_senders=2, wrap=lambda host, group: Recorder(host, group, sent, received))
+    assert sent == received
+    assert {(0, 2), (0, 3), (2, 3), (3, 4)} <= sent.keys()
+    assert all(source < destination for source, destination in sent)
+    assert {tag for messages in sent.values() for _, tag in messages} == {0}
+    assert len({num_bytes for num_bytes, _ in sent[3, 4]}) > 2, "headers, pieces and differences"
     for store in stores.values():
         store.close()
