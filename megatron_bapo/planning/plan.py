@@ -82,7 +82,12 @@ class Plan:
         if self.placement == "separate":
             return stage.peak
         sleeps = self.config.rollout.sleep_level > 0
-        return stage.peak + (int(self.assumptions.sleeping_engine_gib * GIB) if sleeps else self.engine.total)
+        return stage.peak + self._engine_base + (0 if sleeps else self.engine.total)
+
+    @property
+    def _engine_base(self) -> int:
+        """Bytes that an engine's process holds on the GPU awake and asleep, outside its `gpu_memory_utilization`."""
+        return int(self.assumptions.sleeping_engine_gib * GIB)
 
     @property
     def offloads_for_generation(self) -> bool:
@@ -91,11 +96,17 @@ class Plan:
 
     def while_generating(self, stage: StageMemory) -> int:
         """Return the peak bytes on one of a stage's GPUs during generation and the weight update."""
-        awake = self.engine.total if self.placement == "colocated" else 0
-        peak = stage.resident + awake
-        if self.offloads_for_generation:  # trainer/offload.py: only weights are on the GPU during the weight update
-            peak = max(awake, stage.state.parameters + stage.state.reference + self.engine.weights)
-        return peak + int(self.assumptions.reserved_gib * GIB)
+        reserved = int(self.assumptions.reserved_gib * GIB)
+        if self.placement == "separate":
+            return stage.resident + reserved
+        peak = stage.resident + self.engine.total
+        if self.offloads_for_generation:
+            # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
+            # with them; in FP8 it makes their copies again.
+            state = stage.state
+            trainer_weights = state.parameters + state.quantised + state.reference
+            peak = max(self.engine.total, trainer_weights + self.engine.weights)
+        return peak + self._engine_base + reserved
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -106,9 +117,10 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.resident)
 
     def offloaded(self, stage: StageMemory) -> int:
-        """Return the bytes in host memory of one of a stage's ranks. Gradients are dropped, not copied."""
+        """Return the bytes in host memory of one of a stage's ranks. Gradients and FP8 copies are dropped, not copied."""
         state = stage.state
-        return state.offloaded + (state.on_device - state.gradients if self.offloads_for_generation else 0)
+        kept = state.on_device - state.gradients - state.quantised
+        return state.offloaded + (kept if self.offloads_for_generation else 0)
 
     @property
     def host_bytes(self) -> int:
