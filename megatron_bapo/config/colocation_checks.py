@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_bapo.config.fp8 import ComputeCapability, capability_problem
 from megatron_bapo.config.schema import Config
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables of torch's allocator; the second is its older name."""
 
 
 def colocation_problems(config: Config) -> Iterator[str]:
@@ -89,6 +92,17 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
             f"tensor_parallel_size x pipeline_parallel_size) need {required} GPUs with rollout.colocate="
             f"{str(rollout.colocate).lower()}, but this machine has {num_gpus}; lower one of them, or set colocate=true"
         )
+
+
+def allocator_problems(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the weight transfer does not allow of the environment variables of torch's allocator."""
+    for name in ALLOCATOR_VARIABLES:
+        value = environment.get(name, "")
+        if config.weight_sync.transport == "cuda_ipc" and "expandable_segments:true" in value.replace(" ", "").lower():
+            yield (
+                f"{name}={value} with weight_sync.transport=cuda_ipc: other processes cannot open memory of expandable "
+                "segments; remove expandable_segments, or set transport=store"
+            )
 
 
 def layer_problems(config: Config, capability: ComputeCapability | None, has_transformer_engine: bool) -> Iterator[str]:

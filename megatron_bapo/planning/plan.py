@@ -26,6 +26,9 @@ ENGINE_FP8_CAPABILITY = (8, 9)
 STORED_VERSIONS = 2
 """Policy versions in the weight store while a new one is published."""
 
+CUDA_CONTEXT_GIB = 0.5
+"""Assumed GPU memory of one process's CUDA context."""
+
 
 def placement_of(config: Config) -> Placement:
     return "colocated" if config.rollout.colocate else "separate"
@@ -86,8 +89,13 @@ class Plan:
 
     @property
     def _engine_base(self) -> int:
-        """Bytes that an engine's process holds on the GPU awake and asleep, outside its `gpu_memory_utilization`."""
-        return int(self.assumptions.sleeping_engine_gib * GIB)
+        """Bytes that engines hold on a GPU awake and asleep, outside their `gpu_memory_utilization`.
+
+        With CUDA IPC the other engine ranks of the host open this GPU's parameters, each with a CUDA context.
+        """
+        readers = min(self.num_engine_gpus, self.assumptions.gpus_per_node) - 1
+        contexts = readers * CUDA_CONTEXT_GIB * (self.config.weight_sync.transport == "cuda_ipc")
+        return int((self.assumptions.sleeping_engine_gib + contexts) * GIB)
 
     @property
     def offloads_for_generation(self) -> bool:
@@ -117,7 +125,7 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.resident)
 
     def offloaded(self, stage: StageMemory) -> int:
-        """Return the bytes in host memory of one of a stage's ranks. Gradients and FP8 copies are dropped, not copied."""
+        """Return the bytes of one of a stage's ranks in host memory. Gradients and FP8 copies are dropped, not kept."""
         state = stage.state
         kept = state.on_device - state.gradients - state.quantised
         return state.offloaded + (kept if self.offloads_for_generation else 0)

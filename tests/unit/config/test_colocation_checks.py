@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from megatron_bapo.config.checks import check_config, refuse
-from megatron_bapo.config.colocation_checks import device_problems
+from megatron_bapo.config.colocation_checks import allocator_problems, device_problems
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 
@@ -98,3 +98,14 @@ def test_without_engines_only_the_trainer_must_fit() -> None:
     refuse(device_problems(checked, 4, engines=False))
     with pytest.raises(UserError, match=r"4 trainer ranks .* 0 engine ranks .* need 4 GPUs"):
         refuse(device_problems(checked, 3, engines=False))
+
+
+def test_expandable_segments_are_refused_where_other_processes_open_parameters() -> None:
+    shared = config(**COLOCATED, weight_sync__transport="cuda_ipc")
+    for name in "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF":
+        set_to = {name: "max_split_size_mb:128, expandable_segments: True"}
+        (problem,) = allocator_problems(shared, set_to)
+        assert problem.startswith(f"{name}=max_split_size_mb")
+        assert "set transport=store" in problem
+        assert not [*allocator_problems(config(**COLOCATED), set_to)]
+    assert not [*allocator_problems(shared, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})]

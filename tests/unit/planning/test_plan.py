@@ -124,3 +124,10 @@ def test_overlapped_generation_and_training_take_as_long_as_the_longer_of_the_tw
     assert time.total == max(time.generation, time.training) + time.weight_sync
     in_turn = recipe(name, "rollout.mode=sync", placement="separate").time
     assert in_turn.total == in_turn.generation + in_turn.training + in_turn.weight_sync
+
+
+def test_cuda_ipc_counts_the_contexts_of_the_engines_that_read_a_gpus_parameters() -> None:
+    stored, direct = recipe(NAME), recipe(NAME, "weight_sync.transport=cuda_ipc")
+    (stage,) = stored.stages
+    for peak in "while_training", "while_generating":
+        assert getattr(direct, peak)(stage) - getattr(stored, peak)(stage) == 7 * 0.5 * 2**30
