@@ -3,6 +3,7 @@
 SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
+# `make setup HAS_GPU=yes` installs the GPU lock on a machine without a GPU, as the Dockerfile does.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 PYTHON ?= $(if $(HAS_GPU),python3.12,python3.11)
@@ -34,8 +35,7 @@ $(STAMP):
 	@rm -rf $(VENV) && $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
 	@grep -v '^transformer-engine' $(LOCK) > $(VENV)/first.txt && $(PIP) --no-deps -r $(VENV)/first.txt
-	@# Transformer Engine compiles against the torch that is now installed.
-	@$(PIP) --no-deps --no-build-isolation -r $(LOCK)
+	@tools/install_transformer_engine.sh $(BIN)/python $(LOCK)
 else
 	@# The CPU build if pip's indexes have it, else the default build with its CUDA libraries.
 	@$(PIP) --no-deps torch==2.13.0+cpu || $(PIP) torch==2.13.0

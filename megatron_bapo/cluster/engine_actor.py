@@ -56,7 +56,7 @@ class EngineActor:
         self._facts: EngineFacts | None = None
         actor_name = f"{self.name} restart {num_restarts}" if num_restarts else self.name
         log_file = RunDirectory(config.run_dir).logs / f"{actor_name.replace(' ', '-')}.log"
-        environment = engine_environment(placement.devices)
+        environment = engine_environment(placement.devices, batch_invariant=config.rollout.batch_invariant)
         self.handle = create_actor(
             Engine, log_file, name=actor_name, environment=environment, node_id=placement.node_id
         )

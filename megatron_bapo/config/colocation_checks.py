@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron_bapo.config.fp8 import ComputeCapability, capability_problem
 from megatron_bapo.config.schema import Config
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables of torch's allocator; the second is its older name."""
+BATCH_INVARIANT_CAPABILITY = (9, 0)
+"""Lowest compute capability of vLLM's batch-invariant kernels (vllm/envs.py, vLLM 0.32)."""
 
 
 def colocation_problems(config: Config) -> Iterator[str]:
@@ -69,6 +74,8 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
                 f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM supports it only on "
                 "GPUs; remove it"
             )
+        if rollout.batch_invariant:
+            yield "rollout.batch_invariant=true on a machine without a GPU, which has no such kernels; remove it"
         if not rollout.enforce_eager:
             yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; remove it"
         if config.logging.memory_snapshot_step is not None:
@@ -91,11 +98,28 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
         )
 
 
+def allocator_problems(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the weight transfer does not allow of the environment variables of torch's allocator."""
+    for name in ALLOCATOR_VARIABLES:
+        value = environment.get(name, "")
+        if config.weight_sync.transport == "cuda_ipc" and "expandable_segments:true" in value.replace(" ", "").lower():
+            yield (
+                f"{name}={value} with weight_sync.transport=cuda_ipc: other processes cannot open memory of expandable "
+                "segments; remove expandable_segments, or set transport=store"
+            )
+
+
 def layer_problems(config: Config, capability: ComputeCapability | None, has_transformer_engine: bool) -> Iterator[str]:
-    """Yield what the trainer's layers require and a machine lacks.
+    """Yield what layers and kernels require and a machine lacks.
 
     `capability` is the compute capability of its GPUs, None without any.
     """
+    if config.rollout.batch_invariant and capability is not None and capability < BATCH_INVARIANT_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (BATCH_INVARIANT_CAPABILITY, capability))
+        yield (
+            f"rollout.batch_invariant=true needs GPUs of compute capability {needed} or higher, these have {found}; "
+            "remove it"
+        )
     if config.model.transformer_impl != "transformer_engine":
         return
     if capability is None:

@@ -67,15 +67,16 @@ def _parameter_problems(config: Config) -> Iterator[str]:
             "fp8.param=true with parallel.use_distributed_optimizer=false: only the distributed optimizer keeps their "
             "fp32 values; set use_distributed_optimizer=true, or param=false"
         )
+    if fp8.uses_delayed_scaling:
+        yield (
+            f"fp8.param=true with fp8.recipe={fp8.recipe}: weights that are loaded, at the start or on resume, would "
+            "be rounded with scale 1, because checkpoints do not contain the scales; set recipe=tensorwise or "
+            "blockwise, or param=false"
+        )
     if fp8.recipe == "mxfp8":
         yield (
             "fp8.param=true with fp8.recipe=mxfp8 is not supported: its weights have two quantized copies, which "
             "Megatron gathers through the gradient buffer; set param=false"
-        )
-    if config.optimizer.cpu_offload:
-        yield (
-            "fp8.param=true with optimizer.cpu_offload=true: the offloaded optimizer copies its fp32 values to "
-            "bfloat16 weights; set one of the two to false"
         )
     if config.trainer.offload:
         yield (

@@ -77,6 +77,10 @@ class EngineConfig(Section):
     """Run vLLM without torch.compile and CUDA graphs. `false` generates small batches faster, but an engine then takes
     minutes to start, also when it is replaced during a run, and its graphs stay in GPU memory while it sleeps. The
     trainer never uses CUDA graphs, because packed micro-batches differ in shape."""
+    batch_invariant: bool = False
+    """Use vLLM's batch-invariant kernels: the tokens of a request then do not depend on the other requests of its
+    batch. They need GPUs of compute capability 9.0 (Hopper) or higher, and are slower: vLLM then leaves out fused
+    all-reduces and splits of attention."""
     quantization: Literal["fp8_per_block"] | None = None
     """Quantize the linear layers of the engines to FP8 in blocks of 128 x 128 at each weight update; null: the weights
     stay in model.dtype."""

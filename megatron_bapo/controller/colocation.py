@@ -16,6 +16,7 @@ from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import ParallelGroups
+from megatron_bapo.parallel.platform import release_cached_memory
 from megatron_bapo.trainer.offload import TrainerMemory
 from megatron_bapo.trainer.worker import Worker
 
@@ -58,6 +59,7 @@ class ColocationManager:
         """Have both the trainer's parameters and the engines' memory for weights on the GPUs."""
         if self._memory is not None:
             self._memory.offload_all_but_parameters()
+        self._release_cache()
         self._barrier()
         if self._sleep_level and self._rollouts is not None:
             self._rollouts.wake(("weights",))
@@ -67,6 +69,7 @@ class ColocationManager:
         """Offload the trainer, then wake the engines."""
         if self._memory is not None:
             self._memory.offload()
+        self._release_cache()
         self._barrier()
         if self._sleep_level and self._rollouts is not None:
             self._rollouts.wake(("weights", "kv_cache"))
@@ -81,6 +84,11 @@ class ColocationManager:
         self.to_trainer(weights_follow=False)
         yield
         self.to_engines()
+
+    def _release_cache(self) -> None:
+        """Release what updates, exports and scoring have left in torch's cache, which an engine that wakes needs."""
+        if self._sleep_level:
+            release_cached_memory()
 
     def _barrier(self) -> None:
         if self._sleep_level or self._offload:

@@ -33,7 +33,7 @@ from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished,
 from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.config.checks import refuse
-from megatron_bapo.config.colocation_checks import device_problems, layer_problems
+from megatron_bapo.config.colocation_checks import allocator_problems, device_problems, layer_problems
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.logging import MismatchAlarmsConfig
 from megatron_bapo.config.schema import Config
@@ -118,7 +118,8 @@ def report_end(display: ProgressDisplay, directory: RunDirectory, rollouts_from:
 def check_this_machine(config: Config, *, engines: bool = True) -> None:
     """Check that this machine's devices suffice, with or without engines. Raises UserError with every broken rule."""
     devices = device_problems(config, len(visible_devices()), engines=engines)
-    refuse([*devices, *layer_problems(config, compute_capability(), has_transformer_engine())])
+    layers = layer_problems(config, compute_capability(), has_transformer_engine())
+    refuse([*devices, *layers, *allocator_problems(config, os.environ)])
 
 
 def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, rollout_only: bool = False) -> None:

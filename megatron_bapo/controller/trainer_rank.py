@@ -22,7 +22,7 @@ from megatron_bapo.controller.training_loop import Run, train
 from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
 from megatron_bapo.parallel.device_check import check_device
 from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.platform import start_distributed
+from megatron_bapo.parallel.platform import set_host_threads, start_distributed
 from megatron_bapo.parallel.telemetry import start_telemetry
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.checkpoint import load_checkpoint
@@ -54,6 +54,7 @@ def start_run(config: Config, args: RankArgs) -> Run:
     on_one_machine = os.environ["GROUP_WORLD_SIZE"] == "1"  # torchrun's number of nodes
     store_file = args.store_folder / "ranks" if on_one_machine else None
     start_distributed(config.trainer.collective_timeout_s, store_file)
+    set_host_threads(cpu_offload=config.optimizer.cpu_offload)
     groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
     sender_hosts = gather_by_rank(args.host, groups)
     client = None

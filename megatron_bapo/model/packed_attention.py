@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.megatron import (
     MegatronModule,
@@ -88,7 +89,17 @@ class PackedSequences(PackedSeqParams):
     def thd(self) -> PackedSeqParams:
         """Sequence boundaries for Transformer Engine's attention."""
         starts = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32, device=self.device)
-        return thd_sequences(starts, max(self.lengths))
+        return thd_sequences(starts, longest_bound(max(self.lengths), self.size))
+
+
+def longest_bound(longest: int, size: int) -> int:
+    """Return an upper bound of the longest of the packed sequences, for kernels over `size` context-parallel ranks.
+
+    Transformer Engine chooses its attention kernel anew whenever the bound changes. There are four bounds per power of
+    two, each at most a quarter larger than `longest`, or a multiple of 128 for short sequences.
+    """
+    step = max(128, 1 << max(0, longest.bit_length() - 3))
+    return round_up(round_up(longest, step), 2 * size)
 
 
 def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch.device) -> PackedSequences:

@@ -50,3 +50,15 @@ def set_values(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
     if is_float8tensor(parameter):
         tensor = tensor.to(device=parameter.device, dtype=parameter.dtype)  # quantizers read device memory
     parameter.copy_(tensor)
+
+
+def discard_fp8_copies(model: torch.nn.Module) -> None:
+    """Free the FP8 copies of weights that Transformer Engine's modules keep from one micro-batch to the next.
+
+    The first micro-batch of the next pass makes them again, because Megatron's schedule tells the modules that it is
+    the first one (transformer_engine/pytorch/module/base.py, TE 2.20).
+    """
+    for module in model.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if copies is not None:
+            copies.clear()

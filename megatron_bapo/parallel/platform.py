@@ -79,6 +79,15 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
     )
 
 
+def set_host_threads(*, cpu_offload: bool) -> None:
+    """Give an optimizer that is offloaded from a GPU this rank's share of the host's cores.
+
+    The launchers set OMP_NUM_THREADS=1, which is right for everything else; a larger value of the user is kept.
+    """
+    if has_gpu() and cpu_offload and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+
+
 def now_s() -> float:
     """Return a timestamp in seconds for phase times, after waiting for the device's queued work."""
     if has_gpu():

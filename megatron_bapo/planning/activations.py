@@ -98,6 +98,21 @@ def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
     return parallel.model_copy(update={"recompute_granularity": None})
 
 
+def largest_gradients(
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
+) -> int:
+    """Return the bytes of the gradients that exist at once in a layer's backward pass.
+
+    In a dense layer these are the gradient of the gate and up projections' output, and the gradients of the gathered
+    hidden states. The experts' are taken to be as large as their activations.
+    """
+    b = batch.dtype_bytes
+    if has_experts:
+        return max(_experts(architecture, parallel, batch).values())
+    hidden = batch.tokens(parallel) * architecture.hidden_size * b
+    return 2 * _mlp_elements(architecture, parallel, batch) * b + 2 * hidden
+
+
 def output_layer_bytes(
     architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, chunk_size: int
 ) -> tuple[int, int]:

@@ -26,6 +26,9 @@ ENGINE_FP8_CAPABILITY = (8, 9)
 STORED_VERSIONS = 2
 """Policy versions in the weight store while a new one is published."""
 
+CUDA_CONTEXT_GIB = 0.5
+"""Assumed GPU memory of one process's CUDA context."""
+
 
 def placement_of(config: Config) -> Placement:
     return "colocated" if config.rollout.colocate else "separate"
@@ -82,7 +85,17 @@ class Plan:
         if self.placement == "separate":
             return stage.peak
         sleeps = self.config.rollout.sleep_level > 0
-        return stage.peak + (int(self.assumptions.sleeping_engine_gib * GIB) if sleeps else self.engine.total)
+        return stage.peak + self._engine_base + (0 if sleeps else self.engine.total)
+
+    @property
+    def _engine_base(self) -> int:
+        """Bytes that engines hold on a GPU awake and asleep, outside their `gpu_memory_utilization`.
+
+        With CUDA IPC the other engine ranks of the host open this GPU's parameters, each with a CUDA context.
+        """
+        readers = min(self.num_engine_gpus, self.assumptions.gpus_per_node) - 1
+        contexts = readers * CUDA_CONTEXT_GIB * (self.config.weight_sync.transport == "cuda_ipc")
+        return int((self.assumptions.sleeping_engine_gib + contexts) * GIB)
 
     @property
     def offloads_for_generation(self) -> bool:
@@ -91,11 +104,17 @@ class Plan:
 
     def while_generating(self, stage: StageMemory) -> int:
         """Return the peak bytes on one of a stage's GPUs during generation and the weight update."""
-        awake = self.engine.total if self.placement == "colocated" else 0
-        peak = stage.resident + awake
-        if self.offloads_for_generation:  # trainer/offload.py: only weights are on the GPU during the weight update
-            peak = max(awake, stage.state.parameters + stage.state.reference + self.engine.weights)
-        return peak + int(self.assumptions.reserved_gib * GIB)
+        reserved = int(self.assumptions.reserved_gib * GIB)
+        if self.placement == "separate":
+            return stage.resident + reserved
+        peak = stage.resident + self.engine.total
+        if self.offloads_for_generation:
+            # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
+            # with them; in FP8 it makes their copies again.
+            state = stage.state
+            trainer_weights = state.parameters + state.quantised + state.reference
+            peak = max(self.engine.total, trainer_weights + self.engine.weights)
+        return peak + self._engine_base + reserved
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -106,9 +125,10 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.resident)
 
     def offloaded(self, stage: StageMemory) -> int:
-        """Return the bytes in host memory of one of a stage's ranks. Gradients are dropped, not copied."""
+        """Return the bytes of one of a stage's ranks in host memory. Gradients and FP8 copies are dropped, not kept."""
         state = stage.state
-        return state.offloaded + (state.on_device - state.gradients if self.offloads_for_generation else 0)
+        kept = state.on_device - state.gradients - state.quantised
+        return state.offloaded + (kept if self.offloads_for_generation else 0)
 
     @property
     def host_bytes(self) -> int:

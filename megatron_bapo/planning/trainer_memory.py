@@ -12,6 +12,7 @@ from megatron_bapo.planning.activations import (
     MicroBatch,
     Terms,
     chunk_activations,
+    largest_gradients,
     layer_activations,
     output_layer_bytes,
     without_recompute,
@@ -133,10 +134,10 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
 
 
 def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
-    """Return the bytes of a layer's recomputed activations and of its largest activation gradient."""
+    """Return the bytes of a layer's recomputed activations and of its largest activation gradients."""
     whole, kept = (
         layer_activations(architecture, layout, batch, has_experts=has_experts)
         for layout in (without_recompute(parallel), parallel)
     )
-    gathered = batch.tokens(parallel) * architecture.hidden_size * batch.dtype_bytes * 2 * parallel.sequence_parallel
-    return max(0, sum(whole.values()) - sum(kept.values())) + max(whole.values()) + gathered
+    gradients = largest_gradients(architecture, parallel, batch, has_experts=has_experts)
+    return max(0, sum(whole.values()) - sum(kept.values())) + gradients

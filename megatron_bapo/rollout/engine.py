@@ -56,7 +56,7 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
     return own + [device for device in devices if config.rollout.colocate and device not in own]
 
 
-def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
+def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = False) -> dict[str, str]:
     """Return the environment variables of an engine's process; without `devices` it runs on the CPU."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -70,6 +70,7 @@ def engine_environment(devices: Sequence[str] = ()) -> dict[str, str]:
         return environment | {
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+            "VLLM_BATCH_INVARIANT": str(int(batch_invariant)),
         }
     return environment | {
         # One thread without core binding: engine and trainer share the cores.

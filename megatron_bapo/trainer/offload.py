@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.model.build import PolicyModel, finish_param_gather
+from megatron_bapo.model.precision import discard_fp8_copies
 from megatron_bapo.parallel.platform import host_buffers, local_device, release_cached_memory
 from megatron_bapo.trainer.worker import Worker
 
@@ -73,7 +74,8 @@ class TrainerMemory:
     def __init__(self, worker: Worker, reference: PolicyModel | None = None) -> None:
         self._worker = worker
         chunks = [*worker.model.chunks, *(reference.chunks if reference is not None else ())]
-        self.parameters = Storages(p.data for chunk in chunks for p in chunk.gpt.parameters())
+        self._models = [chunk.gpt for chunk in chunks]
+        self.parameters = Storages(p.data for gpt in self._models for p in gpt.parameters())
         shared = self.parameters.addresses  # an fp32 model's parameters are their own main parameters
         self.optimizer = Storages(
             state for state in worker.optimizer.states() if state.untyped_storage().data_ptr() not in shared
@@ -81,10 +83,12 @@ class TrainerMemory:
         self.gradients = Storages(_gradient_buffers(worker.model), keep_values=False)
 
     def offload_all_but_parameters(self) -> None:
-        """Offload everything that readers of the weights do not need. Gradients are discarded."""
+        """Offload everything that readers of the weights do not need. Gradients and FP8 copies are discarded."""
         finish_param_gather([chunk.ddp for chunk in self._worker.model.chunks])
         if not self.gradients.is_offloaded:
             self._worker.optimizer.zero_grad()
+        for gpt in self._models:
+            discard_fp8_copies(gpt)
         self.optimizer.offload()
         self.gradients.offload()
 

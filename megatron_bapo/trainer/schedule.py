@@ -27,6 +27,8 @@ def run_micro_batches(
     Without `forward_only`, gradients are summed over micro-batches and over data- and context-parallel ranks. The head
     must therefore return a loss that is normalized over the global minibatch.
     """
+    # Megatron's wrapper would return float32 hidden states: twice the bytes, also gathered over tensor-parallel ranks.
+    as_computed = {"fp32_output": False} if model.config.bf16 else {}
 
     def on_hidden(micro_batch: MicroBatch, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Result]:
         loss, result = head(micro_batch, hidden_1TH.squeeze(0))
@@ -39,6 +41,7 @@ def run_micro_batches(
             position_ids=micro_batch.packed.positions_T[None],
             attention_mask=None,
             packed_seq_params=micro_batch.packed,
+            **as_computed,
         )
         return output, partial(on_hidden, micro_batch)
 

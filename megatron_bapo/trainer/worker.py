@@ -113,8 +113,7 @@ def response_outputs(
     positions_N = micro_batch.response_positions_N
     vocab_size, chunk_size = worker.model.architecture.vocab_size, worker.config.trainer.logprob_chunk_size
     layer = OutputLayer(weight_VH, vocab_size, tensor, chunk_size, worker.fused_kernels)
-    hidden_NH = hidden_TH.index_select(0, positions_N).to(weight_VH.dtype)
-    return hidden_NH, layer, micro_batch.labels_T.index_select(0, positions_N)
+    return hidden_TH.index_select(0, positions_N), layer, micro_batch.labels_T.index_select(0, positions_N)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from megatron_bapo.config.checks import check_config, refuse
-from megatron_bapo.config.colocation_checks import device_problems
+from megatron_bapo.config.colocation_checks import allocator_problems, device_problems, layer_problems
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 
@@ -51,6 +51,7 @@ def test_placements_that_cannot_work_on_any_machine_are_refused(
         ({**COLOCATED, "weight_sync__transport": "cuda_ipc"}, 0, "it shares GPU memory; set transport=store"),
         ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM supports it only on GPUs"),
         ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0, "vLLM supports an FP8 KV cache only on GPUs"),
+        ({"rollout__batch_invariant": True}, 0, "rollout.batch_invariant=true on a machine without a GPU"),
         ({"rollout__enforce_eager": False}, 0, "rollout.enforce_eager=false on a machine without a GPU"),
         ({"logging__memory_snapshot_step": 2}, 0, "logging.memory_snapshot_step=2 on a machine without a GPU"),
         (
@@ -98,3 +99,21 @@ def test_without_engines_only_the_trainer_must_fit() -> None:
     refuse(device_problems(checked, 4, engines=False))
     with pytest.raises(UserError, match=r"4 trainer ranks .* 0 engine ranks .* need 4 GPUs"):
         refuse(device_problems(checked, 3, engines=False))
+
+
+def test_expandable_segments_are_refused_where_other_processes_open_parameters() -> None:
+    shared = config(**COLOCATED, weight_sync__transport="cuda_ipc")
+    for name in "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF":
+        set_to = {name: "max_split_size_mb:128, expandable_segments: True"}
+        (problem,) = allocator_problems(shared, set_to)
+        assert problem.startswith(f"{name}=max_split_size_mb")
+        assert "set transport=store" in problem
+        assert not [*allocator_problems(config(**COLOCATED), set_to)]
+    assert not [*allocator_problems(shared, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})]
+
+
+def test_batch_invariant_kernels_need_hopper() -> None:
+    settings = config(rollout__batch_invariant=True)
+    (problem,) = layer_problems(settings, (8, 0), True)
+    assert "capability 9.0 or higher, these have 8.0" in problem
+    assert not [*layer_problems(settings, (9, 0), True)]

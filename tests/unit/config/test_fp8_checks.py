@@ -61,8 +61,8 @@ def test_every_recipe_is_accepted_with_its_format_and_padding(recipe: Fp8Recipe)
         ),
         (fp8("mxfp8", param=True), ["fp8.param=true with fp8.recipe=mxfp8", "set param=false"]),
         (
-            fp8("delayed", param=True) | {"optimizer__cpu_offload": True},
-            ["fp8.param=true with optimizer.cpu_offload=true", "set one of the two to false"],
+            fp8("delayed", param=True),
+            ["fp8.param=true with fp8.recipe=delayed", "do not contain the scales", "set recipe=tensorwise"],
         ),
         (
             fp8(param=True) | {"rollout__colocate": True, "trainer__offload": True},

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_bapo.model.packed_attention import PackedAttention, PackedRotaryEmbedding, packed_sequences
+from megatron_bapo.model.packed_attention import PackedAttention, PackedRotaryEmbedding, longest_bound, packed_sequences
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.tolerances import GRADIENT, LOG_PROB
 
@@ -53,7 +53,7 @@ def test_transformer_engine_gets_the_boundaries_of_the_sequences_of_all_ranks():
         assert thd.qkv_format == "thd"
         assert thd.cu_seqlens_q.tolist() == thd.cu_seqlens_kv_padded.tolist() == [0, 16, 24, 32]
         assert thd.cu_seqlens_q.dtype == torch.int32
-        assert (thd.max_seqlen_q, thd.max_seqlen_kv) == (16, 16)
+        assert (thd.max_seqlen_q, thd.max_seqlen_kv) == (128, 128)
         assert getattr(thd, "pad_between_seqs", False) is False  # with None, Transformer Engine would read the device
     positions = torch.cat([packed.positions_T for packed in of_ranks])
     assert positions.numel() == 32
@@ -133,3 +133,12 @@ def test_rotary_angles_follow_the_positions_in_float32_even_in_a_bfloat16_model(
     assert angles.dtype == torch.float32
     expected = np.outer([0, 1, 2, 0, 1], frequencies.double().repeat(2))
     torch.testing.assert_close(angles.squeeze().double(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_bound_of_the_longest_sequence_takes_few_values(size: int) -> None:
+    """Transformer Engine chooses its attention kernel anew for each value."""
+    bounds = {longest: longest_bound(longest, size) for longest in range(1, 65_537, 7)}
+    assert all(longest <= bound <= max(1.25 * longest, longest + 128) + 2 * size for longest, bound in bounds.items())
+    assert all(bound % (2 * size) == 0 for bound in bounds.values())
+    assert len(set(bounds.values())) <= 4 * 16 + 4

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_bapo.parallel.platform import SMALLEST_PIECE, host_buffers, profiled
+from megatron_bapo.parallel import platform
+from megatron_bapo.parallel.platform import SMALLEST_PIECE, host_buffers, profiled, set_host_threads
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 5000, SMALLEST_PIECE, SMALLEST_PIECE + 1, 13 * SMALLEST_PIECE + 17])
@@ -24,3 +25,22 @@ def test_a_profile_is_a_gzipped_chrome_trace_of_the_block(tmp_path: Path) -> Non
         torch.ones(4, 4) @ torch.ones(4, 4)
     names = {event.get("name") for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names
+
+
+@pytest.mark.parametrize(
+    ("cpu_offload", "omp_num_threads", "expected"), [(True, "1", 12), (False, "1", 1), (True, "4", 1)]
+)
+def test_an_offloaded_optimizer_gets_the_ranks_share_of_the_cores(
+    cpu_offload: bool, omp_num_threads: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "has_gpu", lambda: True)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(96)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", omp_num_threads)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        set_host_threads(cpu_offload=cpu_offload)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(threads)

@@ -21,6 +21,12 @@ def test_ray_does_not_hide_the_gpus_of_an_engine() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in engine_environment()
 
 
+def test_an_engine_on_gpus_uses_batch_invariant_kernels_only_if_told_to() -> None:
+    for wanted in False, True:
+        environment = engine_environment(["0"], batch_invariant=wanted)
+        assert environment["VLLM_BATCH_INVARIANT"] == str(int(wanted))
+
+
 def test_places_in_the_plan_are_ranks_of_the_transfer_group(tmp_path) -> None:
     """Trainer ranks come first, then the ranks of each engine in turn; both start from 0 if they share GPUs."""
     for colocate, first in ((False, 4), (True, 0)):

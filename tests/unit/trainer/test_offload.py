@@ -1,6 +1,7 @@
 """Offloading of the trainer state for engines: emptied and refilled storages, on the available device."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,11 @@ def test_training_after_offloading_matches_training_without_it(
     update()
     assert same(state_of(giving), state_of(usual))
     assert not same(state_of(giving), before)
+
+
+def test_offloading_frees_the_fp8_copies_of_weights(tmp_path: Path, groups: ParallelGroups) -> None:
+    worker = make_worker(tmp_path, groups, "bfloat16")
+    layer: Any = worker.model.chunks[0].gpt.decoder.layers[1].mlp.linear_fc1
+    layer._fp8_workspaces = {"weight": torch.zeros(4)}  # as a Transformer Engine module keeps them
+    TrainerMemory(worker).offload_all_but_parameters()
+    assert layer._fp8_workspaces == {}

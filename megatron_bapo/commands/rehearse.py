@@ -1,0 +1,236 @@
+"""Plays one update of a configuration on chosen ranks, at full size and without GPUs, weights or other ranks.
+
+The update is the trainer's own: model build, DDP, optimizer, packing, scoring, clip bounds, pipeline schedule, loss and
+optimizer step (`parallel/fake_ranks.py` replaces tensors and process group). A layout that does not fit the model, or
+ranks that disagree about shapes, fail here. What the update allocates and sends is compared with the estimate.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import Config
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.model.build import build_policy
+from megatron_bapo.parallel.fake_ranks import FakeRank, fake_rank, process_group
+from megatron_bapo.parallel.groups import ParallelGroups, create_groups
+from megatron_bapo.planning.activations import MicroBatch
+from megatron_bapo.planning.collectives import sent_bytes
+from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches, stage_memory
+from megatron_bapo.records import Trajectory, VersionSpan
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.optimizer import Optimizer
+from megatron_bapo.trainer.policy_update import update_policy
+from megatron_bapo.trainer.worker import Worker
+
+LEARNING_RATE = 1e-6
+MEMORY_TOLERANCE, BYTES_TOLERANCE = 0.05, 0.01
+"""Allowed relative differences between a rehearsal and the estimate."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls of one kind of collective in one process group."""
+
+    axis: str
+    kind: str
+    num_ranks: int
+    num_calls: int
+    num_bytes: int
+    """Bytes that this rank sends."""
+
+
+@dataclass(frozen=True)
+class RankRehearsal:
+    """What one rank has done in one update, beside the estimate of its pipeline stage."""
+
+    rank: int
+    stage: int
+    micro_batch_tokens: int
+    num_micro_batches: int
+    peak_bytes: int
+    """Most bytes of live tensors on the device."""
+    planned_peak_bytes: int
+    """The estimate without what it reserves for contexts, buffers and fragmentation."""
+    traffic: tuple[Traffic, ...]
+    planned_traffic: dict[str, int]
+    """Estimated bytes that the rank sends, by axis."""
+
+    @property
+    def sent_bytes(self) -> Counter[str]:
+        """Bytes that the rank has sent, by axis."""
+        sent: Counter[str] = Counter()
+        for part in self.traffic:
+            sent[part.axis] += part.num_bytes
+        return sent
+
+    @property
+    def differences(self) -> list[str]:
+        """Where the rehearsal and the estimate differ by more than the tolerances, one line each."""
+        found = []
+        if abs(self.peak_bytes / self.planned_peak_bytes - 1) > MEMORY_TOLERANCE:
+            found.append(f"peak memory {self.peak_bytes:,} bytes, planned {self.planned_peak_bytes:,}")
+        for axis, planned in self.planned_traffic.items():
+            if abs(self.sent_bytes[axis] / planned - 1) > BYTES_TOLERANCE:
+                found.append(f"{axis} parallelism sends {self.sent_bytes[axis]:,} bytes, planned {planned:,}")
+        return found
+
+
+def rehearsed_config(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration that can be played without Transformer Engine, and notes on what it leaves out."""
+    if config.model.transformer_impl == "local":
+        return config, ()
+    model = config.model.model_copy(update={"transformer_impl": "local"})
+    parallel = config.parallel.model_copy(update={"cp_comm_type": "p2p"})
+    notes = ["the layers are Megatron's own instead of Transformer Engine's"]
+    if config.fp8 is not None:
+        notes.append("in bfloat16 instead of FP8")
+    return config.model_copy(update={"model": model, "parallel": parallel, "fp8": None}), tuple(notes)
+
+
+def stage_ranks(config: Config) -> list[int]:
+    """Return the first rank of the first, a middle and the last pipeline stage."""
+    num_stages = config.parallel.pipeline_model_parallel_size
+    stages = sorted({0, num_stages // 2, num_stages - 1})
+    return [stage * (config.parallel.world_size // num_stages) for stage in stages]
+
+
+def rehearse_ranks(config: Config, architecture: Architecture, ranks: Sequence[int]) -> list[RankRehearsal]:
+    """Play one update on each of the ranks. Raises RunError if the trainer fails on one of them."""
+    found = []
+    for rank in ranks:
+        try:
+            found.append(rehearse_rank(config, architecture, rank))
+        except (UserError, RunError):
+            raise
+        except Exception as error:  # whatever Megatron-Core or torch raise for a layout that does not work
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise RunError(
+                f"rank {rank} fails with {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+            ) from error
+    return found
+
+
+def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> RankRehearsal:
+    """Play one update on one rank. Raises UserError for a rank that does not exist, and what the trainer raises."""
+    world_size = config.parallel.world_size
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} does not exist; parallel.world_size={world_size}")
+    if architecture.moe_layers:
+        raise UserError("mixtures of experts cannot be rehearsed yet: which tokens an expert gets depends on values")
+    batch = _micro_batch(config)
+    num = _num_played(config)
+    tokens = batch.split_tokens(config.parallel)
+    with warnings.catch_warnings(), process_group(rank, world_size):
+        warnings.simplefilter("ignore")  # Megatron-Core warns about its own defaults and calls
+        groups = create_groups(config.parallel, seed=0, timeout_s=60)
+        with fake_rank((tokens, 1, architecture.hidden_size)) as played:
+            worker = _worker(config, architecture, groups, played)
+            with _without_device_memory(worker, played):
+                update_policy(worker, _examples(config, batch, num), lr=LEARNING_RATE, on_policy=False)
+            traffic = tuple(_traffic(played, groups))
+            del worker
+        stage = groups.pipeline.rank
+    planned = stage_memory(config, architecture, Assumptions())[stage]
+    num_scored = int(config.algorithm.objective == "bapo" and config.algorithm.clip_bounds.scope == "minibatch")
+    return RankRehearsal(
+        rank=rank,
+        stage=stage,
+        micro_batch_tokens=sum(batch.lengths),
+        num_micro_batches=num,
+        peak_bytes=played.peak_bytes,
+        planned_peak_bytes=planned.peak - planned.reserved - planned.state.reference,
+        traffic=traffic,
+        planned_traffic=dict(sent_bytes(config, architecture, stage, batch, num, num_scored)),
+    )
+
+
+def _worker(config: Config, architecture: Architecture, groups: ParallelGroups, played: FakeRank) -> Worker:
+    # Weights are initialized on the device, as on a GPU. The checkpoint may be on another machine.
+    with (
+        patch("megatron_bapo.model.build.has_gpu", lambda: True),
+        patch("megatron_bapo.model.build.read_architecture", lambda _: architecture),
+    ):
+        model = build_policy(config, Path(), groups)
+    chunks = [chunk.ddp for chunk in model.chunks]
+    if not config.optimizer.cpu_offload:
+        return Worker(config, groups, model, Optimizer(chunks, groups, config.optimizer))
+    with played.on_host():
+        return Worker(config, groups, model, Optimizer(chunks, groups, config.optimizer))
+
+
+@contextmanager
+def _without_device_memory(worker: Worker, played: FakeRank) -> Iterator[None]:
+    """Let the optimizer step allocate nothing on the device, as a fused or an offloaded Adam."""
+    step = worker.optimizer.step
+
+    def on_host(lr: float) -> Any:
+        with played.on_host():
+            return step(lr)
+
+    with patch.object(worker.optimizer, "step", on_host):
+        yield
+
+
+def _micro_batch(config: Config) -> MicroBatch:
+    """Return the micro-batch of the estimate, with sequences of one length, so that all micro-batches are alike."""
+    planned = largest_micro_batch(config, Assumptions())
+    granularity = config.padding_rule.granularity
+    num = max(1, round(sum(planned.lengths) / planned.lengths[0]))
+    length = sum(planned.lengths) // num // granularity * granularity
+    return MicroBatch((length,) * num, planned.dtype_bytes, planned.fused_norms)
+
+
+def _num_played(config: Config) -> int:
+    """Return enough micro-batches for the pipeline's peak memory."""
+    parallel = config.parallel
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    wanted = min(pp * (1 + (vpp > 1)), num_micro_batches(config, Assumptions()))
+    return round_up(wanted, parallel.num_micro_batches_multiple)
+
+
+def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:
+    """Return examples that fill `num` micro-batches on every data-parallel rank."""
+    examples = []
+    for length in batch.lengths * (num * config.parallel.data_parallel_size):
+        num_prompt = max(1, min(config.data.max_prompt_length, length // 8))
+        num_response = length + 1 - num_prompt
+        trajectory = Trajectory(
+            prompt_token_ids=np.zeros(num_prompt, np.int32),
+            response_token_ids=np.zeros(num_response, np.int32),
+            behaviour_log_probs=np.full(num_response, -1.0, np.float32),
+            version_spans=(VersionSpan(0, num_response),),
+            finish_reason="length",
+            text="",
+        )
+        examples.append(Example(trajectory, advantage=1.0, weight=1e-6))
+    return examples
+
+
+def _traffic(played: FakeRank, groups: ParallelGroups) -> Iterator[Traffic]:
+    """Name the groups of a rank's collectives."""
+    axes = {
+        tuple(getattr(groups, name).global_ranks): name.partition("_")[0]
+        for name in ("data_context", "expert", "data", "context", "pipeline", "tensor")
+    }
+    for (ranks, kind), num_calls in sorted(played.calls.items()):
+        axis = axes.get(ranks, "other")
+        yield Traffic(axis, kind, len(ranks), num_calls, played.sent_bytes[ranks, kind])
+
+
+def all_differences(rehearsals: Sequence[RankRehearsal]) -> list[str]:
+    """Return the differences of all ranks, each with its rank."""
+    return [f"rank {played.rank}: {difference}" for played in rehearsals for difference in played.differences]

@@ -1,0 +1,190 @@
+"""One rank of a large process group without its peers, its weights and its memory.
+
+Tensors are fake (torch's FakeTensorMode): they have shapes, dtypes and storages, but no data. Collectives return at
+once (torch's fake process group). A dispatch mode sees every operator, so it knows which storages live and what each
+group communicates. It also answers the two questions that tensors without data cannot: the value of a scalar, and the
+shape of the hidden states that another pipeline stage announces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_bapo.errors import UserError
+from megatron_bapo.parallel.megatron import parallel_state
+
+Ranks = tuple[int, ...]
+FLOAT_SCALAR = 0.5
+"""Value of every floating-point scalar that is read. It is finite, so that no update is skipped."""
+
+
+class FakeRank(TorchDispatchMode):
+    """Counts the bytes of live storages, and the bytes that this rank sends in each process group."""
+
+    def __init__(self, hidden_shape: Sequence[int]) -> None:
+        """`hidden_shape` is the shape of the hidden states between pipeline stages."""
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.calls: Counter[tuple[Ranks, str]] = Counter()
+        """Number of calls by the ranks of the group and the kind of operation."""
+        self.sent_bytes: Counter[tuple[Ranks, str]] = Counter()
+        """Bytes that a ring sends from this rank, by the same keys."""
+        self._hidden_shape = tuple(hidden_shape)
+        self._sizes: dict[int, int] = {}
+        self._shapes: set[int] = set()
+        self._on_device = True
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Do not count storages that are allocated in this context: they are in host memory."""
+        self._on_device = False
+        try:
+            yield
+        finally:
+            self._on_device = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._scalar(args[0])
+        if func.namespace == "c10d":
+            return self._communicate(func, args)
+        result = func(*args, **(kwargs or {}))
+        if self._on_device:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._count(tensor.untyped_storage())
+        return result
+
+    def _scalar(self, tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage()._cdata in self._shapes:
+            return self._hidden_shape[int(tensor.storage_offset())]
+        if tensor.dtype == torch.bool:
+            return True
+        return FLOAT_SCALAR if tensor.dtype.is_floating_point else 1
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.live_bytes += self._sizes[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key)
+
+    def _communicate(self, func: Any, args: tuple[Any, ...]) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        groups = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
+        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0])))
+        kind, sent = _sent(name, args, len(ranks))
+        if kind == "receive" and args[0][0].dtype == torch.int64:
+            self._shapes.add(args[0][0].untyped_storage()._cdata)
+        if len(ranks) > 1:
+            self.calls[ranks, kind] += 1
+            self.sent_bytes[ranks, kind] += sent
+        work = FakeWork().boxed()
+        return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+def _sent(name: str, args: tuple[Any, ...], size: int) -> tuple[str, int]:
+    """Return the kind of a c10d operation and the bytes that a ring algorithm sends from one of `size` ranks.
+
+    Raises ValueError for tensors that do not fit the number of ranks.
+    """
+    tensors = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
+    first = sum(tensor.nbytes for tensor in tensors)
+    second = sum(t.nbytes for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)) if len(args) > 1 else 0
+    match name:
+        case "allreduce" | "allreduce_coalesced":
+            return "all-reduce", 2 * first * (size - 1) // size
+        case "allgather_base" | "allgather" | "allgather_into_tensor_coalesced":
+            _check(name, whole=first, part=second, size=size)
+            return "all-gather", second * (size - 1)
+        case "reduce_scatter_base" | "reduce_scatter" | "reduce_scatter_tensor_coalesced":
+            _check(name, whole=second, part=first, size=size)
+            return "reduce-scatter", first * (size - 1)
+        case "alltoall_base" | "alltoall":
+            return "all-to-all", second * (size - 1) // size
+        case "send":
+            return "send", first
+        case "recv":
+            return "receive", 0
+        case _:
+            return name, first
+
+
+def _check(name: str, *, whole: int, part: int, size: int) -> None:
+    if whole != part * size:
+        raise ValueError(f"{name} over {size} ranks: {whole} bytes are not {size} parts of {part} bytes")
+
+
+class _GpuNorm(torch.autograd.Function):
+    """RMSNorm as torch's GPU kernel saves it: the input, and one factor per row. It computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight)
+
+
+def gpu_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Replacement of `torch.nn.RMSNorm.forward` that allocates what the GPU kernel does."""
+    return _GpuNorm.apply(hidden, norm.weight)  # pyright: ignore[reportReturnType]
+
+
+def _own_value(values: list[Any], value: Any, group: Any = None) -> None:
+    """Replacement of `all_gather_object`: as if all ranks had this rank's value."""
+    values[:] = [value] * len(values)
+
+
+def _norm_of(_: Any, __: Any, tensor_lists: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
+    """Replacement of Megatron's multi-tensor L2 norm, whose CPU version builds a tensor from Python numbers."""
+    return torch.stack([tensor.float().norm() for tensor in tensor_lists[0]]).norm(), None
+
+
+@contextmanager
+def process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a fake process group in this context. Raises UserError if this process already has a group."""
+    if dist.is_initialized():
+        raise UserError("a rehearsal needs a process without a process group")
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_rank(hidden_shape: Sequence[int]) -> Iterator[FakeRank]:
+    """Make all tensors that are created in this context fake, and count them."""
+    mode = FakeRank(hidden_shape)
+    with ExitStack() as stack:
+        # Modules are built on their device and in their dtype; torch cannot swap fake parameters.
+        stack.enter_context(patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module))
+        stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
+        stack.enter_context(patch.object(dist, "all_gather_object", _own_value))
+        stack.enter_context(patch("megatron.core.optimizer.clip_grads.multi_tensor_applier", _norm_of))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(mode)

@@ -1,0 +1,72 @@
+"""Bytes that one trainer rank sends to others in one update, by the mesh axis that they cross.
+
+They are the bytes of ring algorithms: of n ranks, each sends (n - 1) / n of a tensor in an all-gather or a
+reduce-scatter, and twice as much in an all-reduce. A *unit* is such a part of the hidden states of a micro-batch.
+Sequence parallelism has an all-gather before each of a layer's two blocks and a reduce-scatter behind it; without it
+there is one all-reduce behind each block, which sends the same. The backward pass gathers the inputs of both blocks
+again for the gradients of the weights (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.activations import MicroBatch
+from megatron_bapo.planning.model_state import FP32, data_context_size, model_state
+from megatron_bapo.planning.parameters import ChunkShape, stage_chunks
+
+OUTPUT_STATISTICS = 4
+"""Numbers per response token that tensor-parallel ranks exchange to compute a log-prob (`model/vocab_parallel.py`)."""
+FORWARD_UNITS = 4
+"""Units that a layer's forward pass sends."""
+
+
+def sent_bytes(
+    config: Config, architecture: Architecture, stage: int, batch: MicroBatch, num_micro_batches: int, num_scored: int
+) -> Counter[str]:
+    """Return the bytes that a rank of a pipeline stage sends in one update, by axis: tensor, context, pipeline, data.
+
+    `num_scored` is the number of forward passes over each micro-batch beside the training pass. Dense models with
+    Megatron's `local` layers only.
+    """
+    parallel, arch = config.parallel, architecture
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tokens, b = batch.tokens(parallel), batch.dtype_bytes
+    unit = tokens * arch.hidden_size * b * (tp - 1) // tp
+    keys = 2 * tokens * max(1, arch.num_key_value_heads // tp) * arch.head_dim * b * (cp - 1)
+    hidden = batch.split_tokens(parallel) * arch.hidden_size * b
+    statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
+    sent: Counter[str] = Counter()
+    for chunk in stage_chunks(arch, parallel, stage):
+        forward, backward = _units(parallel, chunk)
+        sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
+        if chunk.has_output:
+            sent["tensor"] += num_micro_batches * statistics * (num_scored + 1)
+        again = parallel.recompute_granularity == "full" or "core_attn" in _modules(parallel)
+        sent["context"] += num_micro_batches * len(chunk.layers) * keys * (num_scored + 2 + again)
+        sent["pipeline"] += (
+            num_micro_batches * hidden * ((num_scored + 1) * (not chunk.has_output) + (not chunk.has_embedding))
+        )
+    state, size = model_state(config, arch, stage), data_context_size(parallel)
+    sent["data"] = state.gradients * (size - 1) // size
+    sent["data"] += (state.parameters if parallel.use_distributed_optimizer else state.gradients) * (size - 1) // size
+    return +sent
+
+
+def _units(parallel: ParallelConfig, chunk: ChunkShape) -> tuple[int, int]:
+    """Return the units of a model chunk's (forward, backward) pass, recomputation included in the latter."""
+    sequence = parallel.sequence_parallel
+    recomputed = {"full": FORWARD_UNITS, "selective": FORWARD_UNITS // 2 * ("mlp" in _modules(parallel)), None: 0}
+    of_layer = (6 if sequence else 4) + recomputed[parallel.recompute_granularity]
+    forward, backward = FORWARD_UNITS * len(chunk.layers), of_layer * len(chunk.layers)
+    if chunk.has_embedding:  # the sum over shards of the vocabulary
+        forward, backward = forward + (1 if sequence else 2), backward + sequence
+    if chunk.has_output:  # the gather of the hidden states, and the sum of their gradients
+        forward, backward = forward + sequence, backward + (1 if sequence else 2)
+    return forward, backward
+
+
+def _modules(parallel: ParallelConfig) -> tuple[str, ...]:
+    return parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()

@@ -1,0 +1,120 @@
+"""Rehearsals of the recipes: memory and communication of the trainer's own code beside the plan's.
+
+Layers are alike, so ranks are played with one and with two layers per stage; what a layer adds gives the full size.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_bapo.cli.main import app
+from megatron_bapo.commands.rehearse import (
+    BYTES_TOLERANCE,
+    MEMORY_TOLERANCE,
+    rehearse_rank,
+    rehearsed_config,
+    stage_ranks,
+)
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.trainer_memory import stage_memory
+from tests.unit.planning.examples import RECIPES, recipe
+
+SHORT = ("qwen2.5-7b_8gpus", "qwen2.5-32b_64gpus", "qwen2.5-32b_32gpus", "qwen3-32b_8gpus")
+"""Recipes of different layouts that take a few seconds each."""
+
+
+def played(config: Config) -> tuple[object, ...]:
+    """What a rehearsal depends on."""
+    trainer = config.trainer
+    sizes = config.max_micro_batch_tokens, config.max_model_len, trainer.logprob_chunk_size
+    return config.model, config.parallel, config.optimizer.cpu_offload, config.algorithm.objective, *sizes
+
+
+def others() -> Iterator[str]:
+    """The other recipes, one of those that a rehearsal cannot tell apart."""
+    seen = []
+    for name in (*SHORT, *sorted(file.stem for file in RECIPES.glob("*.yaml"))):
+        plan = recipe(name)
+        config, _ = rehearsed_config(plan.config)
+        if played(config) not in seen and not plan.architecture.moe_layers:
+            seen.append(played(config))
+            if name not in SHORT:
+                yield name
+
+
+def check(name: str) -> None:
+    config, _ = rehearsed_config(recipe(name).config)
+    architecture, _ = architecture_of(config.model)
+    parallel = config.parallel
+    num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    for rank in stage_ranks(config):
+        one, two = (
+            rehearse_rank(config, replace(architecture, num_hidden_layers=num * num_chunks), rank) for num in (1, 2)
+        )
+        for found in one, two:
+            assert found.sent_bytes.keys() - {"other"} == found.planned_traffic.keys()
+            for axis, planned in found.planned_traffic.items():
+                assert found.sent_bytes[axis] == pytest.approx(planned, rel=BYTES_TOLERANCE), axis
+        num_more = architecture.num_hidden_layers // num_chunks - 1
+        peak = one.peak_bytes + num_more * (two.peak_bytes - one.peak_bytes)
+        stage = stage_memory(config, architecture, Assumptions())[found.stage]
+        planned = stage.peak - stage.reserved - stage.state.reference
+        assert peak == pytest.approx(planned, rel=MEMORY_TOLERANCE), f"rank {rank}: {peak / planned - 1:+.1%}"
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*others()])
+def test_every_dense_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
+    check(name)
+
+
+def test_the_command_plays_a_rank_at_full_size() -> None:
+    arguments = ["rehearse", str(RECIPES / "paper_octothinker_3b_async.yaml"), "--rank", "3", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert (found["rank"], found["stage"], found["micro_batch_tokens"]) == (3, 0, 9216)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["qwen2.5-7b_8gpus.yaml", "--rank", "8"], "rank 8 does not exist; parallel.world_size=8"),
+        (["qwen3-30b-a3b_8gpus.yaml"], "mixtures of experts cannot be rehearsed yet"),
+        (["qwen2.5-7b_8gpus.yaml", "parallel.tensor_model_parallel_size=3"], "parallel"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(arguments: list[str], expected: str) -> None:
+    result = CliRunner().invoke(app, ["rehearse", str(RECIPES / arguments[0]), *arguments[1:]])
+    assert result.exit_code == 2
+    assert expected in result.output
+
+
+def test_collectives_that_do_not_fit_their_group_fail() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_bapo.parallel.fake_ranks import fake_rank, process_group
+
+    with process_group(rank=1, world_size=4), fake_rank((8, 1, 16)) as counted:
+        dist.all_gather_single(torch.empty(8, 4), torch.empty(2, 4))
+        (kind,) = counted.calls
+        assert kind == ((0, 1, 2, 3), "all-gather")
+        assert counted.sent_bytes[kind] == 3 * 2 * 4 * 4
+        with pytest.raises(ValueError, match="are not 4 parts"):
+            dist.all_gather_single(torch.empty(9, 4), torch.empty(2, 4))
+        before = counted.live_bytes
+        large = torch.empty(1024, 1024)
+        assert counted.live_bytes - before == 4 << 20
+        del large
+        assert counted.live_bytes == before

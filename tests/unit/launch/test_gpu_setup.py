@@ -1,0 +1,80 @@
+"""Set-up of the GPU lock, as far as it runs without its packages: the steps of `make`, and the extension's build."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "tools" / "install_transformer_engine.sh"
+PYTHON = f"""#!/usr/bin/env bash
+case "$*" in
+    *"pip wheel"*) echo "$NVTE_BUILD_USE_NVIDIA_WHEELS $*" >>"$CALLS"
+        [[ -z $BROKEN ]] && touch "$WHEEL_CACHE/$(ls "$WHEEL_CACHE")/transformer_engine_torch-2.20.2-cp.whl" ;;
+    *"pip install"*) echo "$*" >>"$CALLS" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+def make(*arguments: str, folder: Path) -> str:
+    """What `make setup` would do for a new environment."""
+    command = ["make", "--dry-run", "setup", f"VENV={folder / 'venv'}", f"PYTHON={sys.executable}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
+
+
+def test_only_the_gpu_lock_builds_transformer_engine(tmp_path: Path) -> None:
+    on_cpu, on_gpu = make("HAS_GPU=", folder=tmp_path), make("HAS_GPU=yes", folder=tmp_path)
+    assert "requirements-cpu.txt" in on_cpu
+    assert SCRIPT.name not in on_cpu
+    assert f"tools/{SCRIPT.name} {tmp_path}/venv/bin/python requirements.txt" in on_gpu
+    assert "requirements-cpu.txt" not in on_gpu
+
+
+def test_the_image_is_set_up_by_the_same_target_and_fails_without_transformer_engine() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("RUN make")] == [
+        "RUN make setup HAS_GPU=yes TRANSFORMER_ENGINE=required WHEEL_CACHE=/opt/wheels"
+    ]
+    version = re.search(r"Python (3\.\d+)", (ROOT / "requirements.txt").read_text())
+    assert version is not None
+    assert any(f"python{version[1]}-venv" in line for line in lines)
+
+
+@pytest.mark.parametrize(("required", "exit_code"), [("", 0), ("required", 1)])
+def test_an_extension_that_does_not_compile_leaves_transformer_engine_out(
+    required: str, exit_code: int, tmp_path: Path
+) -> None:
+    result, calls = install(tmp_path, broken="1", required=required)
+    assert result.returncode == exit_code
+    assert "Transformer Engine is not installed" in result.stderr
+    assert [call for call in calls if "pip install" in call] == []
+
+
+def test_the_extension_is_compiled_once_from_the_locks_headers(tmp_path: Path) -> None:
+    for _ in range(2):
+        result, calls = install(tmp_path, broken="", required="required")
+        assert result.returncode == 0, result.stderr
+    builds = [call for call in calls if "pip wheel" in call]
+    assert len(builds) == 1
+    assert builds[0].startswith("1 ")
+    installed = calls[-1].split()
+    assert {name.split("==")[0] for name in installed[-2:]} == {"transformer-engine", "transformer-engine-cu13"}
+    assert installed[-3].endswith(".whl")
+
+
+def install(folder: Path, *, broken: str, required: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    python, calls = folder / "python", folder / "calls"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    environment = {
+        **os.environ, "CALLS": str(calls), "BROKEN": broken, "TRANSFORMER_ENGINE": required,
+        "WHEEL_CACHE": str(folder / "wheels"),
+    }  # fmt: skip
+    result = subprocess.run(
+        [SCRIPT, python, ROOT / "requirements.txt"], capture_output=True, text=True, timeout=60, env=environment
+    )
+    return result, calls.read_text().splitlines()

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Install the Transformer Engine of a lock file into an environment that has the lock's torch.
+#
+#   tools/install_transformer_engine.sh PYTHON LOCK
+#
+# PyPI has its torch extension only as source. It is compiled once per versions of Python, torch and Transformer Engine
+# and kept in WHEEL_CACHE. If that fails, nothing of Transformer Engine is installed, because a part of it would break
+# the import of Megatron-Core, and model.transformer_impl=local still works; with TRANSFORMER_ENGINE=required it is an
+# error.
+set -euo pipefail
+
+python=$1
+lock=$2
+extension=$(grep '^transformer-engine-torch==' "$lock")
+torch=$("$python" -c 'import importlib.metadata as m, sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}-torch-" + m.version("torch"))')
+cache=${WHEEL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-bapo/wheels}/$torch
+wheel=("$cache"/transformer_engine_torch-"${extension#*==}"-*.whl)
+
+build() {
+    local log=$cache/build.log start=$SECONDS packages
+    packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia
+    echo "compiling $extension for $torch: 20 to 40 minutes on 2 cores, once; log: $log"
+    # Headers come from the lock's NVIDIA packages, so no CUDA toolkit is needed. The extension is C++ only.
+    CPATH=$packages/cu13/include:$packages/cudnn/include:$packages/nccl/include${CPATH:+:$CPATH} \
+    NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE \
+    NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-80;90;100} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
+        "$python" -m pip wheel --verbose --disable-pip-version-check --no-deps --no-build-isolation \
+        --wheel-dir "$cache" "$extension" >"$log" 2>&1 &
+    local building=$!
+    while kill -0 "$building" 2>/dev/null; do
+        sleep 1
+        (((SECONDS - start) % 60)) || echo "  $(((SECONDS - start) / 60)) min: $(grep -oE '^\[[0-9]+/[0-9]+\]' "$log" | tail -n 1)"
+    done
+    wait "$building"
+}
+
+if [[ ! -e ${wheel[0]} ]]; then
+    mkdir -p "$cache"
+    if ! build; then
+        tail -n 5 "$cache/build.log" >&2
+        echo "warning: $extension could not be compiled, so Transformer Engine is not installed; configurations with" \
+            "model.transformer_impl=local work. To try again: $0 $python $lock" >&2
+        [[ ${TRANSFORMER_ENGINE:-} != required ]]
+        exit
+    fi
+    wheel=("$cache"/transformer_engine_torch-"${extension#*==}"-*.whl)
+fi
+mapfile -t others < <(grep -E '^transformer-engine(-cu[0-9]+)?==' "$lock")
+"$python" -m pip install --quiet --quiet --disable-pip-version-check --no-deps "${wheel[0]}" "${others[@]}"
