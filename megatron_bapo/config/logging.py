@@ -44,6 +44,16 @@ class WandbConfig(Section):
     `wandb sync`; null: the environment variable WANDB_MODE, else `online`."""
 
 
+class RolloutSamplesConfig(Section):
+    """Responses that are stored with what the update did with each token, for `megatron-bapo view`."""
+
+    every_steps: PositiveInt = 10
+    """Store responses of the first step and of every step that this number divides."""
+    num_prompts: PositiveInt | None = 8
+    """Number of prompts of such a step whose responses are stored; the choice depends on the prompts and the seed, so
+    that a prompt is chosen again in later epochs; null: all prompts."""
+
+
 class LoggingConfig(Section):
     """Metrics, samples and profiles that a run writes to its run directory."""
 
@@ -66,6 +76,8 @@ class LoggingConfig(Section):
     num_reservoir_tokens: NonNegativeInt = 64
     """Number of tokens per update that are sampled to tokens/ with log-ratio, probability, entropy and sign of the
     advantage."""
+    rollouts: RolloutSamplesConfig | None = RolloutSamplesConfig()
+    """Responses with the figures of their tokens, written to sampled_rollouts/ for `megatron-bapo view`; null: none."""
     mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
     dump_rollouts: bool = False
     """Write every trained trajectory to rollouts/, one Parquet file per step, which `train --rollouts-from` can
