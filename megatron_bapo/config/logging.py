@@ -45,13 +45,15 @@ class WandbConfig(Section):
 
 
 class RolloutSamplesConfig(Section):
-    """Responses that are stored with what the update did with each token, for `megatron-bapo view`."""
+    """Responses that are stored in sampled_rollouts/ with what the update did with each token.
 
-    every_steps: PositiveInt = 10
-    """Store responses of the first step and of every step that this number divides."""
-    num_prompts: PositiveInt | None = 8
-    """Number of prompts of such a step whose responses are stored; the choice depends on the prompts and the seed, so
-    that a prompt is chosen again in later epochs; null: all prompts."""
+    `megatron-bapo view` shows them."""
+
+    every_steps: NonNegativeInt = 10
+    """Store responses of the first step and of every step that this number divides; 0: never."""
+    num_prompts: PositiveInt = 8
+    """Number of prompts of such a step whose responses are stored; all of them if the step has no more. The choice
+    depends on the prompts and the seed, so that a prompt is chosen again in later epochs."""
 
 
 class LoggingConfig(Section):
@@ -76,8 +78,7 @@ class LoggingConfig(Section):
     num_reservoir_tokens: NonNegativeInt = 64
     """Number of tokens per update that are sampled to tokens/ with log-ratio, probability, entropy and sign of the
     advantage."""
-    rollouts: RolloutSamplesConfig | None = RolloutSamplesConfig()
-    """Responses with the figures of their tokens, written to sampled_rollouts/ for `megatron-bapo view`; null: none."""
+    rollouts: RolloutSamplesConfig = RolloutSamplesConfig()
     mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
     dump_rollouts: bool = False
     """Write every trained trajectory to rollouts/, one Parquet file per step, which `train --rollouts-from` can

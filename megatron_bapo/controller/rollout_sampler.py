@@ -12,7 +12,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -51,12 +51,12 @@ class RolloutSampler:
     def choose(self, step: int, scored: ScoredGroups | None) -> None:
         """Choose the prompts of a batch. `scored` is None on all ranks but the main one, where it has all tokens."""
         settings, self._chosen = self.config.logging.rollouts, {}
-        if scored is None or settings is None or (step != 1 and step % settings.every_steps):
+        every = settings.every_steps
+        if scored is None or every == 0 or (step != 1 and step % every):
             return
         # A prompt that was chosen once is chosen again in a later epoch, so that its responses can be compared.
         order = sorted(range(len(scored.groups)), key=lambda i: self._rank_of(scored.groups[i]))
-        num = len(order) if settings.num_prompts is None else settings.num_prompts
-        self._chosen = {index: scored.groups[index] for index in sorted(order[:num])}
+        self._chosen = {index: scored.groups[index] for index in sorted(order[: settings.num_prompts])}
 
     def trace(self, trajectories: Sequence[Trajectory]) -> TokenTrace:
         """Return an empty trace of the chosen prompts' trajectories in the batch. Collective."""
@@ -77,8 +77,10 @@ class RolloutSampler:
             responses = []
             for number, trajectory in enumerate(group.trajectories):
                 example, found = examples[n * index + number], traced[n * index + number]
-                used = (found.update, found.clip_low, found.clip_high, found.figures) if found.update else ()
-                own = SampledResponse(trajectory, example.token_advantages, example.proximal_log_probs, *used)
+                own = SampledResponse(trajectory, example.token_advantages, example.proximal_log_probs)
+                if found.update:
+                    bounds = {"clip_low": found.clip_low, "clip_high": found.clip_high}
+                    own = replace(own, update=found.update, figures=found.figures, **bounds)
                 responses.append(own)
             sampled.append(SampledGroup(index, group, tuple(responses)))
         header = SampleHeader(

@@ -47,7 +47,7 @@ def make_config(run_dir: Path, **sections: Any) -> Config:
             "reward": {"type": "reasoning_gym"},
             "trainer": {"total_steps": NUM_STEPS, "train_batch_size": NUM_GROUPS * N, "ppo_mini_batch_size": 4},
             "rollout": {"n": N, "max_response_length": 8},
-            "logging": {"rollouts": {"every_steps": 1, "num_prompts": None}},
+            "logging": {"rollouts": {"every_steps": 1, "num_prompts": NUM_GROUPS}},
             **sections,
         }
     )
@@ -211,8 +211,8 @@ def test_truncated_responses_that_no_update_uses_have_no_figures(tmp_path: Path,
     assert all((row["log_probs"] is None) == (row["update"] == 0) for row in rows)
 
 
-def test_without_the_section_nothing_is_written(tmp_path: Path, groups: ParallelGroups) -> None:
-    run = start(make_config(tmp_path, logging={"rollouts": None}), groups)
+def test_a_run_that_samples_no_steps_writes_nothing(tmp_path: Path, groups: ParallelGroups) -> None:
+    run = start(make_config(tmp_path, logging={"rollouts": {"every_steps": 0}}), groups)
     train_steps(run, 1)
     assert not run.directory.sampled_rollouts.exists()
 
