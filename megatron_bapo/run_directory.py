@@ -55,6 +55,11 @@ class RunDirectory:
         return self.root / "rollouts"
 
     @property
+    def sampled_rollouts(self) -> Path:
+        """Folder of sampled rollouts with what the updates did with each token, one file per step."""
+        return self.root / "sampled_rollouts"
+
+    @property
     def is_rollout_only(self) -> bool:
         """Whether `train --rollout-only` wrote the rollout batches: a trainer would have opened its metrics first."""
         return any(self.rollouts.glob("step-*.parquet")) and not self.metrics.exists()

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Installs the system packages that tests/cluster needs from Debian's or Ubuntu's archive: Slurm with its daemons, munge,
-# iproute2. It needs root, and no time or network if all packages are installed.
+# Installs the system packages that tests need from Debian's or Ubuntu's archive: Slurm with its daemons, munge and iproute2
+# for tests/cluster, and Chromium for tests/unit/viewer. It needs root, and no time or network if all are installed.
 set -euo pipefail
 
 packages=(slurmctld slurmd slurm-client munge iproute2 procps)
+# Ubuntu's package is a stub of a snap, which does not run in containers.
+grep -qx 'ID=debian' /etc/os-release && packages+=(chromium)
 if dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | grep -cx installed |
     grep -qx "${#packages[@]}"; then
     exit 0
 fi
 if ((EUID != 0)); then
-    echo "tests/cluster will be skipped: it needs root and the packages ${packages[*]}" >&2
+    echo "tests/cluster and tests/unit/viewer/test_page.py will be skipped: they need root and the packages ${packages[*]}" >&2
     exit 0
 fi
 command -v apt-get >/dev/null || { echo "no apt-get: install ${packages[*]} by hand" >&2; exit 2; }

@@ -129,18 +129,50 @@ def _objective_loss(
     return -(tokens.weights_T.masked_fill(excluded_T, 0.0) * value_T).sum()
 
 
+@dataclass(frozen=True)
+class ClippedTokens:
+    """What the loss does with each token, detached [T]. GSPO clips by the ratio of the sequence."""
+
+    usable_T: Tensor
+    """Whether the token contributes (`usable_tokens`)."""
+    ratio_T: Tensor
+    """Ratio r that is clipped; 1 where the token is not usable."""
+    high_T: Tensor
+    """Whether the upper bound clips it: A > 0 and r > high."""
+    low_T: Tensor
+    """Whether the lower bound clips it: A < 0 and r < low."""
+    dual_T: Tensor
+    """Whether the dual clip removes its gradient: A < 0 and r > clip_ratio_c."""
+
+
+@torch.no_grad()
+def clipped_tokens(
+    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> ClippedTokens:
+    """Return which tokens `policy_loss` clips under the same arguments."""
+    log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
+    usable_T = usable_tokens(log_ratio_T, tokens)
+    ratio_T = _objective_log_ratio(log_ratio_T.masked_fill(~usable_T, 0.0), tokens).exp()
+    positive_T, negative_T = usable_T & (tokens.advantages_T > 0), usable_T & (tokens.advantages_T < 0)
+    dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
+    return ClippedTokens(
+        usable_T=usable_T,
+        ratio_T=ratio_T,
+        high_T=positive_T & (ratio_T > high),
+        low_T=negative_T & (ratio_T < low),
+        dual_T=negative_T & (ratio_T > dual),
+    )
+
+
 @torch.no_grad()
 def policy_statistics(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> PolicyLossSums:
-    """Return statistics of `policy_loss` on the same tokens. GSPO counts clips by the ratio of the sequence."""
-    log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
-    usable_T = usable_tokens(log_ratio_T, tokens)
-    log_ratio_T = log_ratio_T.masked_fill(~usable_T, 0.0)
-    ratio_T = _objective_log_ratio(log_ratio_T, tokens).exp()
+    """Return statistics of `policy_loss` on the same tokens."""
+    clipped = clipped_tokens(log_probs_T, tokens, low, high, settings)
+    usable_T, ratio_T = clipped.usable_T, clipped.ratio_T
+    log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
-    positive_T, negative_T = usable_T & (tokens.advantages_T > 0), usable_T & (tokens.advantages_T < 0)
-    dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
     gain_T = tokens.advantages_T.masked_fill(~usable_T, 0.0).double()
     surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
     kl_loss = log_ratio_T.new_zeros(())
@@ -149,11 +181,11 @@ def policy_statistics(
     return PolicyLossSums(
         num_tokens=_count(usable_T),
         num_dropped=_count(_present(tokens)) - _count(usable_T),
-        num_positive=_count(positive_T),
-        num_negative=_count(negative_T),
-        num_clipped_high=_count(positive_T & (ratio_T > high)),
-        num_clipped_low=_count(negative_T & (ratio_T < low)),
-        num_clipped_dual=_count(negative_T & (ratio_T > dual)),
+        num_positive=_count(usable_T & (tokens.advantages_T > 0)),
+        num_negative=_count(usable_T & (tokens.advantages_T < 0)),
+        num_clipped_high=_count(clipped.high_T),
+        num_clipped_low=_count(clipped.low_T),
+        num_clipped_dual=_count(clipped.dual_T),
         k1_kl=-log_ratio_T.sum(),
         k3_kl=(log_ratio_T.expm1() - log_ratio_T).sum(),
         kl_loss=kl_loss,

@@ -44,6 +44,18 @@ class WandbConfig(Section):
     `wandb sync`; null: the environment variable WANDB_MODE, else `online`."""
 
 
+class RolloutSamplesConfig(Section):
+    """Responses that are stored in sampled_rollouts/ with what the update did with each token.
+
+    `megatron-bapo view` shows them."""
+
+    every_steps: NonNegativeInt = 10
+    """Store responses of the first step and of every step that this number divides; 0: never."""
+    num_prompts: PositiveInt = 8
+    """Number of prompts of such a step whose responses are stored; all of them if the step has no more. The choice
+    depends on the prompts and the seed, so that a prompt is chosen again in later epochs."""
+
+
 class LoggingConfig(Section):
     """Metrics, samples and profiles that a run writes to its run directory."""
 
@@ -66,6 +78,7 @@ class LoggingConfig(Section):
     num_reservoir_tokens: NonNegativeInt = 64
     """Number of tokens per update that are sampled to tokens/ with log-ratio, probability, entropy and sign of the
     advantage."""
+    rollouts: RolloutSamplesConfig = RolloutSamplesConfig()
     mismatch_alarms: MismatchAlarmsConfig = MismatchAlarmsConfig()
     dump_rollouts: bool = False
     """Write every trained trajectory to rollouts/, one Parquet file per step, which `train --rollouts-from` can

@@ -17,6 +17,7 @@ from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import Run, train
 from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
@@ -77,7 +78,8 @@ def start_run(config: Config, args: RankArgs) -> Run:
     transport = None
     if isinstance(source, str):
         transport = weight_transport(worker, args.store_folder, sender_hosts, args.engine_hosts)
-    return Run(config, directory, worker, transport, colocation, state, rollouts, recorder, start_telemetry())
+    sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
+    return Run(config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, start_telemetry())
 
 
 def main() -> int:
@@ -108,6 +110,8 @@ def main() -> int:
     finally:
         if run is not None and run.telemetry is not None:
             run.telemetry.close()
+        if run is not None:
+            run.sampler.close()
         if run is not None and run.recorder is not None:
             run.recorder.close()
     return 0

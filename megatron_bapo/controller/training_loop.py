@@ -27,6 +27,7 @@ from megatron_bapo.controller.evaluation import rollout_metrics, samples, valida
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.weight_update import probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
@@ -91,6 +92,7 @@ class Run:
     state: RunState
     rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
+    sampler: RolloutSampler
     telemetry: Telemetry | None
     """Telemetry of this rank's GPU."""
     reference: PolicyModel | None = None
@@ -251,6 +253,7 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
         batches = packed_together(run.config, own, run.state.step)
     trajectories = scatter_batch(run.worker, own, batches)
+    run.sampler.choose(run.state.step + 1, scored)
     if scored is not None and not run.config.logging.dump_rollouts:
         scored, own = replace(scored, groups=regrouped(scored.groups, trajectories)), None
     policy_version = broadcast_object(scored.policy_version if scored else None, run.worker.groups)
@@ -276,18 +279,21 @@ def update_on_batch(
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     fresh_rollout = is_fresh(run, scored, trajectories)
     recomputed, num_steps = config.algorithm.behaviour_policy == "recomputed", run.worker.optimizer.num_steps
+    trace = run.sampler.trace(trajectories)
     for chosen in minibatches(config, trajectories, run.state.step):
         unchanged = run.worker.optimizer.num_steps == num_steps
         parts.append(
             update_policy(
                 run.worker,
-                minibatch(config, [examples[i] for i in chosen]),
+                minibatch(config, trace.mark([examples[i] for i in chosen], chosen)),
                 lr=_policy_lr(run, len(parts)),
                 on_policy=unchanged and recomputed,
                 fresh_rollout=unchanged and fresh_rollout,
                 reservoir=reservoir,
+                trace=trace,
             )
         )
+    run.sampler.write(run.state, trace, examples)
     run.state.update += len(parts)
     updates = reduce_updates(parts, run.worker.groups)
     return merge([*updates, batch_metrics]), updates, reservoir.gather(run.worker.groups)
@@ -357,6 +363,7 @@ def checkpoint_is_due(run: Run) -> bool:
 def checkpoint(run: Run) -> None:
     """Save everything that a resumed run needs."""
     run.announce("saving a checkpoint")
+    run.sampler.flush()
     folder, keep, state = run.directory.checkpoints, run.config.checkpoint.keep, run.state
     with run.colocation.trainer_turn():
         save_checkpoint(run.worker, folder, state.update, state.to_json(), keep, run.rollouts)

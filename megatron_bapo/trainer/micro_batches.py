@@ -40,6 +40,8 @@ class Example:
     """Number of sampled tokens that it accepts, also of a trajectory whose weights this rank does not have."""
     recorded: tuple[int, ...] = ()
     """Indices of the sampled tokens that the token reservoir keeps."""
+    traced_at: int | None = None
+    """Place of its first sampled token in the token trace; None: the trace does not have it."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
@@ -90,6 +92,8 @@ class MicroBatch:
     """Rollout correction; 1 if it is off."""
     recorded_K: torch.Tensor
     """Indices into N of the tokens that the token reservoir keeps."""
+    traced_at_N: torch.Tensor | None
+    """Place of each token in the token trace, -1 outside; None if the trace has no token of the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,10 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
             local.append(whole[part.response_index])
         return cat(local, np.float32)
 
+    traced = [
+        np.full(part.response_index.size, -1) if e.traced_at is None else e.traced_at + part.response_index
+        for e, part in zip(examples, parts, strict=True)
+    ]
     recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
@@ -162,4 +170,5 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         weights_N=per_response(lambda e: e.weight),
         corrections_N=per_response(lambda e: e.correction_weights, default=1.0),
         recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
+        traced_at_N=cat(traced, np.int64) if any(e.traced_at is not None for e in examples) else None,
     )

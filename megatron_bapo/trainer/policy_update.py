@@ -15,7 +15,14 @@ from torch import Tensor
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.objectives import sequence_log_ratios
-from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics, supervised_loss, usable_tokens
+from megatron_bapo.algorithm.policy_loss import (
+    clipped_tokens,
+    policy_loss,
+    policy_statistics,
+    supervised_loss,
+    usable_tokens,
+)
+from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.metrics.values import Mean, Metric, from_vectors, merge, to_vectors
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy, token_loss
 from megatron_bapo.parallel.collectives import broadcast_object_from_last_stage, max_over, sum_over
@@ -26,6 +33,7 @@ from megatron_bapo.trainer.entropy_change import measured_entropy_change, predic
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
+from megatron_bapo.trainer.token_trace import TokenTrace
 from megatron_bapo.trainer.update_metrics import length_metrics, loss_metrics, mismatch_metrics, step_metrics
 from megatron_bapo.trainer.utilization import update_flops
 from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
@@ -39,12 +47,13 @@ def update_policy(
     on_policy: bool,
     fresh_rollout: bool = False,
     reservoir: TokenReservoir | None = None,
+    trace: TokenTrace | None = None,
 ) -> dict[str, Metric]:
     """Run one update on the configured objective and return the metrics of this rank.
 
     Only the last pipeline stage returns metrics. `on_policy`: the trainer computed the behaviour log-probs with the
     current weights, so every ratio is 1. `fresh_rollout`: engines with the current weights generated the rollout, so
-    log-probs differ by arithmetic only. `reservoir` samples tokens. Without examples nothing changes.
+    log-probs differ by arithmetic only. `reservoir` and `trace` store tokens. Without examples nothing changes.
     """
     config, algorithm, temperature = worker.config, worker.config.algorithm, worker.config.rollout.temperature
     if reservoir is not None:
@@ -72,11 +81,10 @@ def update_policy(
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
         log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
         metrics = loss_metrics(loss, tokens, sums, entropy_N, log_ratio_N, share=share) | found
-        if reservoir is not None:
-            reservoir.add(micro_batch, log_probs_N, entropy_N)
+        scores = Scores(log_probs_N, entropy_N)
+        _store(reservoir, trace, micro_batch, scores, tokens, (low, high), algorithm)
         if fresh_rollout:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
-        scores = Scores(log_probs_N, entropy_N)
         if config.logging.entropy_clip_rule:
             metrics |= predicted_entropy_change(micro_batch, scores, low, high)
         return loss, PassResult(metrics, scores)
@@ -91,6 +99,22 @@ def update_policy(
     if config.logging.entropy_clip_rule:
         metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in trained.micro_batches])
     return metrics
+
+
+def _store(
+    reservoir: TokenReservoir | None,
+    trace: TokenTrace | None,
+    micro_batch: MicroBatch,
+    scores: Scores,
+    tokens: LossTokens,
+    bounds: Bounds,
+    algorithm: AlgorithmConfig,
+) -> None:
+    """Store the tokens of a micro-batch that the reservoir and the trace have chosen."""
+    if reservoir is not None:
+        reservoir.add(micro_batch, scores.log_probs_N, scores.entropy_N)
+    if trace is not None and micro_batch.traced_at_N is not None:
+        trace.add(micro_batch, scores, clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm), bounds)
 
 
 def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, OutputLayer, Tensor]) -> LossTokens:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -46,7 +47,7 @@ rollout: {{n: 4, max_response_length: 4}}
 trainer: {{total_steps: 4, train_batch_size: 32, ppo_mini_batch_size: 16, max_tokens_per_gpu: 128}}
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
-logging: {{dump_rollouts: true}}
+logging: {{dump_rollouts: true, rollouts: {{every_steps: 1, num_prompts: 8}}}}
 """
 WANDB = ("logging.wandb.project=e2e", "logging.wandb.mode=offline")
 RUN_LIMIT_S = 600
@@ -211,6 +212,31 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
     rows = [row for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "validation"]
     assert [row["step"] for row in rows] == [0, 4]
     assert all(0.0 <= row["metrics"]["val/mean@4"] <= row["metrics"]["val/best@4"] <= 1.0 for row in rows)
+
+
+def test_the_sampled_rollouts_of_all_prompts_add_up_to_the_metrics(resumed: dict) -> None:
+    files = sorted((resumed["run_dir"] / "sampled_rollouts").glob("step-*.parquet"))
+    updates = read_rows(resumed["run_dir"] / "updates.jsonl")
+    assert len(files) == 4
+    for step, path in enumerate(files, start=1):
+        rows = pq.read_table(path).to_pylist()
+        for number, update in enumerate((row for row in updates if row["step"] == step), start=1):
+            used, metrics = [row for row in rows if row["update"] == number], update["metrics"]
+            assert len(used) == 16
+
+            def flat(name: str, used: list[dict] = used) -> np.ndarray:
+                return np.concatenate([row[name] for row in used])
+
+            for bit, side in ((1, "upper"), (2, "lower"), (4, "dual")):
+                assert np.mean((flat("marks") & bit) > 0) == pytest.approx(metrics[f"actor/pg_clipfrac_{side}"])
+            log_ratio = flat("log_probs") - flat("rollout_log_probs")
+            assert -log_ratio.mean() == pytest.approx(metrics["actor/ppo_kl"], rel=1e-4, abs=1e-6)
+            assert np.exp(log_ratio).max() == pytest.approx(metrics["actor/ratio_max"], rel=1e-5)
+            assert flat("entropy").mean() == pytest.approx(metrics["actor/entropy"], rel=1e-5)
+            bounds = (metrics["actor/bapo_clip_low"], metrics["actor/bapo_clip_high"])
+            assert {(row["clip_low"], row["clip_high"]) for row in used} == {tuple(np.float32(bounds).tolist())}
+        texts = {row["text"] for row in pq.read_table(resumed["run_dir"] / "rollouts" / path.name).to_pylist()}
+        assert {row["text"] for row in rows} == texts
 
 
 @pytest.fixture(scope="module")

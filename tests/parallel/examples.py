@@ -10,6 +10,8 @@ from megatron_bapo.trainer.micro_batches import Example
 
 NUM_EXAMPLES = 12
 LEARNING_RATE = 1e-3
+TRACED = (9, 4, 5, 1, 2)
+"""Examples whose tokens are traced."""
 
 
 def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packing: bool) -> Config:

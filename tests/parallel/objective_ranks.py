@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples import LEARNING_RATE, make_config, make_examples
+from examples import LEARNING_RATE, TRACED, make_config, make_examples
 from faults import FAULTS
 from running import run_cases
 from safetensors.torch import save_file
@@ -27,6 +27,7 @@ from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
+from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 from megatron_bapo.trainer.worker import create_reference, create_worker
 
 GROUP_SIZE = 4
@@ -49,6 +50,15 @@ def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
         for index, example in enumerate(examples)
         for name in names
         if (value := getattr(example, name)) is not None
+    }
+
+
+def described(trace: dict[int, TracedTrajectory]) -> dict[str, dict]:
+    """Return the trace as JSON values."""
+    return {
+        str(index): {"update": found.update, "bounds": [found.clip_low, found.clip_high]}
+        | {name: values.tolist() for name, values in found.figures.items()}
+        for index, found in trace.items()
     }
 
 
@@ -75,15 +85,18 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     barrier(groups)
     learned, found = rollout_batch.minibatches(config, trajectories, step=0)[0], {"batch": scalars(metrics)}
     chosen = rollout_batch.minibatch(config, [examples[i] for i in learned])
+    trace = TokenTrace.of(trajectories, TRACED)
     with FAULTS[case["fault"]]():
         for number in range(2):
             on_policy = config.algorithm.behaviour_policy == "recomputed" and number == 0
-            updated = update_policy(worker, chosen, lr=LEARNING_RATE, on_policy=on_policy)
+            marked = trace.mark(chosen, learned)
+            updated = update_policy(worker, marked, lr=LEARNING_RATE, on_policy=on_policy, trace=trace)
             found[f"update-{number}"] = scalars(reduce_metrics(updated, groups))
             if number == 0:
                 read = partial(worker.optimizer.read, state="exp_avg")
                 write_stage(out / "gradients", worker.model, groups, read=read)
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
+    (out / f"trace-{groups.global_rank}.json").write_text(json.dumps(described(trace.gather(groups))))
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(found))
 

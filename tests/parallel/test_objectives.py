@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.parallel.examples import NUM_EXAMPLES, make_examples
+from megatron_bapo.data.rollout_samples import LOWER, REJECTED, UPPER
+from tests.parallel.examples import NUM_EXAMPLES, TRACED, make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import LAYOUTS, MODELS
 from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
@@ -90,6 +91,37 @@ def test_batch_and_metrics_match_one_process(results: Path, algorithm: str, layo
     assert ours.keys() == theirs.keys()
     for part in theirs:
         assert ours[part] == pytest.approx(theirs[part], rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+def traces(results: Path, name: str) -> list[dict[str, dict[str, Any]]]:
+    """Return the trace of each rank."""
+    return [json.loads(file.read_text()) for file in sorted((results / name).glob("trace-*.json"))]
+
+
+@pytest.mark.parametrize("layout", SEVERAL_RANKS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_rank_gathers_the_trace_of_one_process(results: Path, algorithm: str, layout: str) -> None:
+    (one,) = traces(results, f"{algorithm}-one-process")
+    ranks = traces(results, f"{algorithm}-{layout}")
+    assert len(ranks) == LAYOUTS[layout].world_size
+    for ours in ranks:
+        assert ours.keys() == one.keys() == {str(index) for index in TRACED}
+        for index, trajectory in one.items():
+            for name, values in trajectory.items():
+                assert ours[index][name] == pytest.approx(values, rel=1e-4, abs=1e-5), (index, name)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_trace_has_the_first_update_of_each_trajectory(results: Path, algorithm: str) -> None:
+    (trace,) = traces(results, f"{algorithm}-one-process")
+    filtered = algorithm == "decoupled"  # its fifth trajectory is truncated, and no update uses it
+    assert {index: found["update"] for index, found in trace.items()} == {
+        str(index): int(not (filtered and index == 5)) for index in TRACED
+    }
+    assert all(len(found["log_probs"]) == len(found["marks"]) for found in trace.values())
+    marks = [int(mark) for found in trace.values() for mark in found["marks"]]
+    corrected = "rollout_correction" in ALGORITHMS[algorithm]  # its ratios are 1 in the first update
+    assert any(mark & (REJECTED if corrected else UPPER | LOWER) for mark in marks)
 
 
 @pytest.mark.parametrize("layout", REPLICAS)

@@ -15,6 +15,7 @@ from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
+from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import (
     Run,
@@ -79,7 +80,8 @@ def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versio
     worker = create_worker(config, config.model_path, groups)
     rollouts = RecordedRollouts(config, folder, 0)
     colocation = ColocationManager(config, groups, None)
-    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, None)
+    sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
+    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, None)
 
 
 def train_steps(run: Run) -> list[tuple[int, bool]]:

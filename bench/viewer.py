@@ -1,0 +1,100 @@
+"""Measure the rollout viewer on a step of 10,000 responses of 4,096 tokens: python -m bench.viewer.
+
+Prints the time from opening the page to the first tokens, the largest answer of the server, and the time of a search.
+It needs Chromium and Playwright (tools/install_cluster_packages.sh, make setup).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_bapo.data.rollout_samples import SampledGroup, SampledResponse, SampleHeader, write_samples
+from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.run_directory import RunDirectory
+
+NUM_GROUPS, N, LENGTH = 1250, 8, 4096
+NUM_OPENED = 5
+
+
+def response(rng: np.random.Generator) -> SampledResponse:
+    """Return a response of `LENGTH` random tokens."""
+    token_ids = rng.integers(0, 150_000, LENGTH).astype(np.int32)
+    log_probs = -rng.exponential(0.5, LENGTH).astype(np.float32)
+    log_ratio = 0.2 * rng.standard_normal(LENGTH).astype(np.float32)
+    spans = (VersionSpan(1, 1000), VersionSpan(2, LENGTH - 1000))
+    text = " ".join(map(str, token_ids))
+    trajectory = Trajectory(token_ids[:200], token_ids, log_probs, spans, "stop", text, float(rng.integers(2)))
+    figures = {
+        "log_probs": log_probs + log_ratio,
+        "entropy": rng.exponential(0.5, LENGTH).astype(np.float32),
+        "ratio": np.exp(log_ratio),
+        "correction": np.ones(LENGTH, np.float32),
+        "marks": (log_ratio > 0.2).astype(np.float32),
+    }
+    return SampledResponse(trajectory, np.full(LENGTH, 0.5), None, 1, 0.8, 1.2, figures)
+
+
+def write(root: Path) -> Path:
+    """Write the step, of 64 different responses, and return its file."""
+    rng = np.random.default_rng(0)
+    known = [response(rng) for _ in range(64)]
+    groups = []
+    for index in range(NUM_GROUPS):
+        own = tuple(known[i] for i in rng.integers(0, len(known), N))
+        prompt = Prompt(f"p:{index}", ({"role": "user", "content": f"problem {index} " * 20},), "1", "p")
+        groups.append(SampledGroup(index, Group(prompt, tuple(each.trajectory for each in own)), own))
+    folder = RunDirectory(root).sampled_rollouts
+    write_samples(folder, SampleHeader(1, 3, NUM_GROUPS, N, "bapo", 1.0), groups, lambda batch: [""] * len(batch))
+    return folder / "step-00000001.parquet"
+
+
+def measure(url: str) -> list[str]:
+    from playwright.sync_api import sync_playwright
+
+    seconds, sizes = list[float](), list[int]()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        for _ in range(NUM_OPENED):
+            page = browser.new_page(viewport={"width": 1440, "height": 900})
+            page.on("response", lambda answer: sizes.append(int(answer.headers.get("content-length", 0))))
+            seconds.append(timed(lambda page=page: (page.goto(url), page.locator(".t").first.wait_for())))
+            whole = timed(lambda page=page: page.get_by_text("1250 prompts, 10000 responses", exact=True).wait_for())
+        page.locator("#text").fill("problem 1249")
+        search = timed(lambda: page.get_by_text("1 prompts, 8 responses", exact=True).wait_for())
+        browser.close()
+    return [
+        f"first tokens shown after {', '.join(f'{each:.2f}' for each in seconds)} s, the first time with cold caches",
+        f"all 10,000 responses listed {whole:.2f} s later; text search {search:.2f} s",
+        f"largest answer {max(sizes):,} bytes of {len(sizes) // NUM_OPENED} requests",
+    ]
+
+
+def timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as root:
+        seconds = timed(lambda: write(Path(root)))
+        size = (RunDirectory(Path(root)).sampled_rollouts / "step-00000001.parquet").stat().st_size
+        print(f"written in {seconds:.0f} s, {size / 1e6:.0f} MB")
+        command = [sys.executable, "-m", "megatron_bapo", "view", root]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            url = server.stdout.readline().removeprefix("Open ").strip()
+            print("\n".join(measure(url)))
+            server.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+// What tokens can be coloured by, and how numbers are written.
+
+export const LEVELS = 6;
+
+const log = (ratio) => (ratio === null ? null : Math.log(Math.max(ratio, 1e-9)));
+const difference = (t) => (t.trainer === null || t.rollout === null ? null : t.trainer - t.rollout);
+
+/** `diverging` measures have a sign; the others start at 0. `value` is what is coloured, `show` what a legend writes. */
+export const MEASURES = {
+  ratio: { label: "ratio", diverging: true, value: (t) => log(t.ratio), show: (x) => number(Math.exp(x)) },
+  difference: { label: "trainer − engine log-prob", diverging: true, value: difference, show: (x) => number(x) },
+  entropy: { label: "entropy", diverging: false, value: (t) => t.entropy, show: (x) => `${number(x)} nats` },
+  advantage: { label: "advantage", diverging: true, value: (t) => t.advantage, show: (x) => number(x) },
+  staleness: { label: "staleness", diverging: false, value: (t) => t.staleness, show: (x) => number(x) },
+  none: { label: "nothing", diverging: false, value: () => null, show: () => "" },
+};
+
+export const MARKS = [
+  { bit: 1, name: "upper", text: "clipped by the upper bound" },
+  { bit: 2, name: "lower", text: "clipped by the lower bound" },
+  { bit: 4, name: "dual", text: "clipped by the dual clip" },
+  { bit: 8, name: "rejected", text: "rejected by the correction" },
+  { bit: 16, name: "dropped", text: "dropped: a value is not finite" },
+];
+
+export function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (Math.abs(value) > 1e300) return value > 0 ? "∞" : "−∞";
+  const digits = Number.isInteger(value) ? String(value) : Number(value.toPrecision(4)).toString();
+  return digits.replace("-", "−");
+}
+
+/** The colour's class of a value on a scale that ends at `limit`; "" without a value or with a value next to 0. */
+export function level(value, limit, diverging) {
+  if (value === null || value === undefined || !(limit > 0)) return "";
+  const step = Math.min(LEVELS, Math.round((LEVELS * Math.abs(value)) / limit));
+  if (step === 0) return "";
+  return diverging && value < 0 ? `n${step}` : `p${step}`;
+}
+
+/** The end of the scale: the value that 99% of the values do not exceed in size. */
+export function limitOf(values) {
+  const sizes = values.filter((value) => value !== null && Math.abs(value) < 1e300).map(Math.abs);
+  if (!sizes.length) return 0;
+  const sorted = Float64Array.from(sizes).sort();
+  return sorted[Math.floor(0.99 * (sorted.length - 1))] || sorted.at(-1);
+}

@@ -1,0 +1,235 @@
+"""Queries on the sampled rollouts of a run, as JSON values. No answer is larger than `MAX_BYTES` as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from megatron_bapo.data.rollout_samples import (
+    ROWS_PER_GROUP,
+    SUMMARY,
+    TOKENIZER_FILE,
+    read_sample_header,
+    sample_files,
+    token_staleness,
+)
+from megatron_bapo.errors import UserError
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.viewer.token_text import TokenTexts
+
+MAX_BYTES = 1_000_000
+MAX_ROWS, MAX_TOKENS = 2000, 4096
+"""Rows of a page of responses, and tokens of a page of a response."""
+_LISTED = ("group", "response", "reward", "finish_reason", "update", "clip_low", "clip_high", *SUMMARY)
+_FIGURES = {"rollout": "rollout_log_probs", "trainer": "log_probs", "proximal": "proximal_log_probs"} | {
+    name: name for name in ("ratio", "entropy", "correction", "marks")
+}
+_EXCERPT, _MAX_TOKEN, _MAX_ID, _MAX_TEXT, _MAX_STEPS = 160, 2000, 200, 100_000, 100
+"""Characters of an excerpt, a token, a prompt's id and a prompt, and steps of a comparison, at most."""
+_HUGE = 1e308
+"""Stands for infinity, which JSON has no number for."""
+
+
+class NotFound(Exception):
+    """There is no such step or response."""
+
+
+class Samples:
+    """Reads the files as they are now: a run that goes on adds steps."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        """Raise UserError if the run has no sampled rollouts."""
+        self._name, self._folder = directory.root.resolve().name, directory.sampled_rollouts
+        if not sample_files(self._folder):
+            raise UserError(
+                f"{directory.root} has no sampled rollouts in {self._folder.name}/; a run writes them in its first "
+                "step and in every step that logging.rollouts.every_steps divides, unless that is 0"
+            )
+        self._texts = TokenTexts(self._folder / TOKENIZER_FILE)
+
+    def run(self) -> dict[str, Any]:
+        """Return the name of the run and its steps with sampled rollouts."""
+        return {"name": self._name, "steps": [*sample_files(self._folder)]}
+
+    def step(self, step: int, start: int = 0, count: int = MAX_ROWS) -> dict[str, Any]:
+        """Return the header of a step and the summaries of `count` responses from row `start`, as columns."""
+        file, header = self._open(step)
+        total = file.metadata.num_rows
+        return _fitting(
+            min(count, MAX_ROWS), lambda num: self._step(file, header, step, range(start, start + num), total)
+        )
+
+    def _step(self, file: pq.ParquetFile, header: dict[str, Any], step: int, rows: range, total: int) -> dict[str, Any]:
+        rows = range(min(rows.start, total), min(rows.stop, total))
+        table = _rows(file, rows, [*_LISTED, "prompt_id", "messages"])
+        columns = {name: _values(table[name]) for name in _LISTED}
+        columns["prompt_id"] = [text[:_MAX_ID] for text in table["prompt_id"].to_pylist()]
+        excerpts, groups = [], columns["group"]
+        for index, messages in enumerate(table["messages"].to_pylist()):
+            first = index == 0 or groups[index] != groups[index - 1]
+            excerpts.append(_excerpt(messages) if first else "")
+        return {
+            "header": header,
+            "step": step,
+            "total": total,
+            "start": rows.start,
+            "end": rows.stop,
+            "columns": columns | {"excerpt": excerpts},
+        }
+
+    def response(self, step: int, row: int) -> dict[str, Any]:
+        """Return the prompt of a response."""
+        table = self._row(step, row, ("prompt_id", "messages", "ground_truth", "data_source", "extra_info"))
+        found = {name: column[0].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
+        left, messages = _MAX_TEXT, []
+        for message in json.loads(found.pop("messages")):
+            content = str(message["content"])
+            messages.append({"role": str(message["role"])[:_MAX_ID], "content": content[:left]})
+            messages[-1]["num_cut"] = max(0, len(content) - left)
+            left = max(0, left - len(content))
+        return {name: value[: _MAX_TEXT // 10] for name, value in found.items()} | {"messages": messages[:1000]}
+
+    def tokens(self, step: int, row: int, start: int = 0, count: int = MAX_TOKENS) -> dict[str, Any]:
+        """Return `count` tokens of a response from `start`, as columns; figures are null at tokens without one."""
+        table = self._row(step, row)
+        policy_version = self._open(step)[1]["policy_version"]
+        total = len(table["response_token_ids"][0])
+
+        def page(num: int) -> dict[str, Any]:
+            rows = range(min(start, total), min(start + num, total))
+            columns = self._token_columns(table, policy_version, rows)
+            return {"start": rows.start, "end": rows.stop, "total": total, "columns": columns}
+
+        return _fitting(min(count, MAX_TOKENS), page)
+
+    def search(self, step: int, text: str) -> dict[str, Any]:
+        """Return the rows whose response, prompt or ground truth has the text, in any case."""
+        file, _ = self._open(step)
+        escaped, found = json.dumps(text)[1:-1], list[int]()
+        for group in range(file.num_row_groups):
+            table = file.read_row_group(group, columns=["text", "messages", "ground_truth"])
+            masks = [
+                pc.match_substring(table[name], pattern, ignore_case=True)  # pyright: ignore[reportAttributeAccessIssue]
+                for name, pattern in (("text", text), ("messages", escaped), ("ground_truth", text))
+            ]
+            hits = np.logical_or.reduce([mask.to_numpy() for mask in masks])
+            found += (ROWS_PER_GROUP * group + np.flatnonzero(hits)).tolist()
+        return {"rows": found[: MAX_BYTES // 10]}
+
+    def history(self, step: int, row: int) -> dict[str, Any]:
+        """Return the steps that have responses to the same prompt, with their rows; the last `_MAX_STEPS` of them."""
+        prompt_id = self._row(step, row, ("prompt_id",))["prompt_id"][0].as_py()
+        steps = []
+        for number, path in sample_files(self._folder).items():
+            rows = [i for i, each in enumerate(_prompt_ids(path, path.stat().st_mtime_ns)) if each == prompt_id]
+            if rows:
+                steps.append({"step": number, "rows": rows[:1000]})
+        return {"prompt_id": prompt_id[:_MAX_ID], "steps": steps[-_MAX_STEPS:]}
+
+    def _open(self, step: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
+        path = sample_files(self._folder).get(step)
+        if path is None:
+            raise NotFound(f"step {step} has no sampled rollouts")
+        metadata, header = _metadata(path, path.stat().st_mtime_ns)
+        return pq.ParquetFile(path, metadata=metadata), header
+
+    def _row(self, step: int, row: int, columns: Sequence[str] | None = None) -> pa.Table:
+        file, _ = self._open(step)
+        if not 0 <= row < file.metadata.num_rows:
+            raise NotFound(f"step {step} has no response {row}")
+        path = sample_files(self._folder)[step]
+        names = None if columns is None else tuple(columns)
+        group, place = divmod(row, ROWS_PER_GROUP)
+        return _row_group(path, path.stat().st_mtime_ns, group, names).slice(place, 1)
+
+    def _token_columns(self, table: pa.Table, policy_version: int, tokens: range) -> dict[str, list[Any]]:
+        row = {name: table[name][0] for name in table.column_names}
+        token_ids = row["response_token_ids"].values.to_numpy().tolist()
+        mask = row["loss_mask"]
+        sampled = np.array(mask.as_py(), bool) if mask.is_valid else np.ones(len(token_ids), bool)
+        first = int(sampled[: tokens.start].sum())
+        sampled = sampled[tokens.start : tokens.stop]
+        own = slice(first, first + int(sampled.sum()))
+        spans = [(span["policy_version"], span["num_tokens"]) for span in row["version_spans"].as_py()]
+        staleness = token_staleness(spans, policy_version)
+        figures = {key: row[name] for key, name in _FIGURES.items() if row[name].is_valid}
+        arrays = {key: scalar.values.to_numpy(zero_copy_only=False) for key, scalar in figures.items()}
+        arrays |= {"advantage": row["advantages"].values.to_numpy(), "staleness": staleness}
+        arrays["version"] = policy_version - staleness
+        texts = self._texts.texts(token_ids)[tokens.start : tokens.stop]
+        columns = {"text": [text[:_MAX_TOKEN] for text in texts], "id": token_ids[tokens.start : tokens.stop]}
+        for key, values in arrays.items():
+            spread = iter(_numbers(values[own]))
+            columns[key] = [next(spread, None) if each else None for each in sampled.tolist()]
+        return columns | {"sampled": sampled.astype(int).tolist()}
+
+
+def as_json(value: Any) -> bytes:
+    """Return compact JSON in ASCII, which keeps lone surrogates of prompts."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _fitting(count: int, page: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
+    """Return the largest page of at most `count` entries whose JSON is not too large."""
+    found = page(count)
+    while count > 1 and len(as_json(found)) > MAX_BYTES:
+        count //= 2
+        found = page(count)
+    return found
+
+
+def _rows(file: pq.ParquetFile, rows: range, columns: list[str]) -> pa.Table:
+    groups = [*range(rows.start // ROWS_PER_GROUP, -(-rows.stop // ROWS_PER_GROUP))] if rows else []
+    table = file.read_row_groups(groups, columns=columns)
+    return table.slice(rows.start % ROWS_PER_GROUP if rows else 0, len(rows))
+
+
+def _values(column: pa.ChunkedArray) -> list[Any]:
+    if pa.types.is_string(column.type):
+        return column.to_pylist()
+    return [None if value is None else _number(value) for value in column.to_pylist()]
+
+
+def _numbers(values: np.ndarray) -> list[Any]:
+    return values.tolist() if values.dtype.kind in "iu" else [_number(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float | None:
+    """Return a number that JSON has, with six digits."""
+    if isinstance(value, int):
+        return value
+    if math.isnan(value):
+        return None
+    return math.copysign(_HUGE, value) if math.isinf(value) else float(f"{value:.6g}")
+
+
+def _excerpt(messages: str) -> str:
+    """Return the beginning of the last message."""
+    found = json.loads(messages)
+    content = " ".join(str(found[-1]["content"]).split()) if found else ""
+    return content if len(content) <= _EXCERPT else content[: _EXCERPT - 1] + "…"
+
+
+@lru_cache(maxsize=32)
+def _metadata(path: Path, modified_ns: int) -> tuple[pq.FileMetaData, dict[str, Any]]:
+    file = pq.ParquetFile(path)
+    return file.metadata, vars(read_sample_header(file))
+
+
+@lru_cache(maxsize=32)
+def _row_group(path: Path, modified_ns: int, group: int, columns: tuple[str, ...] | None) -> pa.Table:
+    return pq.ParquetFile(path).read_row_group(group, columns=columns)
+
+
+@lru_cache(maxsize=1024)
+def _prompt_ids(path: Path, modified_ns: int) -> list[str]:
+    return pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()

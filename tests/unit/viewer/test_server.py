@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from megatron_bapo.data.rollout_samples import TOKENIZER_FILE
+from megatron_bapo.errors import UserError
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.viewer.samples import MAX_BYTES, MAX_TOKENS, Samples
+from megatron_bapo.viewer.server import application, listen
+from tests.unit.viewer.made_runs import HOSTILE, group, prompt, sampled, small_run, write_step
+
+SECRET = "a-secret-token"
+
+
+def client_of(root: Path) -> TestClient:
+    app = application(Samples(RunDirectory(root)), SECRET)
+    return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run(tmp_path_factory.mktemp("small") / "run")
+
+
+@pytest.fixture(scope="module")
+def client(run: Path) -> Iterator[TestClient]:
+    with client_of(run) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/wrong/", "/wrong/api/run", f"/{SECRET}", f"/{SECRET}x/", "/api/run", "//", "/é/"]
+)
+def test_a_url_without_the_token_is_forbidden(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 403
+    assert "steps" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../server.py", "..%2fserver.py", "%2e%2e/%2e%2e/server.py", "..%5cserver.py", "/etc/passwd", "%2fetc%2fpasswd"],
+)
+def test_no_path_leads_out_of_the_assets(client: TestClient, name: str) -> None:
+    answer = client.get(f"/{SECRET}/{name}")
+    assert answer.status_code in (403, 404)
+    assert "import" not in answer.text
+
+
+def test_another_host_name_is_refused(client: TestClient) -> None:
+    """A page of another site whose name was pointed at this machine must not read the answers."""
+    assert client.get(f"/{SECRET}/api/run", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_only_reading_is_possible(client: TestClient) -> None:
+    assert client.post(f"/{SECRET}/api/run").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", f"/{SECRET}/", f"/{SECRET}/main.js", f"/{SECRET}/api/run", f"/{SECRET}/nothing"])
+def test_every_answer_has_the_security_headers(client: TestClient, path: str) -> None:
+    headers = client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
+
+
+def test_the_server_listens_on_the_loopback_interface_only() -> None:
+    with listen(0) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        with pytest.raises(UserError, match=f"port {port} cannot be used: .*; give another --port"):
+            listen(port)
+
+
+def test_a_step_is_listed_in_pages(client: TestClient) -> None:
+    pages = [client.get(f"/{SECRET}/api/steps/1", params={"start": s, "count": 5}).json() for s in (0, 5, 10, 15)]
+    assert [(page["start"], page["end"], page["total"]) for page in pages] == [
+        (0, 5, 12),
+        (5, 10, 12),
+        (10, 12, 12),
+        (12, 12, 12),
+    ]
+    assert pages[0]["columns"]["group"] == [2, 2, 2, 2, 4]
+    assert pages[1]["columns"]["finish_reason"] == ["length", "stop", "length", "stop", "stop"]
+    assert pages[0]["columns"]["excerpt"] == ["What is 17 + 25?", "", "", "", "What is 3 * 7? (asked in step 1)"]
+
+
+def test_tokens_have_their_text_figures_and_marks(client: TestClient) -> None:
+    columns = client.get(f"/{SECRET}/api/steps/1/responses/4/tokens").json()["columns"]
+    assert "".join(columns["text"]) == 'calc("3*7")\ntool: 21\nSo it is 21, né? 😀<|end|>'
+    replied = "".join(text for text, sampled in zip(columns["text"], columns["sampled"], strict=True) if not sampled)
+    assert replied == "tool: 21\n"
+    for name in ("ratio", "rollout", "trainer", "entropy", "advantage", "staleness", "version", "marks"):
+        assert [value is None for value in columns[name]] == [not sampled for sampled in columns["sampled"]]
+    assert set(columns["marks"]) == {0, 1, None}
+    assert "correction" in client.get(f"/{SECRET}/api/steps/1/responses/2/tokens").json()["columns"]
+
+
+def test_a_response_that_no_update_used_has_no_figures(client: TestClient) -> None:
+    columns = client.get(f"/{SECRET}/api/steps/1/responses/9/tokens").json()["columns"]
+    assert {"ratio", "trainer", "marks"} & columns.keys() == set()
+    assert {"rollout", "advantage", "staleness"} <= columns.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("NEEDLE", [9, 11]),
+        ("17 + 25?", [0, 1, 2, 3]),
+        ("guess", [5, 7]),
+        ("21, né? 😀", [4, 6]),
+        (HOSTILE, [8, 9, 10, 11]),
+        ("absent", []),
+    ],
+)
+def test_texts_of_prompts_and_responses_are_searched(client: TestClient, text: str, rows: list[int]) -> None:
+    assert client.get(f"/{SECRET}/api/steps/1/search", params={"text": text}).json() == {"rows": rows}
+
+
+def test_the_steps_with_a_prompt_are_found(client: TestClient) -> None:
+    found = client.get(f"/{SECRET}/api/steps/10/responses/1/history").json()
+    assert found == {
+        "prompt_id": "task:7",
+        "steps": [{"step": 1, "rows": [0, 1, 2, 3]}, {"step": 10, "rows": [0, 1, 2, 3]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("steps/2", 404),
+        ("steps/1/responses/12", 404),
+        ("steps/1/responses/12/tokens", 404),
+        ("steps/1/responses/-1", 404),
+        ("steps/1?start=x", 400),
+        ("steps/1?start=-1", 400),
+        ("steps/1/search", 400),
+        ("steps/1/search?text=" + 1001 * "x", 400),
+        ("nothing", 404),
+    ],
+)
+def test_questions_without_an_answer_are_refused(client: TestClient, path: str, code: int) -> None:
+    assert client.get(f"/{SECRET}/api/{path}").status_code == code
+
+
+def test_no_answer_is_larger_than_a_megabyte(tmp_path: Path) -> None:
+    long = 3000 * "\u202e\x00 long "
+    made = sampled(long, reward=1.0, advantage=1.0)
+    hostile = replace(prompt(1, long * 20, long * 20), prompt_id=long)
+    write_step(tmp_path, 1, [group(index, hostile, [made] * 8) for index in range(100)])
+    with client_of(tmp_path) as client:
+        for path in ("steps/1", "steps/1/responses/0", "steps/1/responses/799/tokens", "steps/1/responses/0/history"):
+            answer = client.get(f"/{SECRET}/api/{path}", params={"count": 10**6} if path.endswith(("1", "s")) else {})
+            assert answer.status_code == 200
+            assert len(answer.content) <= MAX_BYTES
+        assert client.get(f"/{SECRET}/api/steps/1/responses/0/tokens").json()["end"] <= MAX_TOKENS
+        search = client.get(f"/{SECRET}/api/steps/1/search", params={"text": "long"})
+        assert search.json()["rows"] == [*range(800)]
+
+
+def test_tokens_are_shown_as_numbers_without_a_tokenizer(tmp_path: Path) -> None:
+    write_step(tmp_path, 1, [group(0, prompt(1, "p"), [sampled("ab", reward=1.0, advantage=1.0)])])
+    (RunDirectory(tmp_path).sampled_rollouts / TOKENIZER_FILE).unlink()
+    columns = Samples(RunDirectory(tmp_path)).tokens(1, 0)["columns"]
+    assert columns["text"] == [f"⟨{token_id}⟩" for token_id in columns["id"]]
+
+
+def test_a_run_that_goes_on_adds_steps(tmp_path: Path) -> None:
+    one = [group(0, prompt(1, "p"), [sampled("ab", reward=1.0, advantage=1.0)])]
+    write_step(tmp_path, 1, one)
+    samples = Samples(RunDirectory(tmp_path))
+    write_step(tmp_path, 2, one)
+    assert samples.run()["steps"] == [1, 2]
+    write_step(tmp_path, 1, [*one, *one])  # a resumed run repeats a step
+    assert samples.step(1)["total"] == 2
+
+
+def test_a_folder_without_sampled_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no sampled rollouts in sampled_rollouts/; a run writes them"):
+        Samples(RunDirectory(tmp_path))
+
+
+def test_the_scripts_of_an_exported_page_are_all_of_them(client: TestClient) -> None:
+    page = client.get(f"/{SECRET}/").text
+    names, seen = re.findall(r'src="([\w.]+)"', page), set[str]()
+    while names:
+        seen.add(name := names.pop())
+        script = client.get(f"/{SECRET}/{name}").text
+        names += [each for each in re.findall(r'from "\./([\w.]+)"', script) if each not in seen]
+    from megatron_bapo.viewer.export import _MODULES
+
+    assert seen == set(_MODULES)
+    assert json.dumps("http") not in page
