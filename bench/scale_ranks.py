@@ -31,6 +31,7 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
+from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import Run, Timer, take_groups
 from megatron_bapo.parallel.collectives import barrier, gather_by_rank
@@ -158,9 +159,11 @@ def run_rank(rank: int, config: Config, address: str, meeting: Path) -> None:
         client = RolloutClient(config)
         client.wait_for_engines()
     worker = create_worker(config, config.model_path, groups)
+    directory = RunDirectory(config.run_dir)
+    sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
     run = Run(
-        config, RunDirectory(config.run_dir), worker, None, ColocationManager(config, groups, client), RunState(),
-        client, None, None,
+        config, directory, worker, None, ColocationManager(config, groups, client), RunState(), client, None, sampler,
+        None,
     )  # fmt: skip
     steps, found = [], dict[str, Any]()
     for _ in range(NUM_BATCHES):
