@@ -114,7 +114,6 @@ def expect_count(page: Page, text: str) -> None:
 
 def test_the_responses_to_a_prompt_are_side_by_side_with_their_facts(page: Page, url: str, run: Path) -> None:
     opened(page, url, "step=1")
-    shoot(page, "viewer")
     expect_count(page, "3 prompts, 12 responses")
     boxes = [responses(page).nth(i).bounding_box() for i in range(4)]
     assert [box["y"] for box in boxes if box] == [boxes[0]["y"]] * 4  # pyright: ignore[reportOptionalSubscript]
@@ -424,6 +423,17 @@ def test_only_prompts_in_sight_are_elements(page: Page, tmp_path: Path) -> None:
         page.get_by_text("prompt 1499", exact=True).click()
         page.get_by_text("prompt 1500 of 1500").wait_for()
         assert page.url.endswith("row=2998")
+
+
+def test_the_list_leaves_out_what_all_prompts_begin_with(page: Page, tmp_path: Path) -> None:
+    made = sampled("ok", reward=1.0, advantage=0.0)
+    words = ["lightly", "lemon", "tree"]
+    write_step(
+        tmp_path, 1, [group(i, prompt(i, f"Spell this word backward: {w}"), [made]) for i, w in enumerate(words)]
+    )
+    for url in served(tmp_path):
+        opened(page, url)
+        assert excerpts(page) == [f"…{word}" for word in words]
 
 
 def test_a_long_response_is_loaded_as_it_is_read(page: Page, tmp_path: Path) -> None:
