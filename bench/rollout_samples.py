@@ -83,7 +83,7 @@ def main() -> None:
         def step(given: ScoredGroups | None) -> None:
             sampler.choose(1, given)
             examples, _ = make_examples(worker, None, trajectories)
-            trace: TokenTrace = sampler.trace(trajectories)
+            trace: TokenTrace = sampler.trace(1, trajectories)
             marked = trace.mark(examples, range(len(examples)))
             update_policy(worker, minibatch(config, marked), lr=0.0, on_policy=False, trace=trace)
             sampler.write(RunState(), trace, examples)

@@ -50,18 +50,18 @@ class RolloutSampler:
 
     def choose(self, step: int, scored: ScoredGroups | None) -> None:
         """Choose the prompts of a batch. `scored` is None on all ranks but the main one, where it has all tokens."""
-        settings, self._chosen = self.config.logging.rollouts, {}
-        every = settings.every_steps
-        if scored is None or every == 0 or (step != 1 and step % every):
+        self._chosen = {}
+        if scored is None or not self._is_due(step):
             return
         # A prompt that was chosen once is chosen again in a later epoch, so that its responses can be compared.
         order = sorted(range(len(scored.groups)), key=lambda i: self._rank_of(scored.groups[i]))
-        self._chosen = {index: scored.groups[index] for index in sorted(order[: settings.num_prompts])}
+        chosen = sorted(order[: self.config.logging.rollouts.num_prompts])
+        self._chosen = {index: scored.groups[index] for index in chosen}
 
-    def trace(self, trajectories: Sequence[Trajectory]) -> TokenTrace:
-        """Return an empty trace of the chosen prompts' trajectories in the batch. Collective."""
+    def trace(self, step: int, trajectories: Sequence[Trajectory]) -> TokenTrace:
+        """Return an empty trace of the chosen prompts' trajectories in the batch. Collective in a step that is due."""
         n = self.config.rollout.n
-        chosen = broadcast_object([*self._chosen], self.groups)
+        chosen = broadcast_object([*self._chosen], self.groups) if self._is_due(step) else []
         return TokenTrace.of(trajectories, [n * group + number for group in chosen for number in range(n)])
 
     def write(self, state: RunState, trace: TokenTrace, examples: Sequence[Example]) -> None:
@@ -112,6 +112,10 @@ class RolloutSampler:
         if self._decode is None:
             self._decode = _decoder(self.config.model_path, self.folder)
         write_samples(self.folder, header, sampled, self._decode)
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.logging.rollouts.every_steps
+        return every > 0 and (step == 1 or step % every == 0)
 
     def _rank_of(self, group: Group) -> bytes:
         """Return a random number that depends on the prompt and the seed only."""

@@ -279,7 +279,7 @@ def update_on_batch(
     reservoir = TokenReservoir(config.logging.num_reservoir_tokens, seed=(config.seed, run.state.step))
     fresh_rollout = is_fresh(run, scored, trajectories)
     recomputed, num_steps = config.algorithm.behaviour_policy == "recomputed", run.worker.optimizer.num_steps
-    trace = run.sampler.trace(trajectories)
+    trace = run.sampler.trace(run.state.step + 1, trajectories)
     for chosen in minibatches(config, trajectories, run.state.step):
         unchanged = run.worker.optimizer.num_steps == num_steps
         parts.append(
