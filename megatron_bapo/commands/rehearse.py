@@ -129,22 +129,24 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
     world_size = config.parallel.world_size
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} does not exist; parallel.world_size={world_size}")
-    if architecture.moe_layers:
-        raise UserError("mixtures of experts cannot be rehearsed yet: which tokens an expert gets depends on values")
+    parallel = config.parallel
+    if architecture.moe_layers and (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size) > 1:
+        raise UserError("tensor parallelism of experts cannot be rehearsed; set parallel.expert_tensor_parallel_size=1")
     batch = _micro_batch(config)
     num = _num_played(config)
     tokens = batch.split_tokens(config.parallel)
     with warnings.catch_warnings(), process_group(rank, world_size):
         warnings.simplefilter("ignore")  # Megatron-Core warns about its own defaults and calls
         groups = create_groups(config.parallel, seed=0, timeout_s=60)
-        with fake_rank((tokens, 1, architecture.hidden_size)) as played:
+        num_routed = tokens * architecture.num_experts_per_tok
+        with fake_rank((tokens, 1, architecture.hidden_size), num_routed) as played:
             worker = _worker(config, architecture, groups, played)
             with _without_device_memory(worker, played):
                 update_policy(worker, _examples(config, batch, num), lr=LEARNING_RATE, on_policy=False)
             traffic = tuple(_traffic(played, groups))
             del worker
         stage = groups.pipeline.rank
-    planned = stage_memory(config, architecture, Assumptions())[stage]
+    planned = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[stage]
     num_scored = int(config.algorithm.objective == "bapo" and config.algorithm.clip_bounds.scope == "minibatch")
     return RankRehearsal(
         rank=rank,
@@ -221,13 +223,18 @@ def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:
 
 
 def _traffic(played: FakeRank, groups: ParallelGroups) -> Iterator[Traffic]:
-    """Name the groups of a rank's collectives."""
-    axes = {
-        tuple(getattr(groups, name).global_ranks): name.partition("_")[0]
-        for name in ("data_context", "expert", "data", "context", "pipeline", "tensor")
+    """Name the groups of a rank's collectives. Where axes have the same ranks, only experts exchange tokens."""
+    named = {
+        "expert": groups.expert,
+        "expert data": groups.expert_data,
+        "data": groups.data_context,
+        "context": groups.context,
+        "pipeline": groups.pipeline,
+        "tensor": groups.tensor,
     }
+    axes = {tuple(axis.global_ranks): name for name, axis in named.items()}
     for (ranks, kind), num_calls in sorted(played.calls.items()):
-        axis = axes.get(ranks, "other")
+        axis = "expert" if kind == "all-to-all" else axes.get(ranks, "other")
         yield Traffic(axis, kind, len(ranks), num_calls, played.sent_bytes[ranks, kind])
 
 

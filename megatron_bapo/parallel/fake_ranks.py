@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,8 +34,11 @@ FLOAT_SCALAR = 0.5
 class FakeRank(TorchDispatchMode):
     """Counts the bytes of live storages, and the bytes that this rank sends in each process group."""
 
-    def __init__(self, hidden_shape: Sequence[int]) -> None:
-        """`hidden_shape` is the shape of the hidden states between pipeline stages."""
+    def __init__(self, hidden_shape: Sequence[int], num_routed: int = 0) -> None:
+        """`hidden_shape` is the shape of the hidden states between pipeline stages.
+
+        `num_routed` is the number of tokens of a micro-batch that this rank sends to experts.
+        """
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -43,7 +46,7 @@ class FakeRank(TorchDispatchMode):
         """Number of calls by the ranks of the group and the kind of operation."""
         self.sent_bytes: Counter[tuple[Ranks, str]] = Counter()
         """Bytes that a ring sends from this rank, by the same keys."""
-        self._hidden_shape = tuple(hidden_shape)
+        self._hidden_shape, self._num_routed = tuple(hidden_shape), num_routed
         self._sizes: dict[int, int] = {}
         self._shapes: set[int] = set()
         self._on_device = True
@@ -62,6 +65,12 @@ class FakeRank(TorchDispatchMode):
             return self._scalar(args[0])
         if func.namespace == "c10d":
             return self._communicate(func, args)
+        if func is torch.ops.aten.masked_select.default:  # the tokens that an expert gets, in the order of experts
+            func, args = torch.ops.aten.new_empty.default, (args[0], (self._num_routed,))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():  # small values that come from NumPy stay known
+                return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if self._on_device:
             for tensor in tree_leaves(result):
@@ -163,6 +172,19 @@ def _norm_of(_: Any, __: Any, tensor_lists: list[list[torch.Tensor]], *___: Any)
     return torch.stack([tensor.float().norm() for tensor in tensor_lists[0]]).norm(), None
 
 
+def _balanced(num_routed: int) -> Callable[..., Any]:
+    """Return a replacement of Megatron's copy of token counts to the host: all experts and ranks get equally many."""
+
+    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if not torch.is_tensor(tensor):
+            return tensor
+        with unset_fake_temporarily():
+            values = torch.full(tuple(tensor.shape), num_routed // tensor.numel(), dtype=torch.int64)
+            return values.numpy() if as_numpy else values
+
+    return counts
+
+
 @contextmanager
 def process_group(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a fake process group in this context. Raises UserError if this process already has a group."""
@@ -177,14 +199,16 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_rank(hidden_shape: Sequence[int]) -> Iterator[FakeRank]:
-    """Make all tensors that are created in this context fake, and count them."""
-    mode = FakeRank(hidden_shape)
+def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[FakeRank]:
+    """Make all tensors that are created in this context fake, and count them; the arguments are those of FakeRank."""
+    mode = FakeRank(hidden_shape, num_routed)
     with ExitStack() as stack:
         # Modules are built on their device and in their dtype; torch cannot swap fake parameters.
         stack.enter_context(patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module))
         stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
         stack.enter_context(patch.object(dist, "all_gather_object", _own_value))
         stack.enter_context(patch("megatron.core.optimizer.clip_grads.multi_tensor_applier", _norm_of))
+        moves_counts = "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu"
+        stack.enter_context(patch(moves_counts, _balanced(num_routed)))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(mode)

@@ -14,8 +14,8 @@ from collections import Counter
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.activations import MicroBatch
-from megatron_bapo.planning.model_state import FP32, data_context_size, model_state
-from megatron_bapo.planning.parameters import ChunkShape, stage_chunks
+from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size
+from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters, stage_chunks
 
 OUTPUT_STATISTICS = 4
 """Numbers per response token that tensor-parallel ranks exchange to compute a log-prob (`model/vocab_parallel.py`)."""
@@ -26,10 +26,11 @@ FORWARD_UNITS = 4
 def sent_bytes(
     config: Config, architecture: Architecture, stage: int, batch: MicroBatch, num_micro_batches: int, num_scored: int
 ) -> Counter[str]:
-    """Return the bytes that a rank of a pipeline stage sends in one update, by axis: tensor, context, pipeline, data.
+    """Return the bytes that a rank of a pipeline stage sends in one update, by axis.
 
-    `num_scored` is the number of forward passes over each micro-batch beside the training pass. Dense models with
-    Megatron's `local` layers only.
+    The axes are tensor, context, pipeline, expert, data, and expert data, whose ranks share the same experts.
+    `num_scored` is the number of forward passes over each micro-batch beside the training pass. Counts the collectives
+    of Megatron's `local` layers, without tensor parallelism of experts.
     """
     parallel, arch = config.parallel, architecture
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -39,6 +40,7 @@ def sent_bytes(
     hidden = batch.split_tokens(parallel) * arch.hidden_size * b
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
+    chunks = [chunk_parameters(arch, Split.of(parallel), chunk) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
         forward, backward = _units(parallel, chunk)
         sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
@@ -49,10 +51,26 @@ def sent_bytes(
         sent["pipeline"] += (
             num_micro_batches * hidden * ((num_scored + 1) * (not chunk.has_output) + (not chunk.has_embedding))
         )
-    state, size = model_state(config, arch, stage), data_context_size(parallel)
-    sent["data"] = state.gradients * (size - 1) // size
-    sent["data"] += (state.parameters if parallel.use_distributed_optimizer else state.gradients) * (size - 1) // size
+        layers = len(arch.moe_layers.intersection(chunk.layers))
+        again = parallel.recompute_granularity == "full" or "moe" in _modules(parallel)
+        sent["expert"] += num_micro_batches * layers * _exchanged(arch, parallel, batch) * (num_scored + 2 + again)
+    groups = (False, "data", data_context_size(parallel)), (True, "expert data", expert_data_size(parallel))
+    for is_expert, name, size in groups:
+        num = sum(p.numel for chunk in chunks for p in chunk if p.is_expert == is_expert)
+        gathered = b if parallel.use_distributed_optimizer else FP32
+        sent[name] = num * (FP32 + gathered) * (size - 1) // size
     return +sent
+
+
+def _exchanged(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> int:
+    """Return the bytes that the forward pass of a layer of experts sends: tokens to experts and back, their weights.
+
+    Tokens are spread evenly over experts.
+    """
+    size = parallel.expert_model_parallel_size
+    num_routed = batch.split_tokens(parallel) * architecture.num_experts_per_tok
+    row = 2 * architecture.hidden_size * batch.dtype_bytes + FP32
+    return num_routed * row * (size - 1) // size
 
 
 def _units(parallel: ParallelConfig, chunk: ChunkShape) -> tuple[int, int]:

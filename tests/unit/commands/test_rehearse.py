@@ -41,7 +41,7 @@ def others() -> Iterator[str]:
     for name in (*SHORT, *sorted(file.stem for file in RECIPES.glob("*.yaml"))):
         plan = recipe(name)
         config, _ = rehearsed_config(plan.config)
-        if played(config) not in seen and not plan.architecture.moe_layers:
+        if played(config) not in seen:
             seen.append(played(config))
             if name not in SHORT:
                 yield name
@@ -60,9 +60,11 @@ def check(name: str) -> None:
             assert found.sent_bytes.keys() - {"other"} == found.planned_traffic.keys()
             for axis, planned in found.planned_traffic.items():
                 assert found.sent_bytes[axis] == pytest.approx(planned, rel=BYTES_TOLERANCE), axis
+        if architecture.moe_layers:  # Megatron's own experts allocate up to 5.1% more than the plan of grouped ones
+            continue
         num_more = architecture.num_hidden_layers // num_chunks - 1
         peak = one.peak_bytes + num_more * (two.peak_bytes - one.peak_bytes)
-        stage = stage_memory(config, architecture, Assumptions())[found.stage]
+        stage = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[found.stage]
         planned = stage.peak - stage.reserved - stage.state.reference
         assert peak == pytest.approx(planned, rel=MEMORY_TOLERANCE), f"rank {rank}: {peak / planned - 1:+.1%}"
 
@@ -74,7 +76,7 @@ def test_a_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*others()])
-def test_every_dense_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
+def test_every_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
     check(name)
 
 
@@ -90,7 +92,15 @@ def test_the_command_plays_a_rank_at_full_size() -> None:
     ("arguments", "expected"),
     [
         (["qwen2.5-7b_8gpus.yaml", "--rank", "8"], "rank 8 does not exist; parallel.world_size=8"),
-        (["qwen3-30b-a3b_8gpus.yaml"], "mixtures of experts cannot be rehearsed yet"),
+        (
+            [
+                "qwen3-30b-a3b_8gpus.yaml",
+                "parallel.tensor_model_parallel_size=2",
+                "parallel.sequence_parallel=true",
+                "parallel.expert_model_parallel_size=4",
+            ],
+            "set parallel.expert_tensor_parallel_size=1",
+        ),
         (["qwen2.5-7b_8gpus.yaml", "parallel.tensor_model_parallel_size=3"], "parallel"),
     ],
 )
