@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.collective_time import LATENCY_S, NETWORK_LATENCY_S, Links
@@ -13,11 +9,8 @@ from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.parameters import num_active_parameters
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_matrix_bytes, engine_speedup
-from megatron_bapo.planning.response_lengths import prompt_length, response_lengths
+from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.planning.rollout_memory import EngineMemory
-
-NUM_INTERVALS = 64
-"""Intervals of equal length in which the running sequences of a batch are counted."""
 
 
 def generation_seconds(
@@ -33,42 +26,24 @@ def generation_seconds(
     """
     rollout = config.rollout
     responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
-    lengths = np.array(response_lengths(config, assumptions), float)
-    prompt = prompt_length(config, assumptions)
+    lengths = lengths_of(config, assumptions)
+    mean, prompt = lengths.mean_response, lengths.prompt
     prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
     waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
     concurrent = max(1.0, min(waiting * responses, engine.num_concurrent))
-    mean = float(lengths.mean())
 
     def step_seconds(running: float, generated: float) -> float:
         cost = decode_cost(config, architecture, gpu, engine, assumptions, max(1.0, running))
         return cost.seconds(1, running, running * (prompt + generated))
 
-    # A response that runs at a random moment is long: its mean length so far is E[L^2] / (2 E[L]).
-    halfway = float((lengths**2).mean()) / (2 * mean)
-    steady = responses * mean / concurrent * step_seconds(concurrent, halfway)
+    steady = responses * mean / concurrent * step_seconds(concurrent, lengths.halfway)
     # Sequences that start together grow together, so that fewer of them fit than of sequences of all ages.
-    together = max(1.0, min(concurrent, responses, engine.kv_tokens / _peak_tokens(lengths, prompt)))
-    tail = _batch_seconds(lengths, together, step_seconds)
+    together = max(1.0, min(concurrent, responses, engine.kv_tokens / lengths.peak_tokens))
+    running = ((max(1.0, together * share), generated) for generated, share in lengths.running)
+    tail = lengths.interval * sum(step_seconds(each, generated) for each, generated in running)
     refilled = min(concurrent, responses, (together + engine.num_concurrent) / 2)
-    queued = max(0.0, responses - together) * mean / refilled * step_seconds(refilled, halfway)
+    queued = max(0.0, responses - together) * mean / refilled * step_seconds(refilled, lengths.halfway)
     return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
-
-
-def _batch_seconds(lengths: np.ndarray, num_sequences: float, step_seconds: Callable[[float, float], float]) -> float:
-    """Return the seconds of sequences that start together, until the longest of them ends."""
-    edges = np.linspace(0.0, float(lengths.max()), NUM_INTERVALS + 1)
-    middles = (edges[:-1] + edges[1:]) / 2
-    running = num_sequences * (lengths[None, :] > middles[:, None]).mean(axis=1)
-    steps = edges[1] - edges[0]
-    return float(sum(steps * step_seconds(max(1.0, n), at) for n, at in zip(running, middles, strict=True)))
-
-
-def _peak_tokens(lengths: np.ndarray, prompt: float) -> float:
-    """Return the most tokens that a batch holds at a time, per sequence, if all of its sequences start together."""
-    edges = np.linspace(0.0, float(lengths.max()), NUM_INTERVALS, endpoint=False)
-    running = (lengths[None, :] > edges[:, None]).mean(axis=1)
-    return float((running * (prompt + edges)).max())
 
 
 def decode_cost(

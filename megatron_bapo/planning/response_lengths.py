@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -14,6 +15,8 @@ from megatron_bapo.planning.hardware import Assumptions
 NUM_QUANTILES = 2048
 NUM_PACKED = 512
 """Number of sequences in the packing from which the fill of micro-batches is taken."""
+NUM_INTERVALS = 64
+"""Intervals of equal length in which the running sequences of a batch are counted."""
 NUM_BISECTIONS = 40
 
 
@@ -56,58 +59,85 @@ def mean_length(config: Config, assumptions: Assumptions) -> float:
     return prompt_length(config, assumptions) + mean_response(config, assumptions)
 
 
-def response_lengths(config: Config, assumptions: Assumptions) -> tuple[int, ...]:
-    """Return equally likely response lengths in tokens, sorted: quantiles of the assumed distribution."""
-    return _quantiles(mean_response(config, assumptions), assumptions.length_sigma, config.rollout.max_response_length)
+def lengths_of(config: Config, assumptions: Assumptions) -> Lengths:
+    """Return the assumed distribution of the lengths of prompts and responses."""
+    return _distribution(
+        prompt_length(config, assumptions),
+        mean_response(config, assumptions),
+        assumptions.length_sigma,
+        config.rollout.max_response_length,
+    )
 
 
-def total_lengths(config: Config, assumptions: Assumptions) -> tuple[int, ...]:
-    """Return equally likely lengths of a prompt of mean length and its response, in tokens."""
-    prompt = round(prompt_length(config, assumptions))
-    return tuple(prompt + length for length in response_lengths(config, assumptions))
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """A distribution of lengths in tokens: prompts of one length, and equally likely response lengths."""
 
+    prompt: float
+    responses: np.ndarray
+    """Sorted, int32 [NUM_QUANTILES]."""
 
-def mean_square(config: Config, assumptions: Assumptions) -> float:
-    """Return the mean square of the lengths of a prompt and its response."""
-    return _mean_square(total_lengths(config, assumptions))
+    @cached_property
+    def mean_response(self) -> float:
+        return float(self.responses.mean())
 
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean square of the lengths of a prompt and its response."""
+        return float(np.square(self.prompt + self.responses).mean())
 
-def packed_fill(lengths: tuple[int, ...], budget: int) -> float:
-    """Return the mean fraction of a micro-batch's token budget that sequences of these lengths fill."""
-    fills = _packed(lengths, budget)
-    return sum(fills) / len(fills)
+    @cached_property
+    def halfway(self) -> float:
+        """Mean tokens generated so far of a response that runs at a random moment: E[L^2] / (2 E[L]), as long ones run
+        longer."""
+        return float(np.square(self.responses.astype(float)).mean()) / (2 * self.mean_response)
 
+    @cached_property
+    def running(self) -> tuple[tuple[float, float], ...]:
+        """(Tokens generated, share of the responses that are longer) in the middle of each of `NUM_INTERVALS` equal
+        intervals up to the longest response."""
+        middles = (np.arange(NUM_INTERVALS) + 0.5) * self.interval
+        shorter = np.searchsorted(self.responses, middles, side="right")
+        return tuple(zip(middles.tolist(), (1 - shorter / len(self.responses)).tolist(), strict=True))
 
-def fullest_of(lengths: tuple[int, ...], budget: int, num_ranks: int) -> float:
-    """Return the expected fraction that the fullest of `num_ranks` micro-batches fills."""
-    fills = _packed(lengths, budget)
-    shares = (np.arange(1, len(fills) + 1) / len(fills)) ** num_ranks
-    return float(np.dot(fills, np.diff(shares, prepend=0.0)))
+    @property
+    def interval(self) -> float:
+        return float(self.responses[-1]) / NUM_INTERVALS
+
+    @cached_property
+    def peak_tokens(self) -> float:
+        """Most tokens that a batch holds at a time, per sequence, if all of its sequences start together."""
+        return max(share * (self.prompt + generated) for generated, share in self.running)
+
+    def fill(self, budget: int) -> float:
+        """Return the mean fraction of a micro-batch's token budget that packed sequences fill."""
+        return float(_packed(self, budget).mean())
+
+    def fullest(self, budget: int, num_ranks: int) -> float:
+        """Return the expected fraction that the fullest of `num_ranks` micro-batches fills."""
+        fills = _packed(self, budget)
+        below = (np.arange(len(fills) + 1) / len(fills)) ** num_ranks
+        return float(np.dot(fills, np.diff(below)))
 
 
 @lru_cache(maxsize=256)
-def _packed(lengths: tuple[int, ...], budget: int) -> tuple[float, ...]:
+def _distribution(prompt: float, mean: float, sigma: float, limit: int) -> Lengths:
+    return Lengths(prompt, lognormal_lengths(mean, sigma, limit))
+
+
+@lru_cache(maxsize=1024)
+def _packed(lengths: Lengths, budget: int) -> np.ndarray:
     """Return the filled fraction of each micro-batch, sorted, if sequences are packed by first fit, longest first.
 
-    The trainer packs in the same way (`trainer/packing`).
+    `data/packing.py` fills micro-batches greedily as well.
     """
-    rooms: list[int] = []
-    chosen = [lengths[(2 * i + 1) * len(lengths) // (2 * NUM_PACKED)] for i in range(NUM_PACKED)]
-    for length in sorted(chosen, reverse=True):
+    rooms: list[float] = []
+    step = len(lengths.responses) // NUM_PACKED
+    for length in (lengths.prompt + lengths.responses[step // 2 :: step])[::-1].tolist():
         for index, room in enumerate(rooms):
             if length <= room:
                 rooms[index] -= length
                 break
         else:
-            rooms.append(max(0, budget - length))
-    return tuple(sorted(1 - room / budget for room in rooms))
-
-
-@lru_cache(maxsize=256)
-def _quantiles(mean: float, sigma: float, limit: int) -> tuple[int, ...]:
-    return tuple(lognormal_lengths(mean, sigma, limit).tolist())
-
-
-@lru_cache(maxsize=256)
-def _mean_square(lengths: tuple[int, ...]) -> float:
-    return float(np.mean(np.square(np.array(lengths, float))))
+            rooms.append(max(0.0, budget - length))
+    return np.sort(1 - np.array(rooms) / budget)

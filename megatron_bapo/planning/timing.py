@@ -14,7 +14,7 @@ from megatron_bapo.planning.flops import TRAINING_PASSES, forward_flops
 from megatron_bapo.planning.generation_time import generation_seconds
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.model_state import model_state
-from megatron_bapo.planning.response_lengths import mean_length, mean_square
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.training_time import TrainingTime, scoring_passes, training_time
 from megatron_bapo.planning.weight_transfer import TransferSpeed, traffic
@@ -90,7 +90,7 @@ def step_time(
     """Return the estimated time of one step; `colocated` says whether the engines share the trainer's GPUs."""
     trainer, length = config.trainer, mean_length(config, assumptions)
     passes = TRAINING_PASSES + scoring_passes(config)
-    forward = sum(forward_flops(architecture, length, mean_square(config, assumptions)))
+    forward = sum(forward_flops(architecture, length, lengths_of(config, assumptions).mean_square))
     sent = traffic(
         config,
         architecture,

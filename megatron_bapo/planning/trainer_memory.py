@@ -22,7 +22,7 @@ from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.model_state import ModelState, model_state
 from megatron_bapo.planning.parameters import stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES
-from megatron_bapo.planning.response_lengths import mean_length, packed_fill, total_lengths
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
     """Return the micro-batches of one update on one data-parallel rank."""
     trajectories = config.trainer.ppo_mini_batch_size / config.parallel.data_parallel_size
     budget = config.max_micro_batch_tokens
-    fill = packed_fill(total_lengths(config, assumptions), budget)
+    fill = lengths_of(config, assumptions).fill(budget)
     needed = math.ceil(trajectories * mean_length(config, assumptions) / (budget * fill) - 1e-6)
     return round_up(max(1, needed), config.parallel.num_micro_batches_multiple)
 

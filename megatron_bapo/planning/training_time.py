@@ -19,7 +19,7 @@ from megatron_bapo.planning.layer_time import (
     output_block,
 )
 from megatron_bapo.planning.model_state import data_context_size, expert_data_size, model_state
-from megatron_bapo.planning.response_lengths import fullest_of, mean_length, mean_square, packed_fill, total_lengths
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 
 ADAM_BYTES = 32
@@ -120,12 +120,12 @@ def _micro_batch(config: Config, assumptions: Assumptions, count: int) -> tuple[
     parallel, budget = config.parallel, config.max_micro_batch_tokens
     trajectories = config.trainer.ppo_mini_batch_size / parallel.data_parallel_size / count
     tokens = trajectories * mean_length(config, assumptions)
-    square = trajectories * mean_square(config, assumptions)
+    square = trajectories * lengths_of(config, assumptions).mean_square
     stages = parallel.pipeline_model_parallel_size
     if assumptions.pads_pipelines and stages > 1:
         return budget, square + (budget - tokens) ** 2
-    lengths, waiting = total_lengths(config, assumptions), stages * parallel.expert_model_parallel_size
-    fuller = fullest_of(lengths, budget, waiting) / packed_fill(lengths, budget)
+    lengths, waiting = lengths_of(config, assumptions), stages * parallel.expert_model_parallel_size
+    fuller = lengths.fullest(budget, waiting) / lengths.fill(budget)
     return tokens * fuller, square * fuller
 
 

@@ -9,7 +9,7 @@ from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.planning.flops import forward_flops
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.layer_time import Kernels
-from megatron_bapo.planning.response_lengths import mean_square
+from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 from tests.unit.planning.examples import recipe
 
@@ -67,7 +67,7 @@ def test_forward_flops_are_those_that_pytorch_counts() -> None:
 def test_every_pass_over_a_trajectory_counts(overrides: list[str], passes: float) -> None:
     plan = recipe("qwen2.5-7b_8gpus", *overrides)
     mean = 1024 * 0.25 + 8192 * 0.5
-    square = mean_square(plan.config, plan.assumptions)
+    square = lengths_of(plan.config, plan.assumptions).mean_square
     one_pass = 4096 * sum(forward_flops(plan.architecture, mean, square))
     assert plan.time.model_flops == pytest.approx(passes * one_pass)
 

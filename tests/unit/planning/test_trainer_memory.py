@@ -1,9 +1,10 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.planning.response_lengths import fullest_of, packed_fill, total_lengths
+from megatron_bapo.planning.response_lengths import Lengths, lengths_of
 from megatron_bapo.planning.trainer_memory import in_flight, largest_micro_batch, num_micro_batches
 from tests.unit.planning.examples import recipe
 
@@ -79,12 +80,14 @@ def test_the_largest_micro_batch_holds_longest_trajectories_and_one_of_the_rest(
 def test_an_update_has_as_many_micro_batches_as_its_mean_tokens_fill() -> None:
     plan = recipe("qwen2.5-7b_8gpus")
     tokens = 1024 / 4 * (1024 * 0.25 + 8192 * 0.5)  # of a data-parallel rank
-    fill = packed_fill(total_lengths(plan.config, plan.assumptions), 9216)
+    fill = lengths_of(plan.config, plan.assumptions).fill(9216)
     assert 0.9 < fill <= 1.0
     assert num_micro_batches(plan.config, plan.assumptions) == -(-tokens // (9216 * fill))
 
 
 def test_sequences_longer_than_half_a_micro_batch_leave_it_partly_empty() -> None:
-    assert packed_fill((600,), 1000) == pytest.approx(0.6)
-    assert packed_fill((250,), 1000) == 1.0
-    assert fullest_of((250, 600), 1000, 8) >= packed_fill((250, 600), 1000)
+    long, short = (Lengths(0.0, np.full(2048, length)) for length in (600, 250))
+    assert long.fill(1000) == pytest.approx(0.6)
+    assert short.fill(1000) == pytest.approx(1.0)
+    mixed = Lengths(0.0, np.linspace(300, 900, 2048))
+    assert mixed.fill(1000) < mixed.fullest(1000, 8) <= 1.0
