@@ -1,13 +1,14 @@
-"""Distributions of response lengths, as arrays of equally likely lengths."""
+"""Distributions of prompt and response lengths, as equally likely lengths."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from statistics import NormalDist
-
-import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions
@@ -20,19 +21,19 @@ NUM_INTERVALS = 64
 NUM_BISECTIONS = 40
 
 
-def lognormal_lengths(mean: float, sigma: float, limit: int) -> np.ndarray:
-    """Return the quantiles of a lognormal with `sigma`, clipped to `limit`, whose mean after clipping is `mean`.
+def lognormal_quantiles(mean: float, sigma: float, limit: int) -> tuple[int, ...]:
+    """Return `NUM_QUANTILES` quantiles of a lognormal with `sigma`, clipped to `limit`, whose mean is then `mean`.
 
-    Lengths are in tokens; the result is int32 [NUM_QUANTILES].
+    Lengths are in tokens, sorted.
     """
-    normal = NormalDist()
-    scores = np.array([normal.inv_cdf((i + 0.5) / NUM_QUANTILES) for i in range(NUM_QUANTILES)])
+    normal, longest = NormalDist(), math.log(limit)
+    scores = [normal.inv_cdf((i + 0.5) / NUM_QUANTILES) for i in range(NUM_QUANTILES)]
 
-    def lengths(mu: float) -> np.ndarray:
-        return np.clip(np.exp(np.minimum(mu + sigma * scores, np.log(limit))), 1.0, limit)
+    def lengths(mu: float) -> list[float]:
+        return [max(1.0, math.exp(min(mu + sigma * score, longest))) for score in scores]
 
-    mu = root(lambda mu: float(lengths(mu).mean()), mean, -5.0, float(np.log(limit)) + 5 * sigma)
-    return np.rint(lengths(mu)).astype(np.int32)
+    mu = root(lambda mu: sum(lengths(mu)) / NUM_QUANTILES, mean, -5.0, longest + 5 * sigma)
+    return tuple(round(length) for length in lengths(mu))
 
 
 def root(
@@ -74,35 +75,34 @@ class Lengths:
     """A distribution of lengths in tokens: prompts of one length, and equally likely response lengths."""
 
     prompt: float
-    responses: np.ndarray
-    """Sorted, int32 [NUM_QUANTILES]."""
+    responses: tuple[int, ...]
+    """Sorted."""
 
     @cached_property
     def mean_response(self) -> float:
-        return float(self.responses.mean())
+        return sum(self.responses) / len(self.responses)
 
     @cached_property
     def mean_square(self) -> float:
         """Mean square of the lengths of a prompt and its response."""
-        return float(np.square(self.prompt + self.responses).mean())
+        return sum((self.prompt + length) ** 2 for length in self.responses) / len(self.responses)
 
     @cached_property
     def halfway(self) -> float:
         """Mean tokens generated so far of a response that runs at a random moment: E[L^2] / (2 E[L]), as long ones run
         longer."""
-        return float(np.square(self.responses.astype(float)).mean()) / (2 * self.mean_response)
+        return sum(length**2 for length in self.responses) / (2 * sum(self.responses))
 
     @cached_property
     def running(self) -> tuple[tuple[float, float], ...]:
         """(Tokens generated, share of the responses that are longer) in the middle of each of `NUM_INTERVALS` equal
         intervals up to the longest response."""
-        middles = (np.arange(NUM_INTERVALS) + 0.5) * self.interval
-        shorter = np.searchsorted(self.responses, middles, side="right")
-        return tuple(zip(middles.tolist(), (1 - shorter / len(self.responses)).tolist(), strict=True))
+        middles = [(i + 0.5) * self.interval for i in range(NUM_INTERVALS)]
+        return tuple((at, 1 - bisect_right(self.responses, at) / len(self.responses)) for at in middles)
 
     @property
     def interval(self) -> float:
-        return float(self.responses[-1]) / NUM_INTERVALS
+        return self.responses[-1] / NUM_INTERVALS
 
     @cached_property
     def peak_tokens(self) -> float:
@@ -111,33 +111,35 @@ class Lengths:
 
     def fill(self, budget: int) -> float:
         """Return the mean fraction of a micro-batch's token budget that packed sequences fill."""
-        return float(_packed(self, budget).mean())
+        fills = _packed(self, budget)
+        return sum(fills) / len(fills)
 
     def fullest(self, budget: int, num_ranks: int) -> float:
         """Return the expected fraction that the fullest of `num_ranks` micro-batches fills."""
         fills = _packed(self, budget)
-        below = (np.arange(len(fills) + 1) / len(fills)) ** num_ranks
-        return float(np.dot(fills, np.diff(below)))
+        below = [(i / len(fills)) ** num_ranks for i in range(len(fills) + 1)]
+        return sum(fill * (after - before) for fill, (before, after) in zip(fills, pairwise(below), strict=True))
 
 
 @lru_cache(maxsize=256)
 def _distribution(prompt: float, mean: float, sigma: float, limit: int) -> Lengths:
-    return Lengths(prompt, lognormal_lengths(mean, sigma, limit))
+    return Lengths(prompt, lognormal_quantiles(mean, sigma, limit))
 
 
 @lru_cache(maxsize=1024)
-def _packed(lengths: Lengths, budget: int) -> np.ndarray:
+def _packed(lengths: Lengths, budget: int) -> tuple[float, ...]:
     """Return the filled fraction of each micro-batch, sorted, if sequences are packed by first fit, longest first.
 
     `data/packing.py` fills micro-batches greedily as well.
     """
     rooms: list[float] = []
     step = len(lengths.responses) // NUM_PACKED
-    for length in (lengths.prompt + lengths.responses[step // 2 :: step])[::-1].tolist():
+    for response in reversed(lengths.responses[step // 2 :: step]):
+        length = lengths.prompt + response
         for index, room in enumerate(rooms):
             if length <= room:
                 rooms[index] -= length
                 break
         else:
             rooms.append(max(0.0, budget - length))
-    return np.sort(1 - np.array(rooms) / budget)
+    return tuple(sorted(1 - room / budget for room in rooms))

@@ -17,10 +17,11 @@ from megatron_bapo.planning.generation_time import decode_cost, prefill_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.planning.response_lengths import lognormal_lengths, root
+from megatron_bapo.planning.response_lengths import root
 from megatron_bapo.planning.rollout_memory import engine_memory
 from megatron_bapo.simulation.engine_costs import EngineCosts, fitted, observed
 from megatron_bapo.simulation.modelled_engine import EngineModel
+from megatron_bapo.simulation.response_lengths import lognormal_lengths
 from megatron_bapo.simulation.simulator import Simulated, Workload, simulate
 
 MIN_STEPS = 4

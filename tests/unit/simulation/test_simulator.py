@@ -6,8 +6,8 @@ import pytest
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.planning.decode_cost import DecodeCost
-from megatron_bapo.planning.response_lengths import lognormal_lengths
 from megatron_bapo.simulation.modelled_engine import EngineModel
+from megatron_bapo.simulation.response_lengths import lognormal_lengths
 from megatron_bapo.simulation.simulator import Simulated, Workload, best, candidates, simulate
 
 ENGINE = EngineModel(

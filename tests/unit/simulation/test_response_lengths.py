@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from megatron_bapo.planning.response_lengths import lognormal_lengths
+from megatron_bapo.simulation.response_lengths import lognormal_lengths
 
 
 @pytest.mark.parametrize(
