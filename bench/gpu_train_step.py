@@ -27,8 +27,8 @@ from megatron_bapo.parallel.platform import (
     release_cached_memory,
     take_peak_memory,
 )
+from megatron_bapo.planning.flops import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.planning.known_models import FOLDER
-from megatron_bapo.planning.timing import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import create_worker

@@ -28,7 +28,7 @@ Efficiency = Annotated[
     typer.Option(
         min=0.01,
         max=1.0,
-        help="Part of the peak FLOP/s that the trainer's kernels reach.",
+        help="Part of the peak FLOP/s that the trainer's matrix products reach.",
         rich_help_panel=_ASSUMPTIONS,
     ),
 ]

@@ -36,8 +36,15 @@ class MicroBatch:
     """Ratio of the tokens of the busiest expert-parallel rank to the mean."""
     fused_attention: bool = False
     """True for Transformer Engine's attention, which reads keys and values in place and rotary angles from a table."""
+    fused_swiglu: bool = False
+    """True where SwiGLU saves only its input, the outputs of the gate and up projections."""
     product_input_bytes: int | None = None
     """Bytes per element of the input that linear layers save: 1 in FP8, `dtype_bytes` by default."""
+
+    @property
+    def swiglu_bytes(self) -> int:
+        """Bytes that an MLP saves per element of its width, without the second projection's input."""
+        return (2 if self.fused_swiglu else 4) * self.dtype_bytes
 
     @property
     def input_bytes(self) -> int:
@@ -89,7 +96,7 @@ def layer_activations(
         terms += _experts(architecture, parallel, batch)
     else:
         elements, b = _mlp_elements(architecture, parallel, batch), batch.dtype_bytes
-        terms["mlp"] += hidden // b * batch.input_bytes + elements * (4 * b + batch.input_bytes)
+        terms["mlp"] += hidden // b * batch.input_bytes + elements * (batch.swiglu_bytes + batch.input_bytes)
     return terms
 
 
@@ -204,9 +211,9 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
         {
             "router": split * arch.hidden_size * b
             + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32)),
-            # Gate and up, four intermediate results up to the second projection's input, and each token's weight.
+            # Gate and up, the intermediate results up to the second projection's input, and each token's weight.
             "experts": received * arch.hidden_size * batch.input_bytes
-            + mlp * (5 * b + batch.input_bytes)
+            + mlp * (batch.swiglu_bytes + b + batch.input_bytes)
             + received * FP32,
         }
     )

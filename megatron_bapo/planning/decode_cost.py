@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Cost model of one decoding step, in seconds: overhead + max(memory reads, computation)."""
+    """Cost model of one decoding step, in seconds.
+
+    It is the overhead, the host's work for each sequence, and the longer of memory reads and computation."""
 
     overhead: float
     """Kernel launches, sampling and collectives of one step."""
@@ -18,6 +20,8 @@ class DecodeCost:
     """Reading the KV cache of one token."""
     per_sequence: float
     """Computing one sequence's next token."""
+    per_request: float = 0.0
+    """Work of the host for one sequence, while the GPU waits."""
 
     def seconds(self, num_steps: int, num_sequences: float, num_tokens: float) -> float:
         """Return the seconds of `num_steps` steps.
@@ -31,7 +35,8 @@ class DecodeCost:
             num_computing = min(num_steps, math.ceil((computing - reading) / growth))
         num_reading = num_steps - num_computing
         added = growth * num_reading * (num_computing + num_steps - 1) / 2
-        return self.overhead * num_steps + computing * num_computing + reading * num_reading + added
+        host = (self.overhead + self.per_request * num_sequences) * num_steps
+        return host + computing * num_computing + reading * num_reading + added
 
     def coarse(self, grain: int) -> DecodeCost:
         """Return the same engine's cost where one simulated token stands for `grain` tokens."""
@@ -40,4 +45,5 @@ class DecodeCost:
             weights=self.weights * grain,
             per_token=self.per_token * grain**2,
             per_sequence=self.per_sequence * grain,
+            per_request=self.per_request * grain,
         )

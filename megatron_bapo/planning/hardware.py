@@ -8,6 +8,7 @@ from typing import Literal
 from megatron_bapo.config.fp8 import ComputeCapability
 
 GIB = 2**30
+Dispatcher = Literal["alltoall", "hybridep"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,18 @@ class Gpu:
     """NVLink bandwidth in each direction."""
     network_gb_s: float
     """One GPU's share of its node's network adapters, in each direction."""
+    num_sms: int
+    """Streaming multiprocessors, each of which computes one tile of a matrix product at a time."""
     source: str
 
 
-GpuName = Literal["A100", "H100", "H200", "B200"]
+GpuName = Literal["A100", "H100", "H200", "B200", "H20"]
 GPUS: dict[GpuName, Gpu] = {
-    "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
-    "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, "NVIDIA H100 SXM and DGX H100 data sheets"),
-    "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, "NVIDIA H200 SXM and DGX H200 data sheets"),
-    "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, "NVIDIA HGX B200 and DGX B200 data sheets"),
+    "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, 108, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
+    "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, 132, "NVIDIA H100 SXM and DGX H100 data sheets"),
+    "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, 132, "NVIDIA H200 SXM and DGX H200 data sheets"),
+    "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, 148, "NVIDIA HGX B200 and DGX B200 data sheets"),
+    "H20": Gpu(95.0, 148, 296, (9, 0), 4.0, 450, 50, 78, "NVIDIA H20 and HGX H20 data sheets"),
 }
 DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA A100-SXM4-40GB": "A100",
@@ -44,6 +48,7 @@ DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA H100 80GB HBM3": "H100",
     "NVIDIA H200": "H200",
     "NVIDIA B200": "B200",
+    "NVIDIA H20": "H20",
 }
 """GPU type for each device name that the driver reports. H100 PCIe, H100 NVL, GH200 and MIG slices are left out: their
 peak differs."""
@@ -62,27 +67,30 @@ class Assumptions:
     The plan prints each of them; the first ones are options of the `plan` command.
     """
 
-    compute_efficiency: float = 0.55
-    """Fraction of the dense peak that matrix products and attention reach, with the small kernels between them. Plain
-    matrix products of the trainer's sizes reach 0.8 on an H200. Model FLOPs utilization (MFU) is lower."""
-    fp8_efficiency: float = 0.4
-    """Fraction of the dense FP8 peak that linear layers reach, quantization of activations and gradients included."""
+    compute_efficiency: float = 0.6
+    """Fraction of the dense bfloat16 peak that a large matrix product reaches in a training run, whose power limit
+    lowers the clocks; estimated over all published runs. Tiles and waves lower it further (`layer_time.Kernels`)."""
+    fp8_efficiency: float = 0.6
+    """The same of the dense FP8 peak. Quantization counts apart."""
+    attention_efficiency: float = 0.5
+    """Fraction of the dense bfloat16 peak that fused attention reaches, forward and backward."""
     memory_efficiency: float = 0.65
-    """Fraction of the memory bandwidth that an engine reaches while it decodes."""
+    """Fraction of the memory bandwidth that an engine reaches while it decodes, and that the trainer's element-wise
+    kernels reach."""
     link_efficiency: float = 0.7
     """Fraction of the NVLink and network bandwidth that collectives reach."""
     overlap: float = 0.8
-    """Fraction of the data-parallel communication that overlap_grad_reduce and overlap_param_gather hide."""
+    """Fraction of a communication that computation hides where the two overlap: that of data parallelism with
+    overlap_grad_reduce and overlap_param_gather, of ring attention, and of interleaved pipelines."""
     mean_prompt_fraction: float = 0.25
     """Mean prompt length over data.max_prompt_length."""
     mean_response_fraction: float = 0.5
     """Mean response length over rollout.max_response_length."""
-    square_over_mean: float = 4 / 3
-    """Mean square of the lengths over the square of their mean; 4/3 for lengths uniform from 0."""
-    packing_efficiency: float = 0.95
-    """Fraction of a full micro-batch's tokens that are not padding."""
-    expert_imbalance: float = 1.3
-    """Ratio of the tokens of the busiest expert-parallel rank to the mean."""
+    length_sigma: float = 1.0
+    """Sigma of the lognormal distribution of response lengths, which is clipped to rollout.max_response_length."""
+    expert_imbalance: float = 1.4
+    """Ratio of the tokens of the busiest expert-parallel rank to the mean. With natural routing a pretraining step of
+    Qwen3-30B-A3B takes 1.23 times as long as with balanced experts (Megatron-Bridge's verification card)."""
     reserved_gib: float = 3.0
     """Memory on each GPU for the CUDA context, NCCL buffers and cuBLAS workspaces."""
     fragmentation: float = 0.05
@@ -108,3 +116,42 @@ class Assumptions:
     host_memory_gib: float = 1800.0
     """Host memory of one node; a DGX H100 has 2 TB."""
     gpus_per_node: int = 8
+    host_layer_ms: float = 1.0
+    """Time in which the host launches the kernels of one dense layer, forward and backward, for one micro-batch; the
+    GPU waits if it is faster. bench.gpu_train_step measures it."""
+    host_expert_layer_ms: float = 10.0
+    """The same for a layer with experts, whose dispatcher waits for the routed tokens' counts."""
+    decode_sequence_us: float = 30.0
+    """Time of the host for one sequence in one decoding step: scheduling, sampling, log-probs and detokenization.
+    Estimated from the published synchronous runs with long responses."""
+    between_phases_s: float = 3.0
+    """Seconds of one step for batching, rewards and moving the batch between processes. NeMo-RL's step has 3 s beside
+    its phases (NVIDIA-NeMo/RL#959), and a log of its phases lists 4 s of such work (NVIDIA-NeMo/RL#1052)."""
+
+    # Properties of other trainers, whose published runs bench.published_runs plans; the defaults are this trainer's.
+    gradient_bytes: int = 4
+    """Bytes of a gradient element; 2 with Megatron's grad_reduce_in_fp32=false."""
+    moment_bytes: int = 4
+    """Bytes of each Adam moment of a parameter; 2 with Megatron's precision-aware optimizer in bfloat16."""
+    fused_swiglu: bool = False
+    """Whether SwiGLU is one kernel that saves only its input (Megatron's bias_activation_fusion)."""
+    reference_on_host: bool = False
+    """Whether the reference model is in host memory except while it scores."""
+    pads_pipelines: bool = False
+    """Whether pipelines pad every micro-batch to the token budget."""
+    balances_stages: bool = False
+    """Whether the pipeline's split of layers accounts for the output layer."""
+    dispatcher: Dispatcher = "alltoall"
+    """Token dispatcher of expert parallelism: `alltoall` sends each token once per expert; `hybridep` (as DeepEP) once
+    per host over the network and once per rank within a host, fuses the permutation into it and can be captured in CUDA
+    graphs, which halves the time of the host."""
+    broadcasts_weights: bool = False
+    """Whether a weight transfer without a store gathers full tensors and broadcasts them from one rank per pipeline
+    stage, instead of sending every shard to the ranks that need it."""
+    broadcast_gb_s: float = 10.0
+    """Bandwidth of such a broadcast per pipeline stage, the gathering and loading of tensors included. Published ones
+    reach 2.6 to 23 GB/s."""
+    tensor_overlap: float = 0.0
+    """Fraction of tensor parallelism's collectives that computation hides (Megatron's tp_comm_overlap)."""
+    expert_overlap: float = 0.0
+    """Fraction of the expert dispatch that computation hides (Megatron's overlap_moe_expert_parallel_comm)."""

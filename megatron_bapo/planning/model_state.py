@@ -18,11 +18,13 @@ from typing import Any
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES, quantised_elements
 
 FP32 = 4
 NUM_MOMENTS = 2
+THIS_TRAINER = Assumptions()
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Alignments in elements; they apply only with the distributed optimizer."""
 DEFAULT_BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000
@@ -42,6 +44,8 @@ class ModelState:
     """Pinned host memory of the offloaded optimizer: fp32 parameters, moments and a copy of the gradients."""
     reference: int
     """Parameters of the reference model with their FP8 copies, where a KL coefficient needs it."""
+    updated: int = 0
+    """Parameters that this rank's optimizer updates, in elements."""
     quantised: int = 0
     """FP8 copies of weights beside `parameters`: a copy and its transpose, or only the transpose with fp8.param."""
 
@@ -55,7 +59,13 @@ class ModelState:
 
 
 def model_state(
-    config: Config, architecture: Architecture, stage: int, data_rank: int = 0, expert_data_rank: int = 0
+    config: Config,
+    architecture: Architecture,
+    stage: int,
+    data_rank: int = 0,
+    expert_data_rank: int = 0,
+    *,
+    assumptions: Assumptions = THIS_TRAINER,
 ) -> ModelState:
     """Return the state of one rank of a pipeline stage.
 
@@ -74,13 +84,15 @@ def model_state(
     # Hopper's FP8 products need a weight and its transpose, and both are cached from one micro-batch to the next.
     copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
     saved = kept_in_fp8 * (dtype - FP8_BYTES)
+    has_reference = config.algorithm.needs_reference and not assumptions.reference_on_host
     return ModelState(
         parameters=num_allocated * dtype - saved,
-        gradients=num_allocated * FP32,
+        gradients=num_allocated * assumptions.gradient_bytes,
         main_parameters=0 if offload else main,
-        moments=0 if offload else NUM_MOMENTS * optimizer,
+        moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_elements * dtype - saved + copies if config.algorithm.needs_reference else 0,
+        reference=num_elements * dtype - saved + copies if has_reference else 0,
+        updated=num_own,
         quantised=copies,
     )
 

@@ -12,7 +12,6 @@ from megatron_bapo.planning.parameters import (
     Parameter,
     Split,
     chunk_parameters,
-    num_active_parameters,
     stage_chunks,
     whole_model,
 )
@@ -40,17 +39,6 @@ def quantised_elements(config: Config, architecture: Architecture, stage: int) -
 def _layers_in_fp8(fp8: Fp8Config, architecture: Architecture) -> frozenset[int]:
     at_start, at_end = fp8.num_bf16_layers
     return frozenset(range(at_start, architecture.num_hidden_layers - at_end))
-
-
-def product_seconds_share(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> float:
-    """Return the time of the trainer's linear layers relative to their time in bfloat16."""
-    if config.fp8 is None:
-        return 1.0
-    arch = architecture
-    active = num_active_parameters(arch)
-    outside = arch.vocab_size * arch.hidden_size
-    share = (active - outside) / active * len(_layers_in_fp8(config.fp8, arch)) / arch.num_hidden_layers
-    return 1.0 - share + share / fp8_speedup(gpu, assumptions)
 
 
 def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:

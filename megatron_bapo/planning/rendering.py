@@ -17,6 +17,7 @@ from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.search import NEAR_BEST, changes
+from megatron_bapo.planning.spread import step_range
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
 from megatron_bapo.planning.weight_transfer import sync_bytes
 
@@ -96,7 +97,14 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
         "host_bytes": plan.host_bytes,
         "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
-        "seconds": asdict(time) | {"training": time.training, "total": time.total},
+        "seconds": {
+            **asdict(time),
+            "trainer": time.training_parts,
+            "training": time.training,
+            "total": time.total,
+            "range": step_range(plan.architecture, time.total),
+            "dominant": time.dominant[0],
+        },
         "mfu": time.mfu,
         "tokens_per_s": time.tokens_per_s,
         "assumptions": asdict(plan.assumptions),
@@ -214,8 +222,14 @@ def _time_rows(plan: Plan) -> Rows:
     shown = ", ".join(f"{name} {seconds:.0f}" for name, seconds in time.training_parts.items() if seconds >= 0.5)
     both = f"generation {time.generation:,.0f}", f"training {time.training:,.0f}"
     work = f"the longer of {' and '.join(both)}" if time.overlapped else " + ".join(both)
+    others = {"offload": time.offload, "between phases": time.between, "sync": time.weight_sync}
+    added = "".join(f" + {name} {seconds:,.0f}" for name, seconds in others.items() if seconds >= 0.5)
+    low, high = step_range(plan.architecture, time.total)
+    name, seconds = time.dominant
     return [
-        ("seconds", f"{time.total:,.0f} = {work} + sync {time.weight_sync:,.0f}"),
+        ("seconds", f"{time.total:,.0f} = {work}{added}"),
+        ("range", f"{low:,.0f} to {high:,.0f}, as published steps differ from their plans"),
+        ("dominant", f"{name}, {seconds / time.total:.0%} of the step"),
         ("training", shown or f"{time.training:.2g}"),
         ("FLOPs", f"{time.model_flops:.2e} of the model; MFU {time.mfu:.0%} while training"),
         ("tokens/s", f"{time.tokens_per_s:,.0f}, {time.tokens_per_s / plan.num_gpus:,.0f} on each GPU"),

@@ -10,7 +10,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters
 from megatron_bapo.planning.precision import engine_weight_bytes, key_value_bytes
-from megatron_bapo.planning.trainer_memory import mean_length
+from megatron_bapo.planning.response_lengths import mean_length
 
 
 @dataclass(frozen=True)

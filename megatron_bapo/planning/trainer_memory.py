@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.model_state import ModelState, model_state
 from megatron_bapo.planning.parameters import stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
         dtype_bytes,
         fused_norms=True,
         expert_imbalance=imbalance,
+        fused_swiglu=assumptions.fused_swiglu,
         fused_attention=config.model.transformer_impl == "transformer_engine",
         product_input_bytes=FP8_BYTES if config.fp8 is not None else dtype_bytes,
     )
@@ -73,19 +76,10 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
 def num_micro_batches(config: Config, assumptions: Assumptions) -> int:
     """Return the micro-batches of one update on one data-parallel rank."""
     trajectories = config.trainer.ppo_mini_batch_size / config.parallel.data_parallel_size
-    tokens = trajectories * mean_length(config, assumptions)
-    needed = -(-tokens // (config.max_micro_batch_tokens * assumptions.packing_efficiency))
-    return round_up(max(1, int(needed)), config.parallel.num_micro_batches_multiple)
-
-
-def mean_length(config: Config, assumptions: Assumptions) -> float:
-    """Return the mean tokens of a prompt and its response."""
-    prompt = config.data.max_prompt_length * assumptions.mean_prompt_fraction
-    return prompt + mean_response(config, assumptions)
-
-
-def mean_response(config: Config, assumptions: Assumptions) -> float:
-    return config.rollout.max_response_length * assumptions.mean_response_fraction
+    budget = config.max_micro_batch_tokens
+    fill = lengths_of(config, assumptions).fill(budget)
+    needed = math.ceil(trajectories * mean_length(config, assumptions) / (budget * fill) - 1e-6)
+    return round_up(max(1, needed), config.parallel.num_micro_batches_multiple)
 
 
 def stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions) -> list[StageMemory]:
@@ -129,7 +123,7 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
         kept, workspace = output_layer_bytes(architecture, parallel, batch, config.trainer.logprob_chunk_size)
         output_layer = kept + max(0, workspace - backward)  # the two do not run at once
     reserved = assumptions.reserved_gib * GIB + assumptions.fragmentation * sum(activations.values())
-    state = model_state(config, architecture, stage)
+    state = model_state(config, architecture, stage, assumptions=assumptions)
     return StageMemory(stage, state, counts, activations, backward, output_layer, int(reserved))
 
 

@@ -14,6 +14,10 @@ from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.parameters import num_parameters
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
+LAYER_S = 0.01
+"""Seconds of starting the transfers of one layer's tensors from GPU to GPU. Estimated from NeMo-RL's reshard of a 4B
+and a 30B model (docs/design-docs/nccl-reshard-refit.md), which take 0.2 to 1.0 s."""
+
 
 @dataclass(frozen=True)
 class TransferSpeed:
@@ -29,6 +33,8 @@ class TransferSpeed:
     """One TCP connection, over which a host receives from the one before it in the chain."""
     link: float
     """Two GPUs of a host, in each direction."""
+    broadcast: float
+    """One pipeline stage that broadcasts full tensors."""
 
     @classmethod
     def of(cls, gpu: Gpu, assumptions: Assumptions, network_gbit_s: float | None = None) -> TransferSpeed:
@@ -40,6 +46,7 @@ class TransferSpeed:
             network=adapter * assumptions.link_efficiency,
             connection=assumptions.connection_gb_s * 1e9,
             link=gpu.nvlink_gb_s * 1e9 * assumptions.link_efficiency,
+            broadcast=assumptions.broadcast_gb_s * 1e9,
         )
 
 
@@ -55,11 +62,18 @@ class Traffic:
     """Bytes that one engine rank verifies in its host's store and loads."""
     linked: float = 0.0
     """Bytes between one GPU and the other GPUs of its host in one direction, without a store."""
+    broadcast: float = 0.0
+    """Bytes that one pipeline stage broadcasts."""
+    sent: float = 0.0
+    """Bytes between one GPU and those of other hosts in one direction, without a store."""
+    num_layers: int = 0
+    """Layers whose tensors are sent one after another, without a store."""
 
     def seconds(self, speed: TransferSpeed) -> float:
         """Return the time until every engine has loaded the version."""
         stored = (self.written + self.loaded) * (1 / speed.store + 1 / speed.copy)
-        return stored + self.crossing / min(speed.network, speed.connection) + self.linked / speed.link
+        direct = self.linked / speed.link + self.sent / speed.network + self.broadcast / speed.broadcast
+        return stored + self.crossing / min(speed.network, speed.connection) + direct + self.num_layers * LAYER_S
 
 
 def sync_bytes(config: Config, architecture: Architecture) -> int:
@@ -67,13 +81,17 @@ def sync_bytes(config: Config, architecture: Architecture) -> int:
     return num_parameters(architecture) * DTYPE_BYTES[config.model.dtype]
 
 
-def traffic(config: Config, architecture: Architecture, gpus_per_host: int, *, colocated: bool) -> Traffic:
+def traffic(
+    config: Config, architecture: Architecture, gpus_per_host: int, *, colocated: bool, broadcasts: bool = False
+) -> Traffic:
     """Return the bytes of one full transfer, if the ranks that hold the same parameters share the work evenly."""
     num_bytes, rollout, world = sync_bytes(config, architecture), config.rollout, config.parallel.world_size
     engine_bytes = num_bytes / rollout.ranks_per_engine
-    if config.weight_sync.transport != "store":
-        return Traffic(linked=max(engine_bytes, rollout.num_engines / world * num_bytes))
+    if broadcasts:
+        return Traffic(broadcast=num_bytes / config.parallel.pipeline_model_parallel_size)
     held = held_bytes(config, architecture, gpus_per_host)
+    if config.weight_sync.transport != "store":
+        return _direct(config, num_bytes, held if colocated else 0.0, gpus_per_host, architecture.num_hidden_layers)
     if not colocated:
         # Trainer hosts with the same parameters each serve some of the engine hosts, which pass on what they receive.
         is_on_one_host = world + config.num_engine_ranks <= gpus_per_host
@@ -82,6 +100,21 @@ def traffic(config: Config, architecture: Architecture, gpus_per_host: int, *, c
         needed = min(1.0, gpus_per_host / rollout.ranks_per_engine) * num_bytes
         return Traffic(num_chains * num_bytes / world, 0.0 if is_on_one_host else needed, engine_bytes)
     return Traffic(held / min(world, gpus_per_host), num_bytes - held, engine_bytes)
+
+
+def _direct(config: Config, num_bytes: int, held: float, gpus_per_host: int, num_layers: int) -> Traffic:
+    """Return the bytes of a transfer from GPU to GPU, of which the engine's host holds `held` bytes.
+
+    Each engine rank receives its part once from the ranks that hold it. A rank that serves several engines sends as
+    often. What another host holds crosses the network, through each GPU's own adapter.
+    """
+    rollout, world = config.rollout, config.parallel.world_size
+    busiest = max(num_bytes / rollout.ranks_per_engine, rollout.num_engines / world * num_bytes)
+    used = max(world, config.num_engine_ranks) if held else world + config.num_engine_ranks
+    if used <= gpus_per_host:
+        return Traffic(linked=busiest, num_layers=num_layers)
+    near = held / num_bytes
+    return Traffic(linked=busiest * near, sent=busiest * (1 - near), num_layers=num_layers)
 
 
 def held_bytes(config: Config, architecture: Architecture, gpus_per_host: int) -> float:

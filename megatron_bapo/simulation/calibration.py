@@ -13,14 +13,15 @@ from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.planning.generation_time import decode_cost, prefill_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions
 from megatron_bapo.planning.known_models import architecture_of
 from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.response_lengths import root
 from megatron_bapo.planning.rollout_memory import engine_memory
-from megatron_bapo.planning.timing import decode_cost, prefill_seconds
 from megatron_bapo.simulation.engine_costs import EngineCosts, fitted, observed
 from megatron_bapo.simulation.modelled_engine import EngineModel
-from megatron_bapo.simulation.response_lengths import lognormal_lengths, root
+from megatron_bapo.simulation.response_lengths import lognormal_lengths
 from megatron_bapo.simulation.simulator import Simulated, Workload, simulate
 
 MIN_STEPS = 4
@@ -44,12 +45,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
         )
     lengths = lognormal_lengths(mean_response, sigma, limit)
     prompt = plan.config.data.max_prompt_length * plan.assumptions.mean_prompt_fraction
-    totals = lengths + prompt
-    assumptions = replace(
-        plan.assumptions,
-        mean_response_fraction=mean_response / limit,
-        square_over_mean=float((totals**2).mean() / totals.mean() ** 2),
-    )
+    assumptions = replace(plan.assumptions, mean_response_fraction=mean_response / limit, length_sigma=sigma)
     plan = replace(plan, placement="separate", assumptions=assumptions)
     setup = (plan.config, plan.architecture, plan.gpu)
     if plan.engine.kv_tokens < plan.engine.max_model_len:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_bapo.metrics.values import Last, Metric, Sum
+from megatron_bapo.planning.flops import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.planning.hardware import peak_flops
-from megatron_bapo.planning.timing import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.worker import Worker
 

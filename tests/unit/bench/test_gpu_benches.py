@@ -14,9 +14,9 @@ from bench import gpu, gpu_bapo_step, gpu_kernels, gpu_train_step, gpu_weight_ha
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import has_gpu
+from megatron_bapo.planning.flops import forward_pass_flops
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.parameters import num_parameters
-from megatron_bapo.planning.timing import forward_pass_flops
 
 # Megatron-Core warns of its own defaults and of its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,6 +10,7 @@ from megatron_bapo.planning.hardware import DEVICE_NAMES, peak_flops
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H200", 989),
         ("NVIDIA B200", 2250),
+        ("NVIDIA H20", 148),
     ],
 )
 def test_a_gpus_peak_is_found_by_the_name_that_its_driver_gives(device: str, tflops: float) -> None:
@@ -33,4 +34,4 @@ def test_the_peak_of_an_unknown_device_is_none(device: str) -> None:
 
 
 def test_every_type_of_gpu_has_a_device_name() -> None:
-    assert set(DEVICE_NAMES.values()) == {"A100", "H100", "H200", "B200"}
+    assert set(DEVICE_NAMES.values()) == {"A100", "H100", "H200", "B200", "H20"}

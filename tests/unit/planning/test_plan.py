@@ -1,6 +1,7 @@
 import pytest
 
 from megatron_bapo.planning.plan import Plan
+from megatron_bapo.planning.weight_transfer import LAYER_S
 from tests.unit.planning.examples import recipe
 
 NAME = "qwen2.5-7b_8gpus"
@@ -87,8 +88,9 @@ def test_pipeline_stages_of_an_engine_share_layers_keys_values_and_time() -> Non
 def test_a_direct_weight_transfer_needs_no_store_and_takes_less_time() -> None:
     stored, direct = recipe(NAME), recipe(NAME, "weight_sync.transport=cuda_ipc")
     assert stored.host_bytes - direct.host_bytes == 2 * 2 * 7_615_616_512
-    # Every GPU reads all weights over NVLink: 450 GB/s, of which 80 % are reached.
-    assert direct.time.weight_sync == pytest.approx(2 * 7_615_616_512 / (450e9 * direct.assumptions.link_efficiency))
+    # Every GPU reads all weights over NVLink, layer by layer.
+    link = 450e9 * direct.assumptions.link_efficiency
+    assert direct.time.weight_sync == pytest.approx(2 * 7_615_616_512 / link + 28 * LAYER_S)
     assert direct.time.weight_sync < stored.time.weight_sync / 10
 
 
@@ -121,9 +123,16 @@ def test_trainer_and_engine_both_hold_weights_during_a_weight_update() -> None:
 def test_overlapped_generation_and_training_take_as_long_as_the_longer_of_the_two() -> None:
     name = "r1-distill-qwen-7b_16gpus_async"
     time = recipe(name, placement="separate").time
-    assert time.total == max(time.generation, time.training) + time.weight_sync
+    assert time.total == max(time.generation, time.training) + time.between + time.weight_sync
     in_turn = recipe(name, "rollout.mode=sync", placement="separate").time
-    assert in_turn.total == in_turn.generation + in_turn.training + in_turn.weight_sync
+    assert in_turn.total == in_turn.generation + in_turn.training + in_turn.between + in_turn.weight_sync
+
+
+def test_a_trainer_that_offloads_its_state_spends_time_on_it() -> None:
+    time = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9").time
+    assert time.total == time.generation + time.training + time.offload + time.between + time.weight_sync
+    assert time.offload > 1.0
+    assert recipe(NAME).time.offload == 0.0
 
 
 def test_cuda_ipc_counts_the_contexts_of_the_engines_that_read_a_gpus_parameters() -> None:

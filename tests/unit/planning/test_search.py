@@ -31,16 +31,31 @@ def test_layouts_that_are_clearly_slower_than_the_best_follow_by_step_time() -> 
 def test_of_layouts_that_are_about_as_fast_the_one_with_the_most_free_memory_comes_first() -> None:
     found = search(recipe("qwen2.5-32b_64gpus"), 64)
     fastest = min(found, key=lambda each: each.time.total)
-    assert [layout_name(each.config) for each in found[:2]] == ["TP2 PP8 CP4 offload", "TP4 PP2 CP2 DP4 offload"]
+    assert [layout_name(each.config) for each in found[:2]] == ["TP8 DP8 offload", "TP8 DP8"]
     assert found[0].time.total > fastest.time.total
     near = found[: found.index(fastest) + 1]
     memory = [round(each.while_training(each.worst_stage) / 2**30) for each in near]
     assert memory == sorted(memory)
 
 
-def test_of_layouts_that_are_about_as_fast_and_as_full_the_one_with_fewer_parallel_dimensions_comes_first() -> None:
-    names = [layout_name(each.config) for each in search(recipe(NAME), 8)]
-    assert names.index("PP2 CP2 DP2 offload") + 1 == names.index("TP2 PP2 VPP2 DP2")
+def test_of_layouts_that_are_about_as_fast_and_as_full_the_one_with_fewer_parallel_dimensions_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_bapo.planning.search.NEAR_BEST", 0.15)
+    found = search(recipe(NAME), 8)
+    fastest = min(each.time.total for each in found)
+    near = [each for each in found if each.time.total <= 1.15 * fastest]
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert")
+    keys = [
+        (
+            round(each.while_training(each.worst_stage) / 2**30),
+            sum(getattr(each.config.parallel, f"{size}_model_parallel_size") > 1 for size in sizes)
+            + (each.config.parallel.context_parallel_size > 1),
+        )
+        for each in near
+    ]
+    assert keys == sorted(keys)
+    assert len({memory for memory, _ in keys}) < len(set(keys))  # some need as much memory with other dimensions
 
 
 @pytest.mark.parametrize("name", [NAME, "qwen3-30b-a3b_8gpus"])

@@ -1,10 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture
-from megatron_bapo.planning.timing import forward_flops
+from megatron_bapo.planning.flops import forward_flops
+from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.layer_time import Kernels
+from megatron_bapo.planning.response_lengths import lengths_of
+from megatron_bapo.planning.trainer_memory import num_micro_batches
 from tests.unit.planning.examples import recipe
 
 
@@ -61,27 +67,46 @@ def test_forward_flops_are_those_that_pytorch_counts() -> None:
 def test_every_pass_over_a_trajectory_counts(overrides: list[str], passes: float) -> None:
     plan = recipe("qwen2.5-7b_8gpus", *overrides)
     mean = 1024 * 0.25 + 8192 * 0.5
-    one_pass = 4096 * sum(forward_flops(plan.architecture, mean, 4 / 3 * mean**2))
+    square = lengths_of(plan.config, plan.assumptions).mean_square
+    one_pass = 4096 * sum(forward_flops(plan.architecture, mean, square))
     assert plan.time.model_flops == pytest.approx(passes * one_pass)
 
 
 def test_the_pipelines_bubble_is_stages_less_one_over_micro_batches() -> None:
-    """arXiv 2104.04473, section 2.2: (p - 1) / (v m), here with 4 stages and 128 micro-batches."""
-    time = recipe("r1-distill-qwen-32b_64gpus").time
-    assert time.bubble / time.compute == pytest.approx(3 / 128)
-    virtual = recipe("r1-distill-qwen-32b_64gpus", "parallel.virtual_pipeline_model_parallel_size=4").time
-    assert virtual.bubble / virtual.compute == pytest.approx(3 / (4 * 128))
+    """arXiv 2104.04473, section 2.2: (p - 1) / (v m), if all stages take as long."""
+    plan = recipe("r1-distill-qwen-32b_64gpus")
+    plan = replace(plan, assumptions=replace(plan.assumptions, balances_stages=True))
+    virtual = recipe("r1-distill-qwen-32b_64gpus", "parallel.virtual_pipeline_model_parallel_size=4")
+    virtual = replace(virtual, assumptions=plan.assumptions)
+    for each, chunks in (plan, 1), (virtual, 4):
+        time, count = each.time.trainer, num_micro_batches(each.config, each.assumptions)
+        work = time.compute + time.tensor + time.context + time.expert + time.pipeline + time.launch
+        assert time.bubble / work == pytest.approx(3 / (chunks * count))
 
 
-def test_mfu_equals_the_assumed_efficiency_if_only_compute_takes_time() -> None:
+def test_the_last_stage_also_waits_for_its_output_layer() -> None:
+    plan = recipe("r1-distill-qwen-32b_64gpus")
+    balanced = replace(plan, assumptions=replace(plan.assumptions, balances_stages=True))
+    assert plan.time.trainer.compute == balanced.time.trainer.compute
+    assert plan.time.trainer.bubble > balanced.time.trainer.bubble
+
+
+def test_large_products_reach_the_assumed_efficiency_and_tiles_and_waves_cost() -> None:
+    kernels = Kernels(GPUS["H100"], Assumptions())
+    flops = 2 * (132 * 128) * (256 * 32) * 8192
+    assert kernels.product(132 * 128, 256 * 32, 8192) == pytest.approx(flops / (989e12 * 0.6), rel=0.05)
+    assert kernels.product(133 * 128, 256, 8192) > 1.5 * kernels.product(132 * 128, 256, 8192)  # a second wave
+
+
+def test_mfu_is_below_the_efficiency_of_matrix_products() -> None:
     time = recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo").time
-    assert time.mfu * time.training == pytest.approx(0.55 * time.compute)
+    assert 0.3 < time.mfu < Assumptions().compute_efficiency
 
 
 def test_full_recompute_takes_another_forward_pass_and_leaves_the_models_flops_alone() -> None:
     plain = recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo").time
     full = recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo", "parallel.recompute_granularity=full").time
-    assert full.compute / plain.compute == pytest.approx(4 / 3)
+    assert 1.25 < full.trainer.compute / plain.trainer.compute < 4 / 3
     assert full.model_flops == plain.model_flops
 
 
@@ -89,3 +114,24 @@ def test_decoding_reads_the_weights_once_a_token_at_least() -> None:
     plan = recipe("qwen2.5-7b_8gpus")
     reading_s = plan.engine.weights / (3.35e12 * 0.65)
     assert plan.time.generation > 8192 * reading_s
+
+
+def test_a_synchronous_batch_takes_longer_the_wider_its_lengths_spread() -> None:
+    plan = recipe("qwen2.5-7b_8gpus")
+    spreads = [replace(plan, assumptions=replace(plan.assumptions, length_sigma=sigma)) for sigma in (0.2, 0.6, 1.2)]
+    seconds = [each.time.generation for each in spreads]
+    assert seconds == sorted(seconds)
+
+
+def test_an_asynchronous_batch_does_not_wait_for_its_stragglers() -> None:
+    name = "r1-distill-qwen-7b_16gpus_async"
+    fresh, stale = (recipe(name, f"rollout.max_staleness={n}", placement="separate").time.generation for n in (1, 8))
+    in_turn = recipe(name, "rollout.mode=sync", placement="separate").time.generation
+    assert stale <= fresh < in_turn
+
+
+def test_the_longest_part_of_a_step_dominates_it() -> None:
+    time = recipe("qwen2.5-7b_8gpus").time
+    assert time.dominant == ("generation", time.generation)
+    overlapped = recipe("r1-distill-qwen-7b_16gpus_async", placement="separate").time
+    assert overlapped.dominant[1] <= max(overlapped.generation, overlapped.training)

@@ -3,6 +3,7 @@ from collections import Counter
 import pytest
 
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.response_lengths import Lengths, lengths_of
 from megatron_bapo.planning.trainer_memory import in_flight, largest_micro_batch, num_micro_batches
 from tests.unit.planning.examples import recipe
 
@@ -78,4 +79,14 @@ def test_the_largest_micro_batch_holds_longest_trajectories_and_one_of_the_rest(
 def test_an_update_has_as_many_micro_batches_as_its_mean_tokens_fill() -> None:
     plan = recipe("qwen2.5-7b_8gpus")
     tokens = 1024 / 4 * (1024 * 0.25 + 8192 * 0.5)  # of a data-parallel rank
-    assert num_micro_batches(plan.config, plan.assumptions) == -(-tokens // (9216 * 0.95))
+    fill = lengths_of(plan.config, plan.assumptions).fill(9216)
+    assert 0.9 < fill <= 1.0
+    assert num_micro_batches(plan.config, plan.assumptions) == -(-tokens // (9216 * fill))
+
+
+def test_sequences_longer_than_half_a_micro_batch_leave_it_partly_empty() -> None:
+    long, short = (Lengths(0.0, (length,) * 2048) for length in (600, 250))
+    assert long.fill(1000) == pytest.approx(0.6)
+    assert short.fill(1000) == pytest.approx(1.0)
+    mixed = Lengths(0.0, tuple(300 + i // 4 for i in range(2048)))
+    assert mixed.fill(1000) < mixed.fullest(1000, 8) <= 1.0

@@ -2,7 +2,7 @@ import pytest
 
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
 from megatron_bapo.planning.hardware import GPUS, Assumptions
-from megatron_bapo.planning.weight_transfer import TransferSpeed, traffic
+from megatron_bapo.planning.weight_transfer import LAYER_S, TransferSpeed, traffic
 from megatron_bapo.weight_sync.plan_figures import plan_figures
 from tests.unit.planning.examples import RECIPES, recipe
 
@@ -45,7 +45,13 @@ def test_an_update_writes_the_stores_crosses_the_network_and_is_loaded() -> None
 def test_without_a_store_the_busiest_gpu_reads_at_the_speed_of_nvlink() -> None:
     version = 2 * 7_615_616_512
     direct = recipe("qwen2.5-7b_8gpus", "weight_sync.transport=cuda_ipc").time.weight_sync
-    assert direct == pytest.approx(version / (450e9 * Assumptions().link_efficiency))
+    assert direct == pytest.approx(version / (450e9 * Assumptions().link_efficiency) + 28 * LAYER_S)
+
+
+def test_between_hosts_every_gpu_receives_its_shards_through_its_own_adapter() -> None:
+    plan = recipe("qwen2.5-7b_64gpus", "weight_sync.transport=nccl", placement="separate")  # engines of four GPUs
+    version = 2 * 7_615_616_512
+    assert plan.time.weight_sync == pytest.approx(version / 4 / (50e9 * Assumptions().link_efficiency) + 28 * LAYER_S)
 
 
 def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:

@@ -1,0 +1,107 @@
+"""Seconds of a layer's collectives for one micro-batch (arXiv 2205.05198 for tensor and sequence parallelism)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.layer_time import ExpertSplit
+from megatron_bapo.planning.precision import DTYPE_BYTES
+
+LATENCY_S = 12e-6
+"""Latency of one small all-reduce within a node."""
+NETWORK_LATENCY_S = 100e-6
+"""Latency of one small collective between nodes, estimated from the published runs with engines on two nodes."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidth in bytes per second and the hosts that a group of ranks spans."""
+
+    gpu: Gpu
+    assumptions: Assumptions
+
+    @property
+    def inside(self) -> float:
+        return self.gpu.nvlink_gb_s * 1e9 * self.assumptions.link_efficiency
+
+    @property
+    def across(self) -> float:
+        return self.gpu.network_gb_s * 1e9 * self.assumptions.link_efficiency
+
+    def is_inside(self, span: int) -> bool:
+        return span <= self.assumptions.gpus_per_node
+
+    def seconds(self, num_bytes: float, span: int, num_messages: int = 1) -> float:
+        """Return the time of a ring collective or a transfer of a group of `span` consecutive ranks."""
+        if self.is_inside(span):
+            return num_bytes / self.inside + num_messages * LATENCY_S
+        return num_bytes / self.across + num_messages * NETWORK_LATENCY_S
+
+
+def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:
+    """Return the exposed seconds of a layer's tensor parallelism in one pass.
+
+    A forward pass gathers (or reduces) the hidden states twice and scatters them twice, and so does a backward pass.
+    """
+    tp = config.parallel.tensor_model_parallel_size
+    if tp == 1:
+        return 0.0
+    num_bytes = 4 * tokens * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * (tp - 1) / tp
+    return links.seconds(num_bytes, tp, num_messages=4) * (1 - links.assumptions.tensor_overlap)
+
+
+def context_seconds(config: Config, arch: Architecture, links: Links, tokens: float, attention: float) -> float:
+    """Return the exposed seconds of exchanging a layer's keys and values in one forward pass.
+
+    Ring attention exchanges the next part while it computes `attention` seconds; other kinds wait.
+    """
+    parallel = config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if cp == 1:
+        return 0.0
+    keys = 2 * tokens * max(1, arch.num_key_value_heads // tp) * arch.head_dim * DTYPE_BYTES[config.model.dtype]
+    seconds = links.seconds(keys * (cp - 1), tp * cp, num_messages=cp - 1)
+    is_ring = parallel.cp_comm_type == "p2p" and config.model.transformer_impl == "transformer_engine"
+    return max(0.0, seconds - attention * links.assumptions.overlap) if is_ring else seconds
+
+
+def expert_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:
+    """Return the exposed seconds of dispatching a layer's tokens to their experts and back, in one pass.
+
+    Of `ep` expert-parallel ranks only those on other hosts are reached over the network: (ep - 8) / ep of the traffic
+    with hosts of 8 GPUs. Both links work at the same time. `tokens` are those that the rank routes.
+    """
+    split, per_host = ExpertSplit.of(config.parallel), links.assumptions.gpus_per_node
+    ep, etp, chosen = split.expert, split.expert_tensor, arch.num_experts_per_tok
+    if ep * etp == 1:
+        return 0.0
+    ranks_on_host = max(1.0, min(ep, per_host / etp))
+    near, far = chosen * (ranks_on_host - 1) / ep, chosen * (ep - ranks_on_host) / ep
+    if links.assumptions.dispatcher == "hybridep":
+        hosts, ranks = ep / ranks_on_host, float(ep)
+        far = (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
+        near = (ranks_on_host - 1) * (1 - (1 - 1 / ranks) ** chosen)
+    sent = tokens * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * links.assumptions.expert_imbalance
+    seconds = 2 * max(sent * (near + chosen * (etp - 1)) / links.inside, sent * far / links.across)
+    latency = NETWORK_LATENCY_S if far else LATENCY_S
+    return (seconds + 2 * latency) * (1 - links.assumptions.expert_overlap)
+
+
+def stage_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:
+    """Return the exposed seconds in which a micro-batch passes to and from neighbouring stages, in one pass."""
+    parallel = config.parallel
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if pp == 1:
+        return 0.0
+    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    num_bytes = tokens / split * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * vpp
+    seconds = links.seconds(num_bytes, _span(parallel), num_messages=vpp)
+    return seconds * (1 - links.assumptions.overlap) if vpp > 1 else seconds
+
+
+def _span(parallel: ParallelConfig) -> int:
+    """Return the ranks from one on a stage to the one on the next: a stage's ranks are consecutive."""
+    return parallel.world_size // parallel.pipeline_model_parallel_size + 1

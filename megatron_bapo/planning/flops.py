@@ -1,0 +1,28 @@
+"""FLOPs of a model's passes over sequences (arXiv 2104.04473)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.planning.parameters import num_active_parameters
+
+TRAINING_PASSES = 3
+"""FLOPs of one forward and one backward pass, in forward passes."""
+
+
+def forward_flops(architecture: Architecture, length: float, square: float) -> tuple[float, float]:
+    """Return the forward FLOPs of one sequence as (linear layers, causal attention).
+
+    `length` is the mean length and `square` the mean square of the lengths, in tokens. Both results are linear in them,
+    so that the sums over several sequences give the FLOPs of all. The output layer is counted at every token, as is
+    usual, even though only response tokens need it.
+    """
+    width = architecture.num_attention_heads * architecture.head_dim
+    attention = 2 * architecture.num_hidden_layers * width * square
+    return 2.0 * num_active_parameters(architecture) * length, attention
+
+
+def forward_pass_flops(architecture: Architecture, lengths: Sequence[int]) -> float:
+    """Return the FLOPs of one forward pass over sequences of these lengths, in tokens."""
+    return sum(forward_flops(architecture, sum(lengths), sum(length**2 for length in lengths)))

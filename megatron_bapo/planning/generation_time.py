@@ -1,0 +1,88 @@
+"""Seconds in which the engines generate one rollout batch."""
+
+from __future__ import annotations
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.collective_time import LATENCY_S, NETWORK_LATENCY_S, Links
+from megatron_bapo.planning.decode_cost import DecodeCost
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.parameters import num_active_parameters
+from megatron_bapo.planning.precision import DTYPE_BYTES, engine_matrix_bytes, engine_speedup
+from megatron_bapo.planning.response_lengths import lengths_of
+from megatron_bapo.planning.rollout_memory import EngineMemory
+
+
+def generation_seconds(
+    config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
+) -> float:
+    """Return the seconds in which the engines generate one rollout batch.
+
+    With mode=sync a batch starts on idle engines and ends with its longest response. While requests are queued, an
+    engine decodes as many as fit; then fewer and fewer, as the distribution of lengths has it (the straggler tail).
+    With mode=async the next prompts take the place of finished ones, so that engines stay full; a batch still takes the
+    time of its longest response, but up to `max_staleness` batches wait at the same time. Prompts are prefilled once
+    per group.
+    """
+    rollout = config.rollout
+    responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
+    lengths = lengths_of(config, assumptions)
+    mean, prompt = lengths.mean_response, lengths.prompt
+    prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
+    waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
+    concurrent = max(1.0, min(waiting * responses, engine.num_concurrent))
+
+    def step_seconds(running: float, generated: float) -> float:
+        cost = decode_cost(config, architecture, gpu, engine, assumptions, max(1.0, running))
+        return cost.seconds(1, running, running * (prompt + generated))
+
+    steady = responses * mean / concurrent * step_seconds(concurrent, lengths.halfway)
+    # Sequences that start together grow together, so that fewer of them fit than of sequences of all ages.
+    together = max(1.0, min(concurrent, responses, engine.kv_tokens / lengths.peak_tokens))
+    running = ((max(1.0, together * share), generated) for generated, share in lengths.running)
+    tail = lengths.interval * sum(step_seconds(each, generated) for each, generated in running)
+    refilled = min(concurrent, responses, (together + engine.num_concurrent) / 2)
+    queued = max(0.0, responses - together) * mean / refilled * step_seconds(refilled, lengths.halfway)
+    return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
+
+
+def decode_cost(
+    config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions, batch: float
+) -> DecodeCost:
+    """Return the decoding cost of one engine.
+
+    `batch` is the number of concurrent sequences, which determines how many experts are read. Pipeline stages process
+    equal parts of the batch in parallel, and each part has to pass through the weights of all stages. Tensor
+    parallelism reduces the hidden states twice in a layer.
+    """
+    rollout, arch = config.rollout, architecture
+    size, num_stages = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
+    experts = len(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.moe_intermediate_size
+    together = batch / num_stages
+    read_share = 1.0 - (1.0 - arch.num_experts_per_tok / arch.num_experts) ** together if arch.num_experts else 1.0
+    weights = num_stages * engine.weights - experts // size * engine_matrix_bytes(config) * (1.0 - read_share)
+    bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency
+    flops_per_s = rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s *= engine_speedup(config, gpu, assumptions)
+    links = Links(gpu, assumptions)
+    reductions = 2 * arch.num_hidden_layers * (size > 1)
+    reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
+    latency = LATENCY_S if links.is_inside(size) else NETWORK_LATENCY_S
+    bandwidth = links.inside if links.is_inside(size) else links.across
+    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / bandwidth
+    return DecodeCost(
+        overhead=reductions * latency + num_stages * assumptions.decode_overhead_ms / 1e3,
+        weights=weights / bytes_per_s,
+        per_token=engine.kv_per_token / bytes_per_s,
+        per_sequence=per_sequence,
+        per_request=assumptions.decode_sequence_us / 1e6,
+    )
+
+
+def prefill_seconds(
+    config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions, num_tokens: float
+) -> float:
+    """Return the seconds in which one engine prefills `num_tokens` prompt tokens, without attention."""
+    flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s *= engine_speedup(config, gpu, assumptions)
+    return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s

@@ -1,0 +1,182 @@
+"""Seconds of a layer's kernels on one GPU, for one micro-batch.
+
+Matrix products count by their tiles, all other kernels by the bytes that they move. Sources: NVIDIA's "Matrix
+Multiplication Background User's Guide" for tile and wave quantization, arXiv 2307.08691 (FlashAttention-2) for the
+FLOPs of attention's backward pass. Tokens are those of a micro-batch on one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Size of the output tile that one multiprocessor computes at a time; cuBLAS's usual one for large products."""
+TILE_S = 2.2e-6
+"""Seconds of a tile's start and end, whatever its speed: 256 elements of the inner dimension on an H100 in bfloat16. It
+is estimated over the published runs, from experts, whose products are short, against dense models."""
+BLOCKWISE_SPEED = 0.75
+"""Speed of products with block scales on Hopper over those with one scale per tensor: partial sums are scaled outside
+the tensor cores (arXiv 2412.19437, section 3.3.2)."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass over those of the forward pass: it recomputes the scores."""
+ELEMENTWISE_BACKWARD = 2.0
+"""Bytes that the backward passes of element-wise kernels move over those of the forward passes: they read the saved
+input and the gradient, and write a gradient."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a forward and of a backward pass."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> Passes:
+        return Passes(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The speed of a GPU's kernels in one precision."""
+
+    gpu: Gpu
+    assumptions: Assumptions
+    fp8_recipe: str | None = None
+    """Scaling recipe of the products in FP8; None: bfloat16."""
+
+    @property
+    def flops_per_s(self) -> float:
+        if self.fp8_recipe is None:
+            return self.gpu.bf16_tflops * 1e12 * self.assumptions.compute_efficiency
+        slower = BLOCKWISE_SPEED if self.fp8_recipe == "blockwise" else 1.0
+        return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.gpu.memory_tb_s * 1e12 * self.assumptions.memory_efficiency
+
+    @property
+    def quantising_bytes(self) -> int:
+        """Bytes that move per element that is quantized: read, write it and its transpose; `tensorwise` finds the
+        largest value in another pass first."""
+        return 0 if self.fp8_recipe is None else 6 if self.fp8_recipe == "tensorwise" else 4
+
+    def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
+        """Return the seconds of `count` products [rows, inner] x [inner, columns], one after another.
+
+        All multiprocessors compute one tile each at a time, so that the last tiles keep only some of them busy. Experts
+        count apart: Transformer Engine's GroupedLinear launches one cuBLAS product for each.
+        """
+        tiles = math.ceil(max(rows, 1.0) / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
+        waves = math.ceil(tiles / self.gpu.num_sms)
+        whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + TILE_S)
+        # Kernels choose smaller tiles where these leave many multiprocessors idle, at about half the speed.
+        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + TILE_S
+        return count * min(whole, max(smaller, whole / 4))
+
+    def linear(self, rows: float, columns: float, inner: float, count: float = 1.0) -> Passes:
+        """Return the seconds of a linear layer: one product forward, and one each for input and weight backward."""
+        backward = self.product(rows, inner, columns, count) + self.product(columns, inner, rows, count)
+        return Passes(self.product(rows, columns, inner, count), backward)
+
+    def moved(self, num_bytes: float, backward: float = ELEMENTWISE_BACKWARD) -> Passes:
+        """Return the seconds of kernels that move this many bytes forward."""
+        return Passes(1.0, backward) * (num_bytes / self.bytes_per_s)
+
+    def quantised(self, forward: float, backward: float) -> Passes:
+        """Return the seconds in which these many elements of inputs and of gradients are quantized."""
+        return Passes(forward, backward) * (self.quantising_bytes / self.bytes_per_s)
+
+
+@lru_cache(maxsize=65536)
+def attention_block(
+    kernels: Kernels, arch: Architecture, tp: int, sp: int, cp: int, tokens: float, square: float
+) -> Passes:
+    """Return the seconds of a layer's attention with its projections, norms and residual connections.
+
+    `square` is the sum over the micro-batch's sequences of their squared lengths, on all context-parallel ranks; `sp`
+    is `tp` with sequence parallelism, else 1.
+    """
+    query = arch.num_attention_heads * arch.head_dim / tp
+    both = 2 * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim
+    flops = 2.0 * query * square / cp
+    score = flops / (kernels.gpu.bf16_tflops * 1e12 * kernels.assumptions.attention_efficiency)
+    # Both norms and residual connections read and write the hidden states; rotary embeddings and QK norms the heads.
+    heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2)
+    hidden = 10.0 * arch.hidden_size / sp
+    return (
+        kernels.linear(tokens, query + both, arch.hidden_size)
+        + kernels.linear(tokens, arch.hidden_size, query)
+        + Passes(score, ATTENTION_BACKWARD * score)
+        + kernels.moved(2 * tokens * (hidden + heads))
+        + kernels.quantised(tokens * (arch.hidden_size + query), tokens * (query + both + arch.hidden_size))
+    )
+
+
+@lru_cache(maxsize=65536)
+def mlp_block(kernels: Kernels, arch: Architecture, tp: int, tokens: float) -> Passes:
+    """Return the seconds of a dense layer's MLP."""
+    width = arch.intermediate_size / tp
+    return (
+        kernels.linear(tokens, 2 * width, arch.hidden_size)
+        + kernels.linear(tokens, arch.hidden_size, width)
+        + kernels.moved(2 * tokens * 3 * width)
+        + kernels.quantised(tokens * (arch.hidden_size + width), tokens * (2 * width + arch.hidden_size))
+    )
+
+
+@lru_cache(maxsize=65536)
+def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, tokens: float) -> Passes:
+    """Return the seconds of router, permutations and experts, on the rank with the most tokens.
+
+    `tokens` are those that the rank routes. Permuting copies
+    each token once per expert, and a rank with several experts sorts what it receives by expert and back. In FP8 each
+    expert's tokens are padded to a multiple of 16 or 32 and back, which copies them.
+    """
+    chosen, hidden = arch.num_experts_per_tok, arch.hidden_size
+    imbalance = kernels.assumptions.expert_imbalance if parallel.expert > 1 else 1.0
+    received = tokens * chosen * parallel.expert_tensor * imbalance
+    local, width = arch.num_experts / parallel.expert, arch.moe_intermediate_size / parallel.expert_tensor
+    fused = kernels.assumptions.dispatcher == "hybridep"
+    sorted_ = 0.0 if fused or parallel.expert == 1 or local <= 1 else 4.0 * chosen * imbalance
+    # Permuting reads and writes every copy. Undoing it scales the copies by their weights and adds them up.
+    copied = 2.0 * (1 + chosen) if fused else 7.0 * chosen
+    padded = 4.0 * chosen * imbalance if kernels.fp8_recipe is not None else 0.0
+    moved = 2 * hidden * tokens * (copied + sorted_ + padded) + 2 * received * 3 * width
+    return (
+        kernels.linear(received / local, 2 * width, hidden, local)
+        + kernels.linear(received / local, hidden, width, local)
+        + kernels.moved(moved)
+        + Kernels(kernels.gpu, kernels.assumptions).linear(tokens, arch.num_experts, hidden)
+        + kernels.quantised(received * (hidden + width), received * (2 * width + hidden))
+    )
+
+
+@lru_cache(maxsize=4096)
+def output_block(kernels: Kernels, arch: Architecture, tp: int, tokens: float) -> Passes:
+    """Return the seconds of the output layer and the log-probs; the logits are computed again in the backward pass."""
+    columns = arch.padded_vocab_size(tp) / tp
+    logits = kernels.linear(tokens, columns, arch.hidden_size)
+    return logits + Passes(0.0, logits.forward) + kernels.moved(10 * tokens * columns, 1.0)
+
+
+@dataclass(frozen=True)
+class ExpertSplit:
+    """Parallel sizes of the experts."""
+
+    expert: int
+    expert_tensor: int
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> ExpertSplit:
+        tensor = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+        return cls(parallel.expert_model_parallel_size, tensor)

@@ -1,0 +1,16 @@
+"""How far planned steps are from published ones: the interval in which a run's step is to be expected."""
+
+from __future__ import annotations
+
+from megatron_bapo.config.architecture import Architecture
+
+STEP_SPREAD = {False: (0.83, 1.01), True: (0.73, 1.11)}
+"""Lowest and highest planned over published seconds of an RL step, for models without and with experts, rounded to
+hundredths. bench.published_runs computes them from 8 and 6 published layouts of NeMo-RL on 8 to 256 H100s; its test
+compares."""
+
+
+def step_range(architecture: Architecture, seconds: float) -> tuple[float, float]:
+    """Return the (shortest, longest) seconds of a step that is planned with `seconds`, if it is as far off as those."""
+    low, high = STEP_SPREAD[bool(architecture.moe_layers)]
+    return seconds / high, seconds / low

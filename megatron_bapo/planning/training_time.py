@@ -1,0 +1,203 @@
+"""Seconds of the trainer's work in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.planning import collective_time
+from megatron_bapo.planning.collective_time import Links
+from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.layer_time import (
+    ExpertSplit,
+    Kernels,
+    Passes,
+    attention_block,
+    expert_block,
+    mlp_block,
+    output_block,
+)
+from megatron_bapo.planning.model_state import data_context_size, expert_data_size, model_state
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
+from megatron_bapo.planning.trainer_memory import num_micro_batches
+
+ADAM_BYTES = 32
+"""Memory traffic of one parameter's Adam update: it reads the gradient, the parameter and both moments, and writes the
+parameter, both moments and the low-precision copy."""
+
+
+@dataclass(frozen=True)
+class TrainingTime:
+    """Seconds of each part of the trainer's work in one step."""
+
+    compute: float = 0.0
+    """Forward, backward and scoring passes at the assumed efficiency, the mean over pipeline stages."""
+    bubble: float = 0.0
+    """Filling and draining the pipeline, and waiting for its slowest stage."""
+    launch: float = 0.0
+    """Waiting for the host to launch kernels."""
+    tensor: float = 0.0
+    """Collectives of tensor and sequence parallelism."""
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    data: float = 0.0
+    """Gradient reduction and parameter gathers that computation does not hide."""
+    optimizer: float = 0.0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by name."""
+        names = {"bubble": "pipeline bubble", "launch": "kernel launches", "tensor": "tensor parallelism"}
+        return {names.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def scoring_passes(config: Config) -> float:
+    """Return the scoring passes (forward only) over a trajectory for each time that it is trained on.
+
+    `trainer/bound_scopes.py` decides which are needed. A step's first update needs none if the current weights have
+    generated or scored all its tokens, since all ratios are then 1. Savings and repeated passes of speculation are
+    unknown in advance and not counted.
+    """
+    algorithm, trainer, fp8 = config.algorithm, config.trainer, config.fp8
+    finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
+    recomputed = algorithm.behaviour_policy == "recomputed"
+    is_fresh = not config.rollout.may_be_stale and not (fp8 and fp8.uses_delayed_scaling)
+    share_scored = 1 - (recomputed or is_fresh) / trainer.updates_per_step
+    once = recomputed + algorithm.needs_reference
+    return finds_bounds * share_scored + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
+
+
+def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions) -> TrainingTime:
+    """Return the seconds of one step's updates and scoring passes."""
+    parallel, updates = config.parallel, config.trainer.updates_per_step
+    count = num_micro_batches(config, assumptions)
+    stages = parallel.pipeline_model_parallel_size
+    batch = _micro_batch(config, assumptions, count)
+    passes = _MicroBatchPasses(config, arch, gpu, assumptions, *batch)
+    scored = scoring_passes(config)
+    layers = _weighted(passes.layers, 1 + scored + passes.recomputed) * arch.num_hidden_layers / stages
+    output = _weighted(passes.output, 1 + scored)
+    compute = layers + output / stages
+    longest = compute if assumptions.balances_stages else layers + output
+    done, filling = updates * count, updates * (stages - 1) / parallel.virtual_pipeline_model_parallel_size
+    # A layer's collectives, in forward passes and in backward passes, which repeat them.
+    often = (2 + scored + passes.recomputed_collectives) * arch.num_hidden_layers / stages
+    tensor, context, expert = (seconds * often for seconds in passes.collectives)
+    hop = (2 + scored) * collective_time.stage_seconds(config, arch, passes.links, passes.tokens)
+    communication = tensor + context + expert + hop
+    launch = max(0.0, passes.host_s * often / 2 - longest - communication)
+    busy = longest + communication + launch
+    data, optimizer = _update_seconds(config, arch, gpu, assumptions)
+    return TrainingTime(
+        compute=done * compute,
+        bubble=done * (longest - compute) + filling * busy,
+        launch=done * launch,
+        tensor=done * tensor,
+        context=done * context,
+        expert=done * expert,
+        pipeline=done * hop,
+        data=updates * data,
+        optimizer=updates * optimizer,
+    )
+
+
+def _weighted(seconds: Passes, num_forward: float) -> float:
+    return seconds.forward * num_forward + seconds.backward
+
+
+def _micro_batch(config: Config, assumptions: Assumptions, count: int) -> tuple[float, float]:
+    """Return (tokens, sum of squared lengths) of the micro-batch that ranks wait for, on all context-parallel ranks.
+
+    Expert-parallel ranks wait for each other in every layer, and pipeline stages for their neighbours, so that the
+    fullest of their micro-batches counts. Pipelines that pad have only full ones: what is missing is one more sequence.
+    """
+    parallel, budget = config.parallel, config.max_micro_batch_tokens
+    trajectories = config.trainer.ppo_mini_batch_size / parallel.data_parallel_size / count
+    tokens = trajectories * mean_length(config, assumptions)
+    square = trajectories * lengths_of(config, assumptions).mean_square
+    stages = parallel.pipeline_model_parallel_size
+    if assumptions.pads_pipelines and stages > 1:
+        return budget, square + (budget - tokens) ** 2
+    lengths, waiting = lengths_of(config, assumptions), stages * parallel.expert_model_parallel_size
+    fuller = lengths.fullest(budget, waiting) / lengths.fill(budget)
+    return tokens * fuller, square * fuller
+
+
+class _MicroBatchPasses:
+    """Seconds of one micro-batch's passes on one rank."""
+
+    def __init__(
+        self, config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions, tokens: float, square: float
+    ) -> None:
+        parallel = config.parallel
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        sp = tp if parallel.sequence_parallel else 1
+        self.tokens, self.links = tokens / cp, Links(gpu, assumptions)
+        wide = Kernels(gpu, assumptions)
+        num_moe, num_layers = len(arch.moe_layers), arch.num_hidden_layers
+        num_bf16 = num_layers if config.fp8 is None else min(num_layers, sum(config.fp8.num_bf16_layers))
+        narrow = Kernels(gpu, assumptions, None if config.fp8 is None else config.fp8.recipe)
+        split, routed = ExpertSplit.of(parallel), self.tokens / sp
+        if cp > 1 and config.model.transformer_impl == "local":
+            square *= 2  # masked scores are computed and then discarded
+
+        def attention(kernels: Kernels) -> Passes:
+            return attention_block(kernels, arch, tp, sp, cp, self.tokens, square)
+
+        def feed_forward(kernels: Kernels) -> Passes:
+            dense = mlp_block(kernels, arch, tp, self.tokens) if num_moe < num_layers else Passes()
+            experts = expert_block(kernels, arch, split, routed) if num_moe else Passes()
+            return dense * (1 - num_moe / num_layers) + experts * (num_moe / num_layers)
+
+        share = num_bf16 / num_layers
+        attended = attention(wide) * share + attention(narrow) * (1 - share)
+        fed = feed_forward(wide) * share + feed_forward(narrow) * (1 - share)
+        self.layers = attended + fed
+        """Of the mean layer."""
+        self.output = output_block(wide, arch, tp, self.tokens)
+        scores = 2.0 * arch.num_attention_heads * arch.head_dim * square / (tp * cp)
+        scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
+        self.recomputed = self.recomputed_collectives = float(parallel.recompute_granularity == "full")
+        if parallel.recompute_granularity == "selective":
+            modules = parallel.recompute_modules
+            wholly = "moe" in modules or "mlp" in modules
+            self.recomputed = (fed.forward * wholly + scores * ("core_attn" in modules)) / self.layers.forward
+            self.recomputed_collectives = 0.5 * wholly
+        links, tokens = self.links, self.tokens
+        self.collectives = (
+            collective_time.tensor_seconds(config, arch, links, tokens),
+            collective_time.context_seconds(config, arch, links, tokens, scores),
+            collective_time.expert_seconds(config, arch, links, routed) * num_moe / num_layers,
+        )
+        """Of the mean layer and one pass: (tensor, context, expert) parallelism."""
+        dense_ms, expert_ms = assumptions.host_layer_ms, assumptions.host_expert_layer_ms
+        expert_ms *= 0.5 if assumptions.dispatcher == "hybridep" else 1.0
+        self.host_s = (dense_ms + (expert_ms - dense_ms) * num_moe / num_layers) / 1e3
+        """Of the mean layer, forward and backward."""
+
+
+def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions) -> tuple[float, float]:
+    """Return the seconds of one update as (data-parallel communication that is not hidden, Adam)."""
+    parallel = config.parallel
+    state, dense = model_state(config, arch, 0, assumptions=assumptions), data_context_size(parallel)
+    ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
+    inside = parallel.tensor_model_parallel_size * dense <= assumptions.gpus_per_node
+    link = (gpu.nvlink_gb_s if inside else gpu.network_gb_s) * 1e9 * assumptions.link_efficiency
+    scatter, gather = state.gradients / link, state.parameters / link
+    hidden = assumptions.overlap
+    data = scatter * (1 - hidden * parallel.overlap_grad_reduce)
+    if parallel.use_distributed_optimizer:
+        data += gather * (1 - hidden * parallel.overlap_param_gather)
+    else:
+        data *= 2
+    if state.offloaded:
+        own = state.updated
+        copies = 2 * 4 * own / (assumptions.host_copy_gb_s * 1e9)
+        return data * (ranks > 1), copies + ADAM_BYTES * own / (assumptions.host_adam_gb_s * 1e9)
+    return data * (ranks > 1), ADAM_BYTES * state.updated / (gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency)

@@ -1,0 +1,49 @@
+"""The planner against published runs of other trainers (bench/published_runs.yaml)."""
+
+import pytest
+
+from bench.published_runs import PublishedRun, published_runs, step_spreads, summary
+from megatron_bapo.planning.spread import STEP_SPREAD
+
+RUNS = published_runs()
+PHASES = ("training_s", "generation_s", "sync_s")
+"""Parts of a step, which the sources cut differently; only the whole step is held to the tolerance."""
+
+
+def test_the_geometric_mean_of_planned_over_published_seconds_is_near_1() -> None:
+    found = summary({run.name: run.time_ratio for run in RUNS})
+    assert 0.9 < found["steps_geometric_mean"] < 1.1
+    assert 0.9 < found["transfers_geometric_mean"] < 1.1
+    assert found["steps_within_25_percent"] > 0.9
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if not run.is_superseded], ids=lambda run: run.name)
+def test_a_published_figure_is_within_a_quarter_of_the_planned_range(run: PublishedRun) -> None:
+    off = [each for each in run.comparisons() if not each.agrees and each.figure not in PHASES]
+    assert off == []
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_no_published_layout_is_refused_for_memory(run: PublishedRun) -> None:
+    assert run.memory_problems() == []
+
+
+def test_the_spread_that_plans_print_is_that_of_the_published_steps() -> None:
+    rounded = {has_experts: tuple(round(r, 2) for r in ratios) for has_experts, ratios in step_spreads(RUNS).items()}
+    assert rounded == STEP_SPREAD
+
+
+def test_every_run_names_its_source_and_has_its_own_name() -> None:
+    assert len({run.name for run in RUNS}) == len(RUNS)
+    assert all(run.fields["source"] for run in RUNS)
+
+
+def test_experts_on_other_hosts_cost_what_crosses_hosts() -> None:
+    """Of 16 expert-parallel ranks half are on the same host, so that half of the copies cross the network."""
+    across, near = (
+        next(run for run in RUNS if run.name == "qwen3-30b-a3b-bf16-alltoall").plan(EP=ep) for ep in (16, 8)
+    )
+    layers, hops, tokens, copies, hidden = 48, 4, 4096, 8, 2048 * 2
+    crossing = layers * hops * tokens * copies * hidden * 64 / 2 / (50e9 * 0.7)
+    assert across.time.trainer.expert == pytest.approx(crossing, rel=0.06)  # and the latency of 4 collectives a layer
+    assert near.time.trainer.expert < across.time.trainer.expert / 4
