@@ -84,7 +84,8 @@ def test_training_after_offloading_matches_training_without_it(
 
 def test_offloading_frees_the_fp8_copies_of_weights(tmp_path: Path, groups: ParallelGroups) -> None:
     worker = make_worker(tmp_path, groups, "bfloat16")
-    layer: Any = worker.model.chunks[0].gpt.decoder.layers[1].mlp.linear_fc1
+    gpt: Any = worker.model.chunks[0].gpt
+    layer = gpt.decoder.layers[1].mlp.linear_fc1
     layer._fp8_workspaces = {"weight": torch.zeros(4)}  # as a Transformer Engine module keeps them
     TrainerMemory(worker).offload_all_but_parameters()
     assert layer._fp8_workspaces == {}
