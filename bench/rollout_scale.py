@@ -198,7 +198,7 @@ def measure(folder: Path, size: Size) -> tuple[dict[str, float], dict[str, float
             command = [sys.executable, "-m", "bench.scale_ranks", str(config.run_dir), address, str(results)]
             ranks = subprocess.Popen(command)
             try:
-                cold = running_at_cold_start(handles, size)
+                cold = running_at_cold_start(handles, size, ranks)
                 if code := ranks.wait(LIMIT_S):
                     raise SystemExit(f"the trainer's ranks ended with exit code {code}")
             finally:
@@ -207,13 +207,18 @@ def measure(folder: Path, size: Size) -> tuple[dict[str, float], dict[str, float
     return figures(found, memory, cold)
 
 
-def running_at_cold_start(handles: list[Any], size: Size) -> float:
-    """Return the sequences that engines run within the longest response's time, relative to what their caches hold."""
+def running_at_cold_start(handles: list[Any], size: Size, ranks: subprocess.Popen[bytes]) -> float:
+    """Return the sequences that engines run within the longest response's time, relative to what their caches hold.
+
+    Returns 0 if the trainer's ranks have failed before they took a batch.
+    """
 
     def most_running() -> int:
         return sum(sum(get_result(handle.most_running.remote(), "engines", LIMIT_S)) for handle in handles)
 
     while not most_running():
+        if ranks.poll():
+            return 0.0
         time.sleep(0.05)
     time.sleep(size.max_length * STEP_S)
     return most_running() / (size.num_engines * size.max_num_seqs)

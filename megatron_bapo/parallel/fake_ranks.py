@@ -103,7 +103,9 @@ class FakeRank(TorchDispatchMode):
         ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0])))
         kind, sent = _sent(name, args, len(ranks))
         if kind == "receive" and args[0][0].dtype == torch.int64:
-            self._shapes.add(args[0][0].untyped_storage()._cdata)
+            storage = args[0][0].untyped_storage()
+            self._shapes.add(storage._cdata)
+            weakref.finalize(storage, self._shapes.discard, storage._cdata)  # another storage may get its address
         if len(ranks) > 1:
             self.calls[ranks, kind] += 1
             self.sent_bytes[ranks, kind] += sent

@@ -121,7 +121,8 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
     output_layer = 0
     if chunks[-1].has_output:
         kept, workspace = output_layer_bytes(architecture, parallel, batch, config.trainer.logprob_chunk_size)
-        output_layer = kept + max(0, workspace - backward)  # the two do not run at once
+        # What the loss keeps is freed by its own backward pass, before that of the layers.
+        output_layer = max(0, kept + workspace - backward)
     reserved = assumptions.reserved_gib * GIB + assumptions.fragmentation * sum(activations.values())
     state = model_state(config, architecture, stage, assumptions=assumptions)
     return StageMemory(stage, state, counts, activations, backward, output_layer, int(reserved))

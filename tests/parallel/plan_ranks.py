@@ -73,11 +73,12 @@ def state_bytes(worker: Worker) -> dict[str, int]:
     ddps: list[Any] = [chunk.ddp for chunk in worker.model.chunks]
     gradients = storages(b.grad_data for ddp in ddps for b in ddp.buffers + ddp.expert_parallel_buffers)
     parameters = storages(p for _, p in worker.model.named_parameters())
-    main, moments, host = {}, {}, {}
+    main, moments, host, num_updated = {}, {}, {}, 0
     for member in worker.optimizer._members:
         hybrid = isinstance(member.optimizer, HybridDeviceOptimizer)
         for adam in member.optimizer.sub_optimizers if hybrid else [member.optimizer]:
             held = list(chain.from_iterable(group["params"] for group in adam.param_groups))
+            num_updated += sum(p.numel() for p in held)
             of_state = storages(adam.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq"))
             of_main = storages(chain(held, (p.grad for p in held)))
             if hybrid:
@@ -92,6 +93,7 @@ def state_bytes(worker: Worker) -> dict[str, int]:
         "main_parameters": total(main, without=kept),
         "moments": total(moments),
         "offloaded": total(host, without=kept),
+        "updated": num_updated,
         "quantised": 0,  # FP8 parameters exist only on GPUs
     }
 
@@ -118,6 +120,7 @@ def activation_bytes(worker: Worker) -> tuple[list[int], int]:
                 position_ids=batch.packed.positions_T[None],
                 attention_mask=None,
                 packed_seq_params=batch.packed,
+                **({"fp32_output": False} if config.bf16 else {}),  # as trainer/schedule.py
             )
         by_chunk.append(total(found))
         if chunk.gpt.post_process:
