@@ -27,6 +27,7 @@ from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.worker import create_worker
+from tests.unit.controller.test_training_loop import make_config as make_run_config
 
 # Megatron-Core warns about its own defaults and calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,22 +36,12 @@ NUM_GROUPS, N, NUM_STEPS = 4, 2, 3
 
 
 def make_config(run_dir: Path, **sections: Any) -> Config:
-    return Config.model_validate(
-        {
-            "run_dir": run_dir,
-            "model": {"create": {"num_hidden_layers": 1, "hidden_size": 16}, "dtype": "float32"},
-            "data": {
-                "max_prompt_length": 24,
-                "chat_template": False,
-                "train": {"reasoning_gym": {"chain_sum": {"min_terms": 2, "max_terms": 2}}, "size": 9},
-            },
-            "reward": {"type": "reasoning_gym"},
-            "trainer": {"total_steps": NUM_STEPS, "train_batch_size": NUM_GROUPS * N, "ppo_mini_batch_size": 4},
-            "rollout": {"n": N, "max_response_length": 8},
-            "logging": {"rollouts": {"every_steps": 1, "num_prompts": NUM_GROUPS}},
-            **sections,
-        }
-    )
+    own = {
+        "trainer": {"total_steps": NUM_STEPS, "train_batch_size": NUM_GROUPS * N, "ppo_mini_batch_size": 4},
+        "rollout": {"n": N, "max_response_length": 8},
+        "logging": {"rollouts": {"every_steps": 1, "num_prompts": NUM_GROUPS}},
+    }
+    return make_run_config(run_dir, **own | sections)
 
 
 def make_groups(num_tokens: int) -> list[Group]:
