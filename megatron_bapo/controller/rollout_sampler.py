@@ -56,7 +56,8 @@ class RolloutSampler:
         # A prompt that was chosen once is chosen again in a later epoch, so that its responses can be compared.
         order = sorted(range(len(scored.groups)), key=lambda i: self._rank_of(scored.groups[i]))
         chosen = sorted(order[: self.config.logging.rollouts.num_prompts])
-        self._chosen = {index: scored.groups[index] for index in chosen}
+        # Copies, because views would keep whole parts of the batch in Ray's object store.
+        self._chosen = {index: _copied(scored.groups[index]) for index in chosen}
 
     def trace(self, step: int, trajectories: Sequence[Trajectory]) -> TokenTrace:
         """Return an empty trace of the chosen prompts' trajectories in the batch. Collective in a step that is due."""
@@ -120,6 +121,21 @@ class RolloutSampler:
     def _rank_of(self, group: Group) -> bytes:
         """Return a random number that depends on the prompt and the seed only."""
         return hashlib.sha256(f"{self.config.seed} {group.prompt.prompt_id!a}".encode()).digest()
+
+
+def _copied(group: Group) -> Group:
+    """Return the group with arrays of its own."""
+
+    def copied(trajectory: Trajectory) -> Trajectory:
+        return replace(
+            trajectory,
+            prompt_token_ids=trajectory.prompt_token_ids.copy(),
+            response_token_ids=trajectory.response_token_ids.copy(),
+            behaviour_log_probs=trajectory.behaviour_log_probs.copy(),
+            loss_mask=None if trajectory.loss_mask is None else trajectory.loss_mask.copy(),
+        )
+
+    return Group(group.prompt, tuple(map(copied, group.trajectories)))
 
 
 def _decoder(model_path: Path, folder: Path) -> Callable[[list[list[int]]], list[str]]:

@@ -24,6 +24,7 @@ from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.worker import create_worker
@@ -102,6 +103,19 @@ def train_steps(run: Run, num: int) -> list[list[dict[str, float | None]]]:
     run.sampler.flush()
     run.sampler.close()
     return seen
+
+
+def test_chosen_groups_are_copies_so_that_the_batch_can_be_freed(tmp_path: Path, groups: ParallelGroups) -> None:
+    sampler, batch = RolloutSampler(make_config(tmp_path), tmp_path, groups), make_groups(50)
+    sampler.choose(1, ScoredGroups(batch, 0))
+
+    assert sorted(sampler._chosen) == [*range(NUM_GROUPS)]
+    for index, group in sampler._chosen.items():
+        for ours, theirs in zip(group.trajectories, batch[index].trajectories, strict=True):
+            for name in ("prompt_token_ids", "response_token_ids", "behaviour_log_probs", "loss_mask"):
+                mine, other = getattr(ours, name), getattr(theirs, name)
+                np.testing.assert_equal(mine, other)
+                assert mine is None or not np.shares_memory(mine, other)
 
 
 def flat(rows: list[dict[str, Any]], name: str) -> np.ndarray:
