@@ -34,11 +34,17 @@ class Links:
     def is_inside(self, span: int) -> bool:
         return span <= self.assumptions.gpus_per_node
 
+    def bandwidth(self, span: int) -> float:
+        """Return the bandwidth of a ring over a group of `span` consecutive ranks."""
+        return self.inside if self.is_inside(span) else self.across
+
+    def latency(self, span: int) -> float:
+        """Return the latency of one small collective of such a group, in seconds."""
+        return LATENCY_S if self.is_inside(span) else NETWORK_LATENCY_S
+
     def seconds(self, num_bytes: float, span: int, num_messages: int = 1) -> float:
         """Return the time of a ring collective or a transfer of a group of `span` consecutive ranks."""
-        if self.is_inside(span):
-            return num_bytes / self.inside + num_messages * LATENCY_S
-        return num_bytes / self.across + num_messages * NETWORK_LATENCY_S
+        return num_bytes / self.bandwidth(span) + num_messages * self.latency(span)
 
 
 def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:

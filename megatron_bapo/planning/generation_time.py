@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.collective_time import LATENCY_S, NETWORK_LATENCY_S, Links
+from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.parameters import num_active_parameters
@@ -67,11 +67,9 @@ def decode_cost(
     links = Links(gpu, assumptions)
     reductions = 2 * arch.num_hidden_layers * (size > 1)
     reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
-    latency = LATENCY_S if links.is_inside(size) else NETWORK_LATENCY_S
-    bandwidth = links.inside if links.is_inside(size) else links.across
-    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / bandwidth
+    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(size)
     return DecodeCost(
-        overhead=reductions * latency + num_stages * assumptions.decode_overhead_ms / 1e3,
+        overhead=reductions * links.latency(size) + num_stages * assumptions.decode_overhead_ms / 1e3,
         weights=weights / bytes_per_s,
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,

@@ -187,8 +187,7 @@ def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: A
     parallel = config.parallel
     state, dense = model_state(config, arch, 0, assumptions=assumptions), data_context_size(parallel)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
-    inside = parallel.tensor_model_parallel_size * dense <= assumptions.gpus_per_node
-    link = (gpu.nvlink_gb_s if inside else gpu.network_gb_s) * 1e9 * assumptions.link_efficiency
+    link = Links(gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
     scatter, gather = state.gradients / link, state.parameters / link
     hidden = assumptions.overlap
     data = scatter * (1 - hidden * parallel.overlap_grad_reduce)
