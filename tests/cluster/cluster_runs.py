@@ -20,6 +20,7 @@ from tests.cluster.test_two_hosts import HETEROGENEOUS, TWO_NODES, submitted
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
 from tests.e2e.small_disk import small_disk
 from tests.e2e.test_training import weight_stores
+from tests.processes import command_line
 
 Way = Literal["torchrun", "Slurm", "heterogeneous Slurm"]
 DISK_MIB = 64
@@ -136,7 +137,7 @@ def _matches(process: psutil.Process, matches: Callable[[psutil.Process], bool])
 
 
 def is_launcher(process: psutil.Process) -> bool:
-    return process.cmdline()[1:4] == ["-m", "megatron_bapo", "train"]
+    return command_line(process)[1:4] == ["-m", "megatron_bapo", "train"]
 
 
 def is_raylet(process: psutil.Process) -> bool:

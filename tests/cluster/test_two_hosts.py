@@ -33,6 +33,7 @@ from tests.cluster.launched import (
 )
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
 from tests.e2e.test_training import weight_stores as stores_of
+from tests.processes import command_line, is_alive
 from tests.tolerances import ENGINE_LOG_PROB
 
 TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, memory: '0', time_limit: '30', signal_s: 60}"
@@ -56,7 +57,7 @@ LOSS_LIMIT_S = 180
 
 def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0) -> None:
     _, alive = psutil.wait_procs(processes.values(), timeout=limit_s)
-    assert [p.cmdline() for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert [command_line(p) for p in alive if is_alive(p)] == []
 
 
 def on_both(hosts: TwoHosts, besides: set[int] = frozenset()) -> dict[int, psutil.Process]:

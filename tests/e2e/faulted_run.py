@@ -27,6 +27,7 @@ from megatron_bapo.data.rollout_files import read_header, rollout_files
 from megatron_bapo.metrics.sinks import read_rows
 from tests.e2e import planted_reward
 from tests.e2e.test_training import RUN_LIMIT_S, family_of, leftovers, start, train_steps, weight_stores
+from tests.processes import command_line, is_alive, status
 from tests.tolerances import ENGINE_LOG_PROB
 
 Kind = Literal["kill", "stop", "raise", "hang", "slow", "exit"]
@@ -242,7 +243,7 @@ class FaultedRun:
         return [
             process
             for process in family_of(self.process)
-            if "ray::Engine" in _name(process) and process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+            if "ray::Engine" in _name(process) and is_alive(process) and status(process) != psutil.STATUS_STOPPED
         ]
 
     def _wait_for_recovery(self) -> None:
@@ -296,7 +297,9 @@ class FaultedRun:
     def _hit_trainer(self, fault: Fault) -> None:
         """Kill a trainer rank; the fault is recovered from when the restarted run completes a new step."""
         self.wait_until(lambda: len([*(self.run_dir / "checkpoints").glob("step-*[0-9]")]) > 0, "a checkpoint")
-        victim = next(p for p in family_of(self.process) if "megatron_bapo.controller.trainer_rank" in p.cmdline()[:4])
+        victim = next(
+            p for p in family_of(self.process) if "megatron_bapo.controller.trainer_rank" in command_line(p)[:4]
+        )
         one, done, before = (
             Injected(fault, "", victim.pid, time.time()),
             max(train_steps(self.run_dir)),

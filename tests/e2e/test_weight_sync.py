@@ -25,6 +25,7 @@ from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
 from tests.parallel.launching import launch
+from tests.processes import command_line
 from tests.tolerances import ENGINE_LOG_PROB
 
 SHAPE = {
@@ -243,7 +244,7 @@ def _check_a_worker_killed_while_it_loads(store: WeightStore, engine: Engine, wa
     async def killed(version: int) -> None:
         loading = asyncio.ensure_future(load(version))
         await asyncio.sleep(0)
-        workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(p.cmdline())]
+        workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in " ".join(command_line(p))]
         workers[-1].kill()
         await loading
 

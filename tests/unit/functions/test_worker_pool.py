@@ -18,6 +18,7 @@ import pytest
 from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool, Result
+from tests.processes import command_line
 
 RIGHT = Result({"score": 1.0, "pred": None})
 
@@ -308,12 +309,7 @@ def test_a_call_that_is_cancelled_leaves_no_busy_process_behind(module):
 
 def children() -> list[int]:
     """Return the living workers among this process's children; Torch has child processes, too."""
-    found = []
-    for child in psutil.Process().children():
-        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if "megatron_bapo.functions.worker" in child.cmdline():
-                found.append(child.pid)
-    return found
+    return [p.pid for p in psutil.Process().children() if "megatron_bapo.functions.worker" in command_line(p)]
 
 
 @pytest.mark.parametrize(("answer", "end"), [("exit 3", "exit code 3"), ("segfault", "signal SIGSEGV")])

@@ -17,6 +17,7 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from megatron_bapo.cluster.run_end import FILE, RunEnd
+from tests.processes import command_line
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
@@ -517,7 +518,7 @@ def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_
     environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "ray_starts")
-        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in each.cmdline())
+        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
         monkeypatch.setenv(FILE, ray.environ()[FILE])  # as in the actors that Ray starts there
         RunEnd().write(exit_code)
         assert node.wait(timeout=30) == exit_code

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.decoding import Decoder
 from megatron_bapo.rollout.tokenization import load_tokenizer, text_of
+from tests.processes import command_line
 
 
 def create_tokenizer(folder: Path) -> None:
@@ -51,9 +52,7 @@ async def decoded(decoder: Decoder, token_ids: Sequence[np.ndarray]) -> list[str
 
 
 def children() -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process().children() if "megatron_bapo.rollout.decoder_process" in child.cmdline()
-    ]
+    return [p for p in psutil.Process().children() if "megatron_bapo.rollout.decoder_process" in command_line(p)]
 
 
 def test_texts_are_those_of_the_tokenizer_in_the_order_of_the_responses(decoder: Decoder, folder: Path):

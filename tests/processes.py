@@ -1,0 +1,31 @@
+"""What tests ask of processes that may end at any moment."""
+
+from contextlib import suppress
+
+import psutil
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the arguments of a process, none once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
+
+
+def status(process: psutil.Process) -> str:
+    """Return psutil's status of a process, STATUS_DEAD once its entry is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() if process.is_running() else psutil.STATUS_DEAD
+    return psutil.STATUS_DEAD
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie has ended, its parent has not read its exit code yet."""
+    return status(process) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def sockets(process: psutil.Process, kind: str) -> list:
+    """Return the sockets of a process, none once it has ended; `kind` as for psutil, e.g. "tcp" or "unix"."""
+    with suppress(psutil.NoSuchProcess):
+        return process.net_connections(kind)
+    return []
