@@ -21,6 +21,19 @@ NO_GPU_IS_FINE = "NO_GPU_IS_FINE"
 LIMIT_S = 480
 """Time limit of all checks together on one H200."""
 
+ORDER = (
+    "platform",
+    "kernels",
+    "colocated_run",
+    "weights",
+    "fp8",
+    "transformer_engine",
+    "host_chain",
+    "weight_sync",
+    "train_step",
+)
+"""Test files in the order in which they run: what tells most about a new machine first, measurements last."""
+
 _checks: dict[str, dict[str, dict[str, object]]] = {}
 """File -> check -> outcome, seconds and figures."""
 _start = monotonic()
@@ -36,6 +49,10 @@ def pytest_configure(config: pytest.Config) -> None:
             f"no GPU found: none of the GPU checks ran{'' if fine else f'; {NO_GPU_IS_FINE}=1 accepts that'}",
             returncode=0 if fine else 1,
         )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(_file(item.nodeid)))
 
 
 @pytest.fixture

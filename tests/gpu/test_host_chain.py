@@ -16,6 +16,7 @@ import torch
 from megatron_bapo.parallel.platform import claim_device, has_gpu, local_device, transfer_group
 from megatron_bapo.weight_sync.host_chain import Chain, Group, receive, send
 from megatron_bapo.weight_sync.transport import WeightStore
+from tests.parallel.one_gpu import own_host
 from tests.unit.weight_sync.examples import numbered, reading, whole_tensors
 
 Figures = Callable[..., None]
@@ -24,7 +25,6 @@ SHAPES = {f"layer.{index}": (1024, 4096) for index in range(12)}
 NUM_BYTES = 12 * 1024 * 4096 * 4
 PLAN = whole_tensors(numbered(SHAPES, 0), bucket_bytes=20 << 20, num_hosts=HOSTS)
 TIMEOUT_S = 60.0
-NETWORK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 @dataclass
@@ -67,6 +67,7 @@ def publish(store: WeightStore, version: int) -> None:
 
 def take_part(host: int, folder: Path) -> None:
     """Host 0 sends all versions, host 1 passes them on to host 2. Odd versions are sent whole."""
+    os.environ |= own_host(host)
     claim_device()
     store = WeightStore(folder / str(host))
     store.folder.mkdir(mode=0o700)
@@ -87,12 +88,8 @@ def take_part(host: int, folder: Path) -> None:
 def test_versions_reach_all_hosts_over_nccl(tmp_path: Path, figures: Figures) -> None:
     context, processes = get_context("spawn"), []
     for host in range(HOSTS):
-        # NCCL refuses two ranks of one host on the same GPU, and takes those with different identifiers for two hosts.
-        os.environ.update(NETWORK, NCCL_HOSTID=f"host-{host}")
         processes.append(context.Process(target=take_part, args=(host, tmp_path)))
         processes[-1].start()
-    for name in (*NETWORK, "NCCL_HOSTID"):
-        del os.environ[name]
     for process in processes:
         process.join(2 * TIMEOUT_S)
         process.kill()

@@ -113,11 +113,11 @@ def test_transformer_engines_layers_match_the_local_layers(
     assert alike > GPU_GRADIENT_COSINE
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("cp_comm_type", ["p2p", "all_gather", "a2a"])
-def test_two_context_parallel_gpus_match_one(
+def test_two_context_parallel_ranks_match_one(
     models: dict[str, Path], tmp_path: Path, figures: Figures, cp_comm_type: str
 ) -> None:
+    """With a single GPU both ranks are on it."""
     parallel = {"world_size": 2, "context_parallel_size": 2, "cp_comm_type": cp_comm_type}
     case = {"name": cp_comm_type, "model": str(models["dense"]), "parallel": parallel}
     launch("../gpu/context_ranks.py", [case], tmp_path, 2)

@@ -23,6 +23,7 @@ from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import has_gpu, start_distributed
+from tests.parallel.one_gpu import rank_environment
 
 TIMEOUT_S = 300
 """Timeout of a collective; also limits how long ranks wait for a case while smaller cases run."""
@@ -58,7 +59,7 @@ def run_cases(run_case: RunCase) -> None:
 def _run_rank(run_case: RunCase, rank: int, meeting: Path) -> None:
     end_with_parent()
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ |= rank_environment(rank, int(sys.argv[3]))
     for number, (parallel, same_layout) in enumerate(groupby(cases, itemgetter("parallel"))):
         layout = ParallelConfig.model_validate(parallel)
         if rank < layout.world_size:
