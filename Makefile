@@ -17,6 +17,8 @@ GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
 DOCS_SITE := build/docs-site
 # Megatron-Core of the GPU lock, placed before the locked environment on the path; its pure Python also runs under 3.11.
 GPU_MEGATRON_SITE := build/megatron-gpu-site
+# The environment of the GPU lock on a machine without a GPU.
+CUDA_VENV := build/cuda-venv
 SMOLLM2 := models/smollm2-135m-instruct
 
 # End-to-end runs start first and wait a lot, so the other tests run beside them (tests/scheduling.py).
@@ -24,7 +26,7 @@ TWO_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart smollm2 test test-fast suite unit-fast test-cluster test-gpu-megatron check lint types format docs bench gpu-check gpu-bench doctor clean
+.PHONY: setup quickstart smollm2 test test-fast suite unit-fast test-cluster test-gpu-megatron check lint types format docs bench test-cuda-wheels gpu-check gpu-bench doctor clean
 
 setup: $(STAMP)
 
@@ -107,6 +109,12 @@ docs: $(DOCS_SITE)/.complete
 test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
 		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
+
+# The CUDA packages of the GPU lock without a device, in an environment of their own: 10 GB, and an hour for the first time.
+test-cuda-wheels:
+	@mkdir -p $(dir $(CUDA_VENV))
+	@$(MAKE) --no-print-directory setup HAS_GPU=yes VENV=$(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pytest tests/cuda_wheels
 
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
 	@rm -rf $(BENCH_SITE)
