@@ -9,8 +9,9 @@ header. `tokenizer.json` beside the files turns token ids into text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +121,28 @@ class SampledGroup:
 def write_samples(
     folder: Path,
     header: SampleHeader,
-    groups: Sequence[SampledGroup],
+    groups: Iterable[SampledGroup],
     texts: Callable[[list[list[int]]], list[str]],
 ) -> None:
-    """Write `folder/step-00000012.parquet` atomically. `texts` decodes the responses whose text was dropped."""
+    """Write `folder/step-00000012.parquet` atomically, one row group after the other as `groups` are read.
+
+    `texts` decodes the responses whose text was dropped.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{header.step:08d}.parquet"
     partial = path.with_suffix(".partial")
     schema = SCHEMA.with_metadata({_HEADER: json.dumps(asdict(header))})
-    rows = [
+    rows = (
         {"group": group.index, "response": number, **_prompt(group.group), **_columns(response, header)}
         for group in groups
         for number, response in enumerate(group.responses)
-    ]
-    missing = [row for row in rows if not row["text"]]
-    for row, text in zip(missing, texts([row["response_token_ids"].tolist() for row in missing]), strict=True):
-        row["text"] = without_lone_surrogates(text)
+    )
     with pq.ParquetWriter(partial, schema, compression="zstd", write_statistics=False) as writer:
-        for start in range(0, len(rows), ROWS_PER_GROUP):
-            writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_PER_GROUP], schema))
+        while part := [*islice(rows, ROWS_PER_GROUP)]:
+            missing = [row for row in part if not row["text"]]
+            for row, text in zip(missing, texts([row["response_token_ids"].tolist() for row in missing]), strict=True):
+                row["text"] = without_lone_surrogates(text)
+            writer.write_table(pa.Table.from_pylist(part, schema))
     partial.replace(path)
 
 
