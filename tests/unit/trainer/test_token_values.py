@@ -1,4 +1,4 @@
-"""Values of tokens reach exactly the replicas that need them, unchanged, and no replica receives more than its share."""
+"""Values of tokens reach exactly the replicas that need them, unchanged, and no replica receives more than that."""
 
 from __future__ import annotations
 
