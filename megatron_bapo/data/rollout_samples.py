@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_bapo.data.rollout_files import prompt_columns, rollout_files
+from megatron_bapo.data.rollout_files import rollout_files, unicode_prompt_columns
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.text import without_lone_surrogates
@@ -133,7 +133,12 @@ def write_samples(
     partial = path.with_suffix(".partial")
     schema = SCHEMA.with_metadata({_HEADER: json.dumps(asdict(header))})
     rows = (
-        {"group": group.index, "response": number, **_prompt(group.group), **_columns(response, header)}
+        {
+            "group": group.index,
+            "response": number,
+            **unicode_prompt_columns(group.group.prompt),
+            **_columns(response, header),
+        }
         for group in groups
         for number, response in enumerate(group.responses)
     )
@@ -170,10 +175,6 @@ def token_staleness(spans: Sequence[tuple[int, int]], policy_version: int) -> np
     """Return the staleness of each sampled token, int64 [S]; `spans` are policy versions and token counts."""
     versions, counts = zip(*spans, strict=True) if spans else ((), ())
     return policy_version - np.repeat(np.array(versions, np.int64), np.array(counts, np.int64))
-
-
-def _prompt(group: Group) -> dict[str, str]:
-    return {name: without_lone_surrogates(value) for name, value in prompt_columns(group.prompt).items()}
 
 
 def _columns(response: SampledResponse, header: SampleHeader) -> dict[str, Any]:
