@@ -2,6 +2,7 @@
 
 python -m bench.rollout_scale          2,048 responses of up to 16,384 tokens, in 3 minutes on two cores
 python -m bench.rollout_scale --full   16,384 responses of up to 65,536 tokens; `--full 0.25` a quarter of them
+python -m bench.rollout_scale --short  16,384 responses of up to 256 tokens: what depends on their number
 
 The scheduler, the rollout service, scoring, buffer, checkpointing and the hand-over to the trainer's ranks are the real
 ones, in their own processes. Engines are modelled: they send real tokens and log-probs through Ray at the pace of a
@@ -52,6 +53,8 @@ LIMITS = {
     "running_sequences_at_cold_start": 0.9,
 }
 """Limits by figure; a ratio above 1 exceeds its limit, except for the last figure, where one below 1 does."""
+OF_TOKENS = ("service_bytes_per_token_bytes", "rank_bytes_per_own_bytes")
+"""Figures that mean nothing for short responses."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Size:
 
 
 SCALED_DOWN = Size(128, 16, 16_384, 4_096, num_engines=8, max_num_seqs=128, num_ranks=4)
+SHORT = Size(1_024, 16, 256, 64, num_engines=64, max_num_seqs=256, num_ranks=4)
 FULL = Size(1_024, 16, 65_536, 16_384, num_engines=64, max_num_seqs=256, num_ranks=8)
 
 
@@ -252,13 +256,16 @@ def main() -> None:
         "--full", nargs="?", type=float, const=1.0, metavar="SHARE",
         help=f"responses of full length, and this share of the prompts and engines; all need {FULL.needed_gib:.0f} GiB",
     )  # fmt: skip
-    share = parser.parse_args().full
-    size = SCALED_DOWN if share is None else part_of_full(share)
+    parser.add_argument("--short", action="store_true", help="as many responses as a full batch has, but short ones")
+    arguments = parser.parse_args()
+    size = SHORT if arguments.short else SCALED_DOWN if arguments.full is None else part_of_full(arguments.full)
     available_gib = psutil.virtual_memory().available / 2**30
     if available_gib < size.needed_gib:
         raise SystemExit(f"this size needs {size.needed_gib:.0f} GiB of memory, and {available_gib:.0f} GiB are free")
     with tempfile.TemporaryDirectory() as folder:
         limited, others = measure(Path(folder), size)
+    if arguments.short:
+        limited = {name: value for name, value in limited.items() if name not in OF_TOKENS}
     ratios = {name: round(value / LIMITS[name], 3) for name, value in limited.items()}
     rows = [(name, value, LIMITS[name], ratios[name]) for name, value in limited.items()]
     rounded = {name: round(value, 3) for name, value in (limited | others).items()}

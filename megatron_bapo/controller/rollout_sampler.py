@@ -4,17 +4,23 @@ main rank                           all ranks                              a thr
 ---------                           ---------                              -------------------------
 choose prompts of the batch ──────► trace their tokens in the updates
                                     gather the figures after the updates ─► decode texts, write Parquet
+
+In between the main rank keeps them in unnamed files, because they may take as much memory as its share of the batch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from megatron_bapo.config.schema import Config
@@ -42,61 +48,73 @@ class RolloutSampler:
     config: Config
     folder: Path
     groups: ParallelGroups
-    _chosen: dict[int, Group] = field(default_factory=dict)
-    """Groups of the current step by their index in the batch, on the main rank."""
+    _chosen: list[int] = field(default_factory=list)
+    """Indices of the current step's groups in the batch, on the main rank."""
+    _groups_file: IO[bytes] | None = None
+    """These groups, pickled, on the main rank in a step that is due."""
     _writer: ThreadPoolExecutor | None = None
     _written: Future[None] | None = None
     _decode: Callable[[list[list[int]]], list[str]] | None = None
 
     def choose(self, step: int, scored: ScoredGroups | None) -> None:
         """Choose the prompts of a batch. `scored` is None on all ranks but the main one, where it has all tokens."""
-        self._chosen = {}
+        self._chosen = []
         if scored is None or not self._is_due(step):
             return
         # A prompt that was chosen once is chosen again in a later epoch, so that its responses can be compared.
         order = sorted(range(len(scored.groups)), key=lambda i: self._rank_of(scored.groups[i]))
-        chosen = sorted(order[: self.config.logging.rollouts.num_prompts])
-        # Copies, because views would keep whole parts of the batch in Ray's object store.
-        self._chosen = {index: _copied(scored.groups[index]) for index in chosen}
+        self._chosen = sorted(order[: self.config.logging.rollouts.num_prompts])
+        self._groups_file = self._pickled(scored.groups[index] for index in self._chosen)
 
     def trace(self, step: int, trajectories: Sequence[Trajectory]) -> TokenTrace:
         """Return an empty trace of the chosen prompts' trajectories in the batch. Collective in a step that is due."""
         n = self.config.rollout.n
-        chosen = broadcast_object([*self._chosen], self.groups) if self._is_due(step) else []
+        chosen = broadcast_object(self._chosen, self.groups) if self._is_due(step) else []
         return TokenTrace.of(trajectories, [n * group + number for group in chosen for number in range(n)])
 
     def write(self, state: RunState, trace: TokenTrace, examples: Sequence[Example]) -> None:
         """Gather the figures and have the main rank's thread write them as those of the next step. Collective."""
         if not trace.starts:
             return
-        traced = trace.gather(self.groups)
+        figures = (self._gathered(trace, index, examples[index]) for index in trace.starts)
         if not self.groups.is_main:
+            for _ in figures:
+                pass
             return
-        n, config = self.config.rollout.n, self.config
-        sampled = []
-        for index, group in self._chosen.items():
-            responses = []
-            for number, trajectory in enumerate(group.trajectories):
-                example, found = examples[n * index + number], traced[n * index + number]
-                own = SampledResponse(trajectory, example.token_advantages, example.proximal_log_probs)
-                if found.update:
-                    bounds = {"clip_low": found.clip_low, "clip_high": found.clip_high}
-                    own = replace(own, update=found.update, figures=found.figures, **bounds)
-                responses.append(own)
-            sampled.append(SampledGroup(index, group, tuple(responses)))
+        figures_file, groups_file, config = self._pickled(figures), self._groups_file, self.config
+        assert groups_file is not None, "the main rank has chosen groups"
         header = SampleHeader(
             step=state.step + 1,
             policy_version=state.policy_version,
-            num_groups=len(examples) // n,
-            n=n,
+            num_groups=len(examples) // config.rollout.n,
+            n=config.rollout.n,
             objective=config.algorithm.objective,
             temperature=config.rollout.temperature,
         )
         self.flush()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "sampled-rollouts")
-        self._written = self._writer.submit(self._write, header, sampled)
-        self._chosen = {}
+        self._written = self._writer.submit(self._write, header, self._chosen, groups_file, figures_file)
+        self._chosen, self._groups_file = [], None
+
+    def _gathered(self, trace: TokenTrace, index: int, example: Example) -> dict[str, Any]:
+        """Return the fields of a `SampledResponse` except its trajectory, on the main rank. Collective."""
+        traced, fields = trace.gather(index, self.groups), {"advantages": example.advantage}
+        if traced is None or not traced.update:
+            return fields
+        if self.config.algorithm.behaviour_policy == "recomputed":
+            fields["proximal_log_probs"] = traced.figures["ratio_log_probs"]
+        bounds = {"clip_low": traced.clip_low, "clip_high": traced.clip_high}
+        return fields | {"update": traced.update, "figures": traced.figures, **bounds}
+
+    def _pickled(self, values: Iterator[Any]) -> IO[bytes]:
+        """Return an unnamed file in the run directory that has the values, one after the other."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115, the thread that reads it closes it
+        for value in values:
+            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+        file.seek(0)
+        return file
 
     def flush(self) -> None:
         """Return when the last file is complete; raises the error that its thread met."""
@@ -109,10 +127,13 @@ class RolloutSampler:
         if self._writer is not None:
             self._writer.shutdown()
 
-    def _write(self, header: SampleHeader, sampled: Sequence[SampledGroup]) -> None:
+    def _write(
+        self, header: SampleHeader, chosen: Sequence[int], groups_file: IO[bytes], figures_file: IO[bytes]
+    ) -> None:
         if self._decode is None:
             self._decode = _decoder(self.config.model_path, self.folder)
-        write_samples(self.folder, header, sampled, self._decode)
+        with groups_file, figures_file:
+            write_samples(self.folder, header, _sampled(chosen, groups_file, figures_file), self._decode)
 
     def _is_due(self, step: int) -> bool:
         every = self.config.logging.rollouts.every_steps
@@ -123,19 +144,17 @@ class RolloutSampler:
         return hashlib.sha256(f"{self.config.seed} {group.prompt.prompt_id!a}".encode()).digest()
 
 
-def _copied(group: Group) -> Group:
-    """Return the group with arrays of its own."""
+def _sampled(chosen: Sequence[int], groups_file: IO[bytes], figures_file: IO[bytes]) -> Iterator[SampledGroup]:
+    """Yield the groups with the indices `chosen` in the batch from the files of `RolloutSampler`."""
 
-    def copied(trajectory: Trajectory) -> Trajectory:
-        return replace(
-            trajectory,
-            prompt_token_ids=trajectory.prompt_token_ids.copy(),
-            response_token_ids=trajectory.response_token_ids.copy(),
-            behaviour_log_probs=trajectory.behaviour_log_probs.copy(),
-            loss_mask=None if trajectory.loss_mask is None else trajectory.loss_mask.copy(),
-        )
+    def response(trajectory: Trajectory) -> SampledResponse:
+        fields = pickle.load(figures_file)
+        advantages = np.broadcast_to(fields.pop("advantages"), trajectory.num_sampled)
+        return SampledResponse(trajectory, advantages, **fields)
 
-    return Group(group.prompt, tuple(map(copied, group.trajectories)))
+    for index in chosen:
+        group: Group = pickle.load(groups_file)
+        yield SampledGroup(index, group, tuple(map(response, group.trajectories)))
 
 
 def _decoder(model_path: Path, folder: Path) -> Callable[[list[list[int]]], list[str]]:

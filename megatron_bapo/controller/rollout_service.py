@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +21,7 @@ from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.event_loop import LoopClock, answered_within
 from megatron_bapo.freed_memory import FreedMemory, release_freed_memory
+from megatron_bapo.garbage_collection import GarbageCollector
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.row_writer import RowWriter
@@ -50,8 +50,6 @@ from megatron_bapo.run_directory import RunDirectory
 
 _VALIDATION_SERIAL = -1
 """Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
-_GC_THRESHOLDS = 700, 10, 1000
-"""Thresholds of the garbage collector; the third, by default 10, makes full collections a hundred times as rare."""
 T = TypeVar("T")
 
 
@@ -110,10 +108,7 @@ class RolloutService:
             self._scheduler.fail,
         )
 
-        # Prompts live as long as this process; the garbage collector would stop the event loop to search among them.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
+        self._garbage = GarbageCollector()
 
     async def wait_for_engines(self) -> None:
         """Return when all engines have started to serve the initial model."""
@@ -146,6 +141,7 @@ class RolloutService:
         loop = asyncio.get_running_loop()
         start = loop.time()
         scored = await self._scheduler.take()
+        self._garbage.exempt_survivors()
         cpu_s, self._cpu_s = self._cpu_s, family_cpu_s()
         scored.metrics["perf/cpu_s/rollouts"] = Last(self._cpu_s - cpu_s)
         scored.metrics["perf/cpu_cores"] = Last(len(os.sched_getaffinity(0)))
@@ -213,7 +209,6 @@ class RolloutService:
         """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
 
         async def load() -> None:
-            gc.collect()  # the engines wait, so that a stop of the event loop delays no request
             release_freed_memory()
             await self._fleet.load_weights(version)
 

@@ -88,9 +88,6 @@ def prepare(
         if not isinstance(row, Prompt):
             dropped.append(Dropped(where, "malformed", str(row)))
             continue
-        if not _is_unicode(row):
-            dropped.append(Dropped(where, "malformed", "contains an unpaired surrogate, which is not Unicode text"))
-            continue
         if not (empty_answers or row.ground_truth.strip()):
             dropped.append(Dropped(where, "malformed", "the ground truth is empty; no response could be right"))
             continue
@@ -132,14 +129,6 @@ def _rows(sources: Iterable[PromptSourceConfig]) -> Iterator[tuple[str, Any]]:
     for source in sources:
         assert source.path is not None, "preparation reads files"
         yield from read_prompts(source, source.path, name="train")
-
-
-def _is_unicode(prompt: Prompt) -> bool:
-    try:
-        json.dumps(verl_row(prompt, 0, ""), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _key(prompt: Prompt) -> tuple[str, ...]:

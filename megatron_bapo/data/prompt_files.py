@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 from megatron_bapo.errors import UserError
 
 ROWS_PER_BATCH = 1024
+_SURROGATE = re.compile(rb"\\u[dD][89abcdefABCDEF]")
+"""Escape of a surrogate in JSON, paired or not."""
 
 
 class Malformed(ValueError):
@@ -56,7 +59,17 @@ def decode(row: Row) -> dict[str, Any]:
         raise Malformed(f"JSON that Python cannot read ({error})") from error
     if not isinstance(value, dict):
         raise Malformed(f"a JSON {type(value).__name__} instead of an object with a prompt and its answer")
+    if _SURROGATE.search(row) and not _is_unicode(value):
+        raise Malformed("contains an unpaired surrogate, which is not Unicode text and which tokenizers refuse")
     return value
+
+
+def _is_unicode(value: dict[str, Any]) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:

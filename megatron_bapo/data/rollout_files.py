@@ -32,6 +32,7 @@ from megatron_bapo.records import (
     UnfinishedTrajectory,
     VersionSpan,
 )
+from megatron_bapo.text import without_lone_surrogates
 
 _HEADER = b"megatron_bapo.rollouts"
 _TRAJECTORY_TYPES = {
@@ -211,11 +212,11 @@ def _unreadable(path: Path, reason: object) -> UserError:
 
 
 def _rows(number: int, group: Group) -> list[dict[str, Any]]:
-    shared = {"group": number, **prompt_columns(group.prompt)}
+    shared = {"group": number, **unicode_prompt_columns(group.prompt)}
     return [shared | _columns(trajectory, _TRAJECTORY_TYPES) for trajectory in group.trajectories]
 
 
-def prompt_columns(prompt: Prompt) -> dict[str, Any]:
+def prompt_columns(prompt: Prompt) -> dict[str, str]:
     """Return the prompt as strings."""
     return {
         "prompt_id": prompt.prompt_id,
@@ -224,6 +225,11 @@ def prompt_columns(prompt: Prompt) -> dict[str, Any]:
         "data_source": prompt.data_source,
         "extra_info": json.dumps(prompt.extra_info),
     }
+
+
+def unicode_prompt_columns(prompt: Prompt) -> dict[str, str]:
+    """Return the prompt as strings that Parquet accepts: prompts may have been made without a file."""
+    return {name: without_lone_surrogates(value) for name, value in prompt_columns(prompt).items()}
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:
@@ -240,7 +246,8 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 def _columns(trajectory: Trajectory, names: Iterable[str]) -> dict[str, Any]:
     columns = {name: getattr(trajectory, name) for name in names}
     spans = [asdict(span) for span in trajectory.version_spans]
-    return columns | {"version_spans": spans, "turns": json.dumps(trajectory.turns)}
+    text = without_lone_surrogates(trajectory.text)
+    return columns | {"version_spans": spans, "text": text, "turns": json.dumps(trajectory.turns)}
 
 
 def _trajectory(

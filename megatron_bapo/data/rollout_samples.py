@@ -9,8 +9,9 @@ header. `tokenizer.json` beside the files turns token ids into text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_bapo.data.rollout_files import prompt_columns, rollout_files
+from megatron_bapo.data.rollout_files import rollout_files, unicode_prompt_columns
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.text import without_lone_surrogates
@@ -120,25 +121,33 @@ class SampledGroup:
 def write_samples(
     folder: Path,
     header: SampleHeader,
-    groups: Sequence[SampledGroup],
+    groups: Iterable[SampledGroup],
     texts: Callable[[list[list[int]]], list[str]],
 ) -> None:
-    """Write `folder/step-00000012.parquet` atomically. `texts` decodes the responses whose text was dropped."""
+    """Write `folder/step-00000012.parquet` atomically, one row group after the other as `groups` are read.
+
+    `texts` decodes the responses whose text was dropped.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{header.step:08d}.parquet"
     partial = path.with_suffix(".partial")
     schema = SCHEMA.with_metadata({_HEADER: json.dumps(asdict(header))})
-    rows = [
-        {"group": group.index, "response": number, **_prompt(group.group), **_columns(response, header)}
+    rows = (
+        {
+            "group": group.index,
+            "response": number,
+            **unicode_prompt_columns(group.group.prompt),
+            **_columns(response, header),
+        }
         for group in groups
         for number, response in enumerate(group.responses)
-    ]
-    missing = [row for row in rows if not row["text"]]
-    for row, text in zip(missing, texts([row["response_token_ids"].tolist() for row in missing]), strict=True):
-        row["text"] = without_lone_surrogates(text)
+    )
     with pq.ParquetWriter(partial, schema, compression="zstd", write_statistics=False) as writer:
-        for start in range(0, len(rows), ROWS_PER_GROUP):
-            writer.write_table(pa.Table.from_pylist(rows[start : start + ROWS_PER_GROUP], schema))
+        while part := [*islice(rows, ROWS_PER_GROUP)]:
+            missing = [row for row in part if not row["text"]]
+            for row, text in zip(missing, texts([row["response_token_ids"].tolist() for row in missing]), strict=True):
+                row["text"] = without_lone_surrogates(text)
+            writer.write_table(pa.Table.from_pylist(part, schema))
     partial.replace(path)
 
 
@@ -166,10 +175,6 @@ def token_staleness(spans: Sequence[tuple[int, int]], policy_version: int) -> np
     """Return the staleness of each sampled token, int64 [S]; `spans` are policy versions and token counts."""
     versions, counts = zip(*spans, strict=True) if spans else ((), ())
     return policy_version - np.repeat(np.array(versions, np.int64), np.array(counts, np.int64))
-
-
-def _prompt(group: Group) -> dict[str, str]:
-    return {name: without_lone_surrogates(value) for name, value in prompt_columns(group.prompt).items()}
 
 
 def _columns(response: SampledResponse, header: SampleHeader) -> dict[str, Any]:

@@ -190,16 +190,10 @@ class _Worker:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megatron_bapo.functions.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                # When this process ends, however it does, the pipe closes and the supervisor kills the worker.
-                stdin=subprocess.PIPE,
-                env=process_environment(target.withheld),
-                start_new_session=True,  # In its own process group it does not receive Ctrl-C.
-            )
+        # When this process ends, however it does, the pipe closes and the supervisor kills the worker.
+        self._process, self._socket = start_process(
+            "megatron_bapo.functions.worker", stdin=subprocess.PIPE, withheld=target.withheld
+        )
         self.is_concurrent = False
         self._arguments = frozenset[str]()
         """Arguments that the function takes; others are not sent, because a response may have a megabyte."""
@@ -324,8 +318,27 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def process_environment(withheld: Sequence[str] = ()) -> dict[str, str]:
-    """Return a worker process's environment: this process's, with its import path and without withheld secrets."""
+def start_process(
+    module: str, *, stdin: int = subprocess.DEVNULL, withheld: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start `python -m module FILE_DESCRIPTOR`; return it and the other end of the socket that it finds there.
+
+    The socket closes when this process ends, however that ends. The process does not get the variables `withheld`.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=stdin,
+            env=_environment(withheld),
+            start_new_session=True,  # In its own process group it does not receive Ctrl-C.
+        )
+    return process, ours
+
+
+def _environment(withheld: Sequence[str]) -> dict[str, str]:
+    """Return this process's environment, with its import path and without secrets."""
     folders = [folder or os.getcwd() for folder in sys.path]
     path = os.pathsep.join(dict.fromkeys([*folders, os.getcwd()]))
     kept = {name: value for name, value in os.environ.items() if name not in (*RAY_TOKEN, *withheld)}

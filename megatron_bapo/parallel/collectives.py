@@ -36,16 +36,24 @@ def max_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
 
 def send(tensor: torch.Tensor, axis: Axis, to: int) -> None:
     """Send a tensor to another rank of the axis, which calls `receive`."""
-    _exchange([dist.P2POp(dist.isend, tensor, axis.global_ranks[to], axis.group)])
+    exchange({to: tensor}, {}, axis)
 
 
 def receive(tensors: dict[int, torch.Tensor], axis: Axis) -> None:
     """Receive a tensor from each given rank of the axis into the contiguous tensor for that rank."""
-    _exchange([dist.P2POp(dist.irecv, tensor, axis.global_ranks[rank], axis.group) for rank, tensor in tensors.items()])
+    exchange({}, tensors, axis)
 
 
-def _exchange(operations: list[dist.P2POp]) -> None:
-    """Run operations in one batch; NCCL creates a communicator for every pair of ranks with unbatched operations."""
+def exchange(outgoing: dict[int, torch.Tensor], incoming: dict[int, torch.Tensor], axis: Axis) -> None:
+    """Send a tensor to some ranks of the axis, and receive one from some into the contiguous tensors for them.
+
+    All are in one batch; NCCL creates a communicator for every pair of ranks with unbatched operations.
+    """
+    operations = [
+        dist.P2POp(operation, tensor, axis.global_ranks[rank], axis.group)
+        for operation, tensors in ((dist.isend, outgoing), (dist.irecv, incoming))
+        for rank, tensor in tensors.items()
+    ]
     for request in dist.batch_isend_irecv(operations) if operations else []:
         request.wait()
 
@@ -56,6 +64,24 @@ def broadcast_from_last_stage(tensor: torch.Tensor, groups: ParallelGroups) -> t
     if pipeline.size > 1:
         dist.broadcast(tensor, src=pipeline.global_ranks[-1], group=pipeline.group)
     return tensor
+
+
+def sum_to_main(tensor: torch.Tensor, groups: ParallelGroups) -> None:
+    """Sum a tensor of the last pipeline stage over its data- and context-parallel ranks into the main rank's `tensor`.
+
+    The contents on all other ranks are undefined afterwards; shapes must agree.
+    """
+    axis, pipeline = groups.data_context, groups.pipeline
+    if groups.tensor.rank:
+        return
+    if groups.is_last_stage and axis.size > 1:
+        dist.reduce(tensor, dst=axis.global_ranks[0], group=axis.group)
+    if axis.rank or pipeline.size == 1:
+        return
+    if groups.is_last_stage:
+        send(tensor, pipeline, 0)
+    elif groups.is_first_stage:
+        receive({pipeline.size - 1: tensor}, pipeline)
 
 
 def broadcast_in_replica(tensor: torch.Tensor, groups: ParallelGroups) -> None:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.functions.worker_pool import process_environment
+from megatron_bapo.functions.worker_pool import start_process
 from megatron_bapo.rollout.decoder_process import ERROR, FOLDER, SERIALIZED, receive, send
 
 if TYPE_CHECKING:
@@ -65,16 +62,7 @@ class Decoder:
 
 class _Process:
     def __init__(self, source: tuple[bytes, bytes]) -> None:
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            # It ends with this process, however that ends, because its connection is then closed.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megatron_bapo.rollout.decoder_process", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=process_environment(),
-                start_new_session=True,  # In its own process group it does not receive Ctrl-C.
-            )
+        self._process, self._connection = start_process("megatron_bapo.rollout.decoder_process")
         self._source: tuple[bytes, bytes] | None = source
 
     def decode(self, content: memoryview) -> str:

@@ -155,6 +155,7 @@ class ModelledEngine:
             raise
         finally:
             del self._calls[request.request_id]
+            call.sequences.clear()  # they refer to the call: a cycle would be garbage until it is searched for
 
     async def abort(self) -> None:
         self._aborting = bool(self._running or self._waiting)

@@ -22,7 +22,7 @@ from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.worker import Worker
 
-MESSAGE_WORDS = 1 << 20
+MESSAGE_WORDS = 1 << 18
 """Size of a message from the main rank to another one in 32-bit words, which are the memory that sending takes."""
 
 
@@ -82,10 +82,15 @@ def _needs_all_log_probs(config: Config) -> bool:
 
 
 def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator[torch.Tensor]:
-    """Yield the words of whole trajectories, int32, with bounds as in `_bounds`; `sizes` are their numbers of words."""
+    """Yield the words of whole trajectories, int32, with bounds as in `_bounds`; `sizes` are their numbers of words.
+
+    All messages are in one buffer, so that a message is valid until the next one is taken.
+    """
+    buffer = np.empty(max((end - start for start, end in _bounds(sizes)), default=0), np.int32)
     for members in _members(sizes):
         arrays = [array for index in members for array in words(trajectories[index])]
-        yield torch.from_numpy(np.concatenate(arrays))
+        message = buffer[: sum(len(array) for array in arrays)]
+        yield torch.from_numpy(np.concatenate(arrays, out=message))
 
 
 def _bounds(sizes: np.ndarray) -> list[tuple[int, int]]:

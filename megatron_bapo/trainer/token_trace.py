@@ -1,7 +1,7 @@
 """What an update computes for every sampled token of chosen trajectories, gathered from the ranks that have the tokens.
 
-Legend: N response tokens of a micro-batch on this rank; K those of them in the trace; A all tokens of the trace;
-B chosen trajectories.
+Legend: N response tokens of a micro-batch on this rank; K those of them in the trace; A this rank's tokens of the
+trace; S sampled tokens of one trajectory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.policy_loss import ClippedTokens
 from megatron_bapo.data.rollout_samples import DROPPED, DUAL, LOWER, REJECTED, UPPER
-from megatron_bapo.parallel.collectives import broadcast_from_last_stage, sum_over
+from megatron_bapo.parallel.collectives import sum_to_main
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory
@@ -23,12 +23,14 @@ from megatron_bapo.trainer.bound_scopes import Bounds
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.worker import Scores
 
-COLUMNS = ("log_probs", "entropy", "ratio", "correction", "marks", "update", "clip_low", "clip_high")
-"""Columns of the trace. The first five are figures of a token: its log-prob under the trainer's weights in nats, the
-entropy of its distribution in nats, the ratio in the loss, the weight of the rollout correction, and its marks. The
-others are those of the update that used it: its number in the step, starting at 1, and its clip bounds."""
-GATHERED_TOKENS = 1 << 20
-"""Tokens that one collective gathers, which bounds its memory to 32 MiB."""
+COLUMNS = (
+    *("log_probs", "entropy", "ratio", "ratio_log_probs", "correction", "marks"),
+    *("update", "clip_low", "clip_high"),
+)
+"""Columns of the trace. The first six are figures of a token: its log-prob under the trainer's weights in nats, the
+entropy of its distribution in nats, the ratio in the loss and the log-prob in its denominator, the weight of the
+rollout correction, and its marks. The others are those of the update that used it: its number in the step, starting at
+1, and its clip bounds."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,13 @@ class TokenTrace:
     """Figures of chosen trajectories in the first update of a step that trains on them.
 
     Later passes over the batch (`trainer.ppo_epochs`) are not traced. The figures stay on the devices until they are
-    gathered, 40 bytes a token. They are copied from what the update computes anyway.
+    gathered, 44 bytes a token. They are copied from what the update computes anyway.
     """
 
     starts: dict[int, int]
     """Place of the first token of each chosen trajectory, by its index in the batch."""
-    num_tokens: int
+    sizes: dict[int, int]
+    """Number of sampled tokens of each."""
     _update: int = 0
     _marked: set[int] = field(default_factory=set)
     _parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -61,8 +64,9 @@ class TokenTrace:
     @staticmethod
     def of(trajectories: Sequence[Trajectory], chosen: Sequence[int]) -> TokenTrace:
         """Return an empty trace of the trajectories with the indices `chosen`."""
-        ends = np.cumsum([0, *(trajectories[i].num_sampled for i in chosen)]).tolist()
-        return TokenTrace(dict(zip(chosen, ends[:-1], strict=True)), ends[-1])
+        sizes = {index: trajectories[index].num_sampled for index in chosen}
+        starts = np.cumsum([0, *sizes.values()]).tolist()
+        return TokenTrace(dict(zip(sizes, starts, strict=False)), sizes)
 
     def mark(self, examples: Sequence[Example], indices: Sequence[int]) -> list[Example]:
         """Begin an update on the examples with these indices in the batch; mark those that are traced in it."""
@@ -86,36 +90,33 @@ class TokenTrace:
         marks_N += torch.where(clipped.usable_T, 0, torch.where(rejected_N, REJECTED, DROPPED))
         columns = [
             *(scores.log_probs_N, scores.entropy_N, torch.where(clipped.usable_T, clipped.ratio_T, plain_N)),
-            *(correction_N, marks_N),
+            *(micro_batch.behaviour_log_probs_N, correction_N, marks_N),
         ]
         whole = [torch.full_like(plain_N, self._update), *(bound.expand_as(plain_N) for bound in bounds)]
         values = torch.stack([column.float()[own_K] for column in (*columns, *whole)])
         self._parts[self._update, id(micro_batch)] = micro_batch.traced_at_N[own_K], values
 
-    def gather(self, groups: ParallelGroups) -> dict[int, TracedTrajectory]:
-        """Return the traced trajectories by their index in the batch, on every rank. Collective.
+    def gather(self, index: int, groups: ParallelGroups) -> TracedTrajectory | None:
+        """Return the trajectory with this index in the batch on the main rank, None on the others. Collective.
 
         Every token is on one data- and context-parallel rank of the last pipeline stage, so a sum gathers it.
         """
-        places_A = torch.cat(
-            [torch.zeros(0, dtype=torch.int64, device=local_device()), *(p for p, _ in self._parts.values())]
-        )
-        values = torch.cat(
-            [torch.zeros(len(COLUMNS), 0, device=local_device()), *(v for _, v in self._parts.values())], 1
-        )
-        found = np.empty((len(COLUMNS), self.num_tokens), np.float32)
-        for start in range(0, self.num_tokens, GATHERED_TOKENS):
-            part = found[:, start : start + GATHERED_TOKENS]
-            table = torch.zeros(part.shape, device=local_device())
-            own = (places_A >= start) & (places_A < start + part.shape[1])
-            table[:, places_A[own] - start] = values[:, own]
-            sum_over(groups.data_context)(table)
-            part[:] = broadcast_from_last_stage(table, groups).cpu().numpy()
-        ends = [*list(self.starts.values())[1:], self.num_tokens]
-        return {
-            index: _trajectory(found[:, start:end])
-            for (index, start), end in zip(self.starts.items(), ends, strict=True)
-        }
+        start, size = self.starts[index], self.sizes[index]
+        table = torch.zeros(len(COLUMNS), size, device=local_device())
+        if self._parts:
+            places_A, values = self._joined()
+            own_A = (places_A >= start) & (places_A < start + size)
+            table[:, places_A[own_A] - start] = values[:, own_A]
+        sum_to_main(table, groups)
+        return _trajectory(table.cpu().numpy()) if groups.is_main else None
+
+    def _joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places [A] and columns of this rank's tokens; joins the parts of micro-batches once."""
+        if len(self._parts) > 1:
+            places, values = zip(*self._parts.values(), strict=True)
+            self._parts = {(0, 0): (torch.cat(places), torch.cat(values, 1))}
+        ((places_A, values),) = self._parts.values()
+        return places_A, values
 
 
 def _trajectory(columns: np.ndarray) -> TracedTrajectory:

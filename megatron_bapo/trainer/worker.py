@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_ba
 from megatron_bapo.trainer.optimizer import Optimizer
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.speculation import Speculation
+from megatron_bapo.trainer.token_values import for_own_trajectories
+from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
 
 
 @dataclass(frozen=True)
@@ -136,23 +139,44 @@ def score(
 def score_trajectories(
     worker: Worker, trajectories: Sequence[Trajectory], temperature: float, model: PolicyModel | None = None
 ) -> list[np.ndarray]:
-    """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, on every rank.
+    """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, NaN if this rank has no tokens of it.
 
     They are computed with the policy, or with another `model` of the same layout. Collective: data-parallel ranks share
     the work.
     """
-    examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
-    starts = np.cumsum([0, *(trajectory.num_sampled for trajectory in trajectories)])
-    log_probs = torch.zeros(int(starts[-1]), device=local_device())
+    groups, examples = worker.groups, [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
+    lengths, own = [trajectory.num_sampled for trajectory in trajectories], indices_with_tokens(trajectories)
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)
     scores = score(worker, micro_batches, temperature, model)
-    for indices, micro_batch, scored in zip(plan, micro_batches, scores, strict=False):
-        offsets = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in indices)])
-        local = torch.from_numpy(offsets).to(log_probs.device)[micro_batch.response_index_N]
-        log_probs[local] = scored.log_probs_N
-    sum_over(worker.groups.data_context)(log_probs)
-    return np.split(broadcast_from_last_stage(log_probs, worker.groups).cpu().numpy(), starts[1:-1])
+    log_probs_T = torch.empty(sum(lengths[i] for i in own), device=local_device())
+    if groups.is_last_stage:
+        response_index = [micro_batch.response_index_N for micro_batch in micro_batches]
+        found_T = _in_order([each.log_probs_N for each in scores], plan, response_index, lengths)
+        sum_over(groups.context)(found_T)
+        scored_by = [sorted(chain.from_iterable(each)) for each in worker.plans(examples)]
+        log_probs_T = for_own_trajectories(found_T, scored_by, own, lengths, groups.data)
+    values = broadcast_from_last_stage(log_probs_T, groups).cpu().numpy()
+    ends = np.cumsum([lengths[i] for i in own])
+    found = {index: values[end - lengths[index] : end] for index, end in zip(own, ends.tolist(), strict=True)}
+    return [found.get(index, np.broadcast_to(np.float32(np.nan), length)) for index, length in enumerate(lengths)]
+
+
+def _in_order(
+    values: Sequence[torch.Tensor], plan: list[list[int]], response_index: Sequence[torch.Tensor], lengths: list[int]
+) -> torch.Tensor:
+    """Return values of the micro-batches [N] of a plan as one tensor [T], in ascending order of the trajectories.
+
+    Tokens of other context-parallel ranks are 0.
+    """
+    indices = sorted(chain.from_iterable(plan))
+    ends = np.cumsum([0, *(lengths[i] for i in indices)]).tolist()
+    starts = dict(zip(indices, ends, strict=False))
+    ordered_T = torch.zeros(ends[-1], device=local_device())
+    for members, values_N, response_index_N in zip(plan, values, response_index, strict=True):
+        places = [np.zeros(0, np.int64), *(np.arange(starts[i], starts[i] + lengths[i]) for i in members)]
+        ordered_T[torch.from_numpy(np.concatenate(places)).to(ordered_T.device)[response_index_N]] = values_N
+    return ordered_T
 
 
 def score_sequence(worker: Worker, token_ids: np.ndarray) -> np.ndarray:

@@ -43,23 +43,20 @@ def make_trajectories(vocab_size: int) -> list[Trajectory]:
 
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
-    """Return every per-token array of the batch."""
+    """Return every per-token array of the batch, without placeholders."""
     names = ("advantage", "proximal_log_probs", "reference_log_probs", "correction_weights")
     return {
         f"{name}.{index}": torch.from_numpy(np.array(value))
         for index, example in enumerate(examples)
         for name in names
-        if (value := getattr(example, name)) is not None
+        if (value := getattr(example, name)) is not None and getattr(value, "strides", None) != (0,)
     }
 
 
-def described(trace: dict[int, TracedTrajectory]) -> dict[str, dict]:
-    """Return the trace as JSON values."""
-    return {
-        str(index): {"update": found.update, "bounds": [found.clip_low, found.clip_high]}
-        | {name: values.tolist() for name, values in found.figures.items()}
-        for index, found in trace.items()
-    }
+def described(found: TracedTrajectory) -> dict:
+    """Return a traced trajectory as JSON values."""
+    figures = {name: values.tolist() for name, values in found.figures.items()}
+    return {"update": found.update, "bounds": [found.clip_low, found.clip_high], **figures}
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
@@ -96,7 +93,9 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
                 read = partial(worker.optimizer.read, state="exp_avg")
                 write_stage(out / "gradients", worker.model, groups, read=read)
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
-    (out / f"trace-{groups.global_rank}.json").write_text(json.dumps(described(trace.gather(groups))))
+    traced = {index: trace.gather(index, groups) for index in TRACED}
+    found_here = {index: described(each) for index, each in traced.items() if each is not None}
+    (out / f"trace-{groups.global_rank}.json").write_text(json.dumps(found_here))
     if groups.is_main:
         (out / "metrics.json").write_text(json.dumps(found))
 

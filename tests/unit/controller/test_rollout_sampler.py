@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.token_trace import TokenTrace
 from megatron_bapo.trainer.worker import create_worker
 from tests.unit.controller.test_training_loop import make_config as make_run_config
 
@@ -105,17 +108,26 @@ def train_steps(run: Run, num: int) -> list[list[dict[str, float | None]]]:
     return seen
 
 
-def test_chosen_groups_are_copies_so_that_the_batch_can_be_freed(tmp_path: Path, groups: ParallelGroups) -> None:
-    sampler, batch = RolloutSampler(make_config(tmp_path), tmp_path, groups), make_groups(50)
-    sampler.choose(1, ScoredGroups(batch, 0))
+def test_chosen_groups_take_no_memory_until_they_are_written(tmp_path: Path, groups: ParallelGroups) -> None:
+    run, size = start(make_config(tmp_path), groups), 1 << 18
+    tokens, log_probs = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    trajectory = Trajectory(tokens, tokens, log_probs, (VersionSpan(0, size),), "stop", "")
+    batch = ScoredGroups([Group(group.prompt, (trajectory,) * N) for group in make_groups(50)], 0)
+    trace = TokenTrace.of([trajectory] * NUM_GROUPS * N, range(NUM_GROUPS * N))
+    examples = [Example(trajectory, 0.0, 0.0)] * NUM_GROUPS * N
+    tracemalloc.start()
+    run.sampler.choose(1, batch)
+    run.sampler.write(run.state, trace, examples)
+    taken_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    run.sampler.flush()
+    run.sampler.close()
 
-    assert sorted(sampler._chosen) == [*range(NUM_GROUPS)]
-    for index, group in sampler._chosen.items():
-        for ours, theirs in zip(group.trajectories, batch[index].trajectories, strict=True):
-            for name in ("prompt_token_ids", "response_token_ids", "behaviour_log_probs", "loss_mask"):
-                mine, other = getattr(ours, name), getattr(theirs, name)
-                np.testing.assert_equal(mine, other)
-                assert mine is None or not np.shares_memory(mine, other)
+    assert taken_bytes < size
+    rows = pq.read_table(
+        sample_files(run.directory.sampled_rollouts)[1], columns=["num_tokens", "log_probs"]
+    ).to_pylist()
+    assert rows == [{"num_tokens": size, "log_probs": None}] * NUM_GROUPS * N
 
 
 def flat(rows: list[dict[str, Any]], name: str) -> np.ndarray:
@@ -229,7 +241,7 @@ def test_a_resumed_run_drops_the_files_of_later_steps(tmp_path: Path, groups: Pa
     assert [*sample_files(run.directory.sampled_rollouts)] == [1, 2]
 
 
-def test_an_error_of_the_writing_thread_reaches_the_trainer(tmp_path: Path, groups: ParallelGroups) -> None:
+def test_an_error_of_the_sampler_reaches_the_trainer(tmp_path: Path, groups: ParallelGroups) -> None:
     run = start(make_config(tmp_path), groups)
     run.directory.sampled_rollouts.write_text("a file where the folder belongs")
     with pytest.raises(FileExistsError):

@@ -139,6 +139,21 @@ def test_a_malformed_line_stops_and_names_location_reason_excerpt_and_remedy(tmp
     assert "on_bad_line: skip" in message
 
 
+@pytest.mark.parametrize("column", ["prompt", "answer", "data_source", "extra_info"])
+def test_a_lone_surrogate_makes_its_row_malformed(tmp_path, column):
+    row = {"prompt": "1 + 1?", "answer": "2", "data_source": "p", "extra_info": {}}
+    path = write_jsonl(tmp_path, row | {column: {"key": "\udc80"} if column == "extra_info" else "a \ud800"}, row)
+    with pytest.raises(UserError, match=r"tasks.jsonl:1: contains an unpaired surrogate"):
+        load(path)
+    assert [prompt.prompt_id for prompt in load(path, on_bad_line="skip").prompts] == ["train:1"]
+
+
+def test_surrogate_pairs_are_read(tmp_path):
+    path = write_jsonl(tmp_path, r'{"prompt": "\ud83d\ude00", "answer": "\\ud800"}')
+    (prompt,) = load(path).prompts
+    assert (prompt.messages[0]["content"], prompt.ground_truth) == ("\U0001f600", "\\ud800")
+
+
 def test_a_line_that_is_not_utf8_stops(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"prompt": "é", "answer": 1}\n'.encode("latin-1"))

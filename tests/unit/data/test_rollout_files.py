@@ -148,3 +148,14 @@ def test_a_file_of_an_earlier_version_says_nothing_of_how_it_was_sampled(file):
     pq.write_table(pq.read_table(file).replace_schema_metadata({key: json.dumps(saved)}), file)
 
     assert read_header(file) == replace(HEADER, sampling={})
+
+
+def test_lone_surrogates_are_replaced_in_text_columns_and_kept_in_json(tmp_path: Path) -> None:
+    turns = ({"role": "tool", "content": "\ud83d"},)
+    prompt = Prompt("p:0", ({"role": "user", "content": "\ud800"},), "\ud801", "\ud802", {"key": "\ud803"})
+    group = Group(prompt, (replace(trajectory(3, 1.0), text="4 \udc80", turns=turns),))
+    write_rollouts(tmp_path, HEADER, [group], None)
+    _, (found,) = read_rollouts(tmp_path / "step-00000001.parquet")
+
+    assert found.prompt == replace(prompt, ground_truth="\ufffd", data_source="\ufffd")
+    assert (found.trajectories[0].text, found.trajectories[0].turns) == ("4 \ufffd", turns)

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
-from megatron_bapo.trainer.scatter_batch import MESSAGE_WORDS, _bounds
+from megatron_bapo.trainer.scatter_batch import MESSAGE_WORDS, _bounds, _messages
 
 
 def trajectory(length: int, *, is_masked: bool = False, reward: float = 0.1) -> Trajectory:
@@ -65,3 +65,16 @@ def test_a_header_takes_few_bytes_for_a_trajectory_of_any_length():
 )
 def test_messages_have_whole_trajectories(sizes: list[int], expected: list[tuple[int, int]]):
     assert _bounds(np.array(sizes, np.int64)) == expected
+
+
+def test_messages_share_the_memory_of_the_largest_one():
+    batch = [trajectory(MESSAGE_WORDS // 3, is_masked=index == 1) for index in range(7)] + [trajectory(9)]
+    sizes, found, places = BatchHeader.of(batch).num_words_B, [], set()
+    for message in _messages(batch, sizes):
+        places.add(message.data_ptr())
+        found.append(message.numpy().copy())
+
+    assert len(found) > 3
+    assert len(places) == 1
+    expected = [array for each in batch for array in words(each)]
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(expected))
