@@ -29,7 +29,6 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
-from megatron_bapo.rollout.weight_sources import plan_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
 if TYPE_CHECKING:
@@ -360,6 +359,8 @@ class Engine:
     def _check_complete(self, version: int) -> None:
         # vLLM only warns about missing tensors, and keeps the old ones.
         found = plan_of(self._route, version).shapes
+        from megatron_bapo.rollout.weight_sources import plan_of  # imports torch; the rollout service does not
+
         for name in sorted(found.keys() ^ self._expected_shapes.keys()):
             raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
         for name, shape in self._expected_shapes.items():
