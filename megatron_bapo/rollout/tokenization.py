@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.imports import collector_paused
 from megatron_bapo.records import Prompt
 from megatron_bapo.text import without_lone_surrogates
 
@@ -30,7 +31,6 @@ class TokenizedPrompt:
     """int32 [P], at least one token."""
 
 
-def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
 @contextmanager
 def transformers_without_torch() -> Iterator[None]:
     """Import transformers in this context as on a machine without torch, for a process that needs tokenizers only.
@@ -54,6 +54,7 @@ def transformers_without_torch() -> Iterator[None]:
             os.environ[advice] = before
 
 
+def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer; no code from the checkpoint is run.
 
     Raises UserError if the folder has no tokenizer, or one without an end-of-sequence token.
@@ -63,7 +64,8 @@ def transformers_without_torch() -> Iterator[None]:
             f"there is no folder {model_path} to load the tokenizer from; give a Hugging Face folder (relative paths "
             f"start at {Path.cwd()})"
         )
-    from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
+    with collector_paused():
+        from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
