@@ -10,6 +10,7 @@ import typer
 from megatron_bapo.cli.app import Overrides, app, messages
 from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.loading import load_section
+from megatron_bapo.imports import collector_paused
 
 EvalFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file of an evaluation, such as configs/eval/paper.yaml.")
@@ -44,7 +45,8 @@ def evaluate(
     """
     with messages():
         resolved = load_section(EvalConfig, config, overrides or [])
-        from megatron_bapo.commands.eval import run_benchmark
+        with collector_paused():
+            from megatron_bapo.commands.eval import run_benchmark
 
         code = run_benchmark(resolved, dry_run=dry_run, as_json=as_json)
     raise typer.Exit(code)

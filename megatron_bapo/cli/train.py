@@ -17,6 +17,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import activities
 from megatron_bapo.errors import UserError
+from megatron_bapo.imports import collector_paused
 from megatron_bapo.run_directory import RunDirectory
 
 _STARTS = "What is started"
@@ -95,12 +96,14 @@ def train(
 def _run(config: Config, rollouts_from: Path | None, num_nodes: int | None, *, rollout_only: bool) -> int:
     """Train, or record rollouts; returns the exit code."""
     if rollout_only:
-        from megatron_bapo.commands.rollout_only import run_rollouts
+        with collector_paused():
+            from megatron_bapo.commands.rollout_only import run_rollouts
 
         return run_rollouts(config)
     if num_nodes is not None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # before Ray is loaded: it leaves the loopback
-    from megatron_bapo.controller.launcher import run_training
+    with collector_paused():
+        from megatron_bapo.controller.launcher import run_training
 
     return run_training(config, rollouts_from, num_nodes)
 

@@ -17,7 +17,6 @@ import psutil
 
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.cluster.ray_cluster import SEVERAL_MACHINES
-from megatron_bapo.cluster.rendezvous import BACKEND
 from megatron_bapo.errors import UserError
 from megatron_bapo.logs import last_lines
 
@@ -94,6 +93,8 @@ def _rendezvous_options(node: TrainerNode, store: Path) -> Sequence[str]:
         # A file in the private store folder, because a TCP store would listen on every interface.
         file = ("--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(store / "rendezvous"))
         return "torch.distributed.run", "--rdzv-backend", "c10d", *file
+    from megatron_bapo.cluster.rendezvous import BACKEND  # imports torch
+
     return (
         *("megatron_bapo.cluster.rendezvous", "--rdzv-backend", BACKEND, "--rdzv-id", node.run_dir.name),
         *("--nnodes", str(node.rendezvous.num_nodes), "--rdzv-endpoint", node.rendezvous.endpoint),

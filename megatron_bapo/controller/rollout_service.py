@@ -44,7 +44,7 @@ from megatron_bapo.rollout.scheduler import RolloutScheduler
 from megatron_bapo.rollout.scheduler_deps import SchedulerDeps
 from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations, sft_demonstration
-from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize
+from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, transformers_without_torch
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 
@@ -61,7 +61,8 @@ class RolloutService:
         redirect_output(self._directory.logs / "rollout-service.log")
         self._config = config
         self._freed = FreedMemory()
-        self._tokenizer = load_tokenizer(config.model_path)
+        with transformers_without_torch():
+            self._tokenizer = load_tokenizer(config.model_path)
         prompts: TaskPrompts = load_task_prompts(config)
         self._validation = tokenize(prompts.validation, self._tokenizer, config.data)
         self._prompts = tokenize(prompts.train, self._tokenizer, config.data)

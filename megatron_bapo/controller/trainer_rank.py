@@ -9,27 +9,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_bapo.cluster.interrupts import end_with_parent
-from megatron_bapo.cluster.ray_cluster import connect
-from megatron_bapo.config.loading import load_config
-from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.colocation import ColocationManager
-from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
-from megatron_bapo.controller.recorder import Recorder
-from megatron_bapo.controller.rollout_client import RolloutClient
-from megatron_bapo.controller.rollout_sampler import RolloutSampler
-from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.controller.training_loop import Run, train
-from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
-from megatron_bapo.parallel.device_check import check_device
-from megatron_bapo.parallel.groups import create_groups
-from megatron_bapo.parallel.platform import set_host_threads, start_distributed
-from megatron_bapo.parallel.telemetry import start_telemetry
-from megatron_bapo.run_directory import RunDirectory
-from megatron_bapo.trainer.checkpoint import load_checkpoint
-from megatron_bapo.trainer.fused_paths import fused_paths
-from megatron_bapo.trainer.weight_publisher import weight_transport
-from megatron_bapo.trainer.worker import create_worker
+from megatron_bapo.imports import collector_paused
+
+with collector_paused():
+    import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made)
+
+    from megatron_bapo.cluster.interrupts import end_with_parent
+    from megatron_bapo.cluster.ray_cluster import connect
+    from megatron_bapo.config.loading import load_config
+    from megatron_bapo.config.schema import Config
+    from megatron_bapo.controller.colocation import ColocationManager
+    from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
+    from megatron_bapo.controller.recorder import Recorder
+    from megatron_bapo.controller.rollout_client import RolloutClient
+    from megatron_bapo.controller.rollout_sampler import RolloutSampler
+    from megatron_bapo.controller.run_state import RunState
+    from megatron_bapo.controller.training_loop import Run, train
+    from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
+    from megatron_bapo.parallel.device_check import check_device
+    from megatron_bapo.parallel.groups import create_groups
+    from megatron_bapo.parallel.platform import set_host_threads, start_distributed
+    from megatron_bapo.parallel.telemetry import start_telemetry
+    from megatron_bapo.run_directory import RunDirectory
+    from megatron_bapo.trainer.checkpoint import load_checkpoint
+    from megatron_bapo.trainer.fused_paths import fused_paths
+    from megatron_bapo.trainer.weight_publisher import weight_transport
+    from megatron_bapo.trainer.worker import create_worker
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.imports import collector_paused
 
 END_OF_SEQUENCE = "<|endoftext|>"
 
@@ -40,8 +41,9 @@ def byte_tokenizer(prompts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequence[str], seed: int) -> None:
     """Write a Qwen3-shaped checkpoint to `folder` atomically; the same arguments give the same bytes."""
-    import torch  # seconds, which a dry run that needs only the tokenizer does not spend
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    with collector_paused():  # seconds, which a dry run that needs only the tokenizer does not spend
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = byte_tokenizer(prompts)
     end_of_sequence = int(tokenizer.convert_tokens_to_ids(END_OF_SEQUENCE))  # pyright: ignore[reportArgumentType]

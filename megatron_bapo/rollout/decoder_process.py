@@ -52,9 +52,10 @@ def _decode_function(kind: bytes, content: bytearray) -> Callable[[Sequence[int]
 
         serialized = Tokenizer.from_str(content.decode())
         return lambda token_ids: serialized.decode(token_ids, skip_special_tokens=True)
-    from megatron_bapo.rollout.tokenization import load_tokenizer, text_of
+    from megatron_bapo.rollout.tokenization import load_tokenizer, text_of, transformers_without_torch
 
-    tokenizer = load_tokenizer(Path(content.decode()))
+    with transformers_without_torch():
+        tokenizer = load_tokenizer(Path(content.decode()))
     return lambda token_ids: text_of(token_ids, tokenizer)
 
 

@@ -27,9 +27,9 @@ from safetensors import safe_open
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
+from megatron_bapo.imports import collector_paused
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
-from megatron_bapo.rollout.weight_sources import plan_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ class Engine:
     ) -> EngineFacts:
         if self._facts is not None:
             return self._facts
-        from megatron_bapo.rollout.vllm_adapter import VllmServer
+        with collector_paused():
+            from megatron_bapo.rollout.vllm_adapter import VllmServer
 
         self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, scratch=route.folder)
         self._timeout_s = settings.request_timeout_s
@@ -358,6 +359,8 @@ class Engine:
             self._num_in_flight -= 1
 
     def _check_complete(self, version: int) -> None:
+        from megatron_bapo.rollout.weight_sources import plan_of  # imports torch; the rollout service does not
+
         # vLLM only warns about missing tensors, and keeps the old ones.
         found = plan_of(self._route, version).shapes
         for name in sorted(found.keys() ^ self._expected_shapes.keys()):

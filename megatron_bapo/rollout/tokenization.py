@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +14,7 @@ import numpy as np
 
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.imports import collector_paused
 from megatron_bapo.records import Prompt
 from megatron_bapo.text import without_lone_surrogates
 
@@ -27,6 +31,29 @@ class TokenizedPrompt:
     """int32 [P], at least one token."""
 
 
+@contextmanager
+def transformers_without_torch() -> Iterator[None]:
+    """Import transformers in this context as on a machine without torch, for a process that needs tokenizers only.
+
+    If transformers finds torch, loading a tokenizer imports torch, its compiler and model code: 4 s of CPU time and
+    330 MB. Has no effect in a process that has imported torch or transformers already.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        yield
+        return
+    advice = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # against the one that torch was not found
+    before = os.environ.get(advice)
+    os.environ[advice] = "1"
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+        del os.environ[advice]
+        if before is not None:
+            os.environ[advice] = before
+
+
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     """Load the checkpoint's tokenizer; no code from the checkpoint is run.
 
@@ -37,7 +64,8 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
             f"there is no folder {model_path} to load the tokenizer from; give a Hugging Face folder (relative paths "
             f"start at {Path.cwd()})"
         )
-    from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
+    with collector_paused():
+        from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)

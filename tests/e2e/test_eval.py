@@ -114,17 +114,20 @@ def test_a_full_disk_ends_an_evaluation_with_a_message_and_the_same_command_cont
             assert time.monotonic() < deadline, "the evaluation has not begun in time"
             time.sleep(0.01)
         fill(disk)  # no response is there yet, because the engine takes seconds to start
-        for _ in range(2):
-            output, errors = process.communicate(timeout=RUN_LIMIT_S)
-            assert process.returncode == 1, output + errors
-            assert "No space left on device" in errors
-            assert "0 responses are kept" in errors
-            assert "Traceback" not in output + errors
-            fill(disk)  # what the failed evaluation has freed
-            process = start(folder, *arguments)
-        process.communicate(timeout=RUN_LIMIT_S)
+        _check_that_the_disk_is_full(process)
+        fill(disk)  # what the failed evaluation has freed
+        _check_that_the_disk_is_full(start(folder, *arguments))
         free(disk)
         continued = start(folder, *arguments)
         output, errors = continued.communicate(timeout=RUN_LIMIT_S)
         assert continued.returncode == 0, output + errors
         assert len(read_rows(disk / "eval" / "answers.jsonl")) == NUM_PROBLEMS
+
+
+def _check_that_the_disk_is_full(process: subprocess.Popen) -> None:
+    """Wait for the end of an evaluation, which must name its reason and keep its responses."""
+    output, errors = process.communicate(timeout=RUN_LIMIT_S)
+    assert process.returncode == 1, output + errors
+    assert "No space left on device" in errors
+    assert "0 responses are kept" in errors
+    assert "Traceback" not in output + errors
