@@ -27,6 +27,7 @@ export RAY_ADDRESS=$head:${MASTER_PORT:-6379}
 
 # Ray's token is derived from the secret and the call, so that Ray refuses nodes of another run with this port and secret.
 private=$(mktemp -d "${TMPDIR:-/tmp}/bapo-token-XXXXXX")
+own_folder "$private"
 printf '%s\n' "$(pwd -P)" "$NNODES" "$@" | cat "$RAY_AUTH_TOKEN_PATH" - | sha256sum |
     (umask 077; cut -c1-64 >"$private/token")
 export RAY_AUTH_TOKEN_PATH=$private/token

@@ -242,7 +242,9 @@ def job(
         "BAPO_LOGS": str(logs),
         "BAPO_PYTHON": str(python),
         "BAPO_SIGNAL_S": "2",
-        **dict.fromkeys(("RAY_AUTH_TOKEN", "SLURM_JWT", "WANDB_API_KEY", "OPENAI_LOGIN"), "s3cret"),
+        **dict.fromkeys(
+            ("RAY_AUTH_TOKEN", "SLURM_JWT", "RAY_REDIS_PASSWORD", "WANDB_API_KEY", "OPENAI_LOGIN"), "s3cret"
+        ),
         "SLURM_JOB_ID": str(job_id),
         "SLURM_JOB_NODELIST": "node-1",
         "SLURM_JOB_NUM_NODES": "1",
@@ -309,6 +311,27 @@ def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkou
     assert "s3cret" not in found
     assert "-e git+https://git.example.com/team/code.git@abc#egg=code" in found
     assert "extra @ https://index.example.com/extra-1.0.tar.gz" in found
+
+
+def test_the_environment_of_a_job_has_no_credentials_of_an_editable_checkout(tmp_path: Path) -> None:
+    """Pip prints the remote of the checkout."""
+    git = ["git", "-C", str(checkout := tmp_path / "code"), "-c", "user.name=a", "-c", "user.email=a@example.com"]
+    (installed := tmp_path / "site" / "code-1.0.dist-info").mkdir(parents=True)
+    checkout.mkdir()
+    for command in (
+        ["init", "--quiet"],
+        ["commit", "--quiet", "--allow-empty", "--message=first"],
+        ["remote", "add", "origin", "https://user:s3cret@git.example.com/team/code.git"],
+    ):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: code\nVersion: 1.0\n")
+    (installed / "direct_url.json").write_text(f'{{"url": "{checkout.as_uri()}", "dir_info": {{"editable": true}}}}')
+    site, no_step = str(tmp_path / "site"), "#!/usr/bin/env bash\n"
+    with job(tmp_path, is_saved=False, srun=no_step, python=sys.executable, PYTHONPATH=site) as started:
+        assert started.wait(timeout=LIMIT_S) == 0
+    found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
+    assert "-e git+https://git.example.com/team/code.git@" in found
+    assert "s3cret" not in found
 
 
 def test_a_job_that_is_preempted_while_its_launcher_starts_is_requeued(tmp_path: Path) -> None:
@@ -508,6 +531,24 @@ def test_a_node_joins_by_the_address_from_which_it_reaches_the_head(tmp_path: Pa
     calls = (tmp_path / "calls").read_text()
     assert "--node-ip-address=192.0.2.7 " in calls
     assert "--address=192.0.2.2:16391" in calls
+
+
+def test_the_files_of_a_killed_torchrun_node_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    environment = node_zero(tmp_path)
+    with running(TORCHRUN_NODE, environment) as node:
+        wait_for(tmp_path / "trains")
+        wait_for(tmp_path / "ray_starts")
+        for each in (script := psutil.Process(node.pid), *script.children(recursive=True)):
+            each.kill()
+    assert len(list(tmp_path.glob("bapo-token-*"))) == 1
+    for name in ("trains", "ray_starts", "link"):
+        (tmp_path / name).unlink()
+    with running(TORCHRUN_NODE, node_zero(tmp_path)) as node:
+        wait_for(tmp_path / "trains")
+        wait_for(tmp_path / "ray_starts")
+        node.terminate()
+        assert node.wait(timeout=30) == 130
+    assert list(tmp_path.glob("bapo-*")) == []
 
 
 @pytest.mark.parametrize("exit_code", [0, 130])
