@@ -16,7 +16,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from megatron_bapo.cluster.run_end import FILE, RunEnd
+from megatron_bapo.cluster.run_end import FILE, RunEnd, StopRequest
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted([*(ROOT / "launch").glob("*.s*"), *(ROOT / "tools").glob("*.sh")])
@@ -565,6 +565,47 @@ def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_
         assert not ray.is_running()
         assert node.stderr is not None
         assert f"the run has ended with exit code {exit_code}" in node.stderr.read()
+    assert list(tmp_path.glob("bapo-*")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=str)
+def test_another_node_of_a_torchrun_run_that_gets_a_signal_keeps_ray_until_the_run_has_saved(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
+    with running(TORCHRUN_NODE, environment) as node:
+        wait_for(tmp_path / "ray_starts")
+        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in each.cmdline())
+        monkeypatch.setenv(FILE, ray.environ()[FILE])
+        request = StopRequest()
+        assert not request.is_made
+        node.send_signal(number)
+        deadline = time.monotonic() + LIMIT_S
+        while not request.is_made:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert node.poll() is None
+        assert ray.is_running()
+        RunEnd().write(130)
+        assert node.wait(timeout=30) == 130
+        assert not ray.is_running()
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_another_node_of_a_torchrun_run_ends_at_once_by_a_signal_before_the_run_starts_or_by_a_second_one(
+    num_signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
+    with running(TORCHRUN_NODE, environment) as node:
+        wait_for(tmp_path / "ray_starts")
+        if num_signals == 2:
+            ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in each.cmdline())
+            monkeypatch.setenv(FILE, ray.environ()[FILE])
+            StopRequest()
+        for _ in range(num_signals):
+            node.terminate()
+            time.sleep(1)
+        assert node.wait(timeout=30) == 143
     assert list(tmp_path.glob("bapo-*")) == []
 
 
