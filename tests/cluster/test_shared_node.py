@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import ENVIRONMENT, LAUNCH, START_LIMIT_S, write_config, write_token
+from tests.cluster.launched import ENVIRONMENT, LAUNCH, START_LIMIT_S, train_steps, write_config, write_token
 from tests.cluster.two_hosts import TwoHosts, named_as_on_debian
 
-USERS = (65533, 65534)
+USERS = (65532, 65533)
 PORTS = (6401, 6402)
 LIMIT_S = 180
 STARTED = "Ray runtime started"
@@ -88,6 +88,31 @@ def test_two_users_run_ray_on_one_node_and_a_run_does_not_join_the_cluster_of_an
         codes = [head.wait(timeout=LIMIT_S) for head in heads]
     assert codes == [143, 143]
     assert ray_folders(folder) == {}
+
+
+@pytest.mark.cluster_full
+def test_two_users_train_on_one_node_at_the_same_time(hosts: TwoHosts, folder: Path) -> None:
+    """Neither user is in the list of users, as in containers that run as any user."""
+    runs = []
+    for user in USERS:
+        (home := folder / str(user)).mkdir()
+        config = write_config(home, home / "run")
+        for path in (home, *home.iterdir()):
+            shutil.chown(path, user, user)
+        command = [sys.executable, "-m", "megatron_bapo", "train", str(config), "trainer.total_steps=2"]
+        environment = ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(folder)}
+        with (home / "log").open("wb") as log:
+            run = [*hosts.on(0), *as_user(user), *command]
+            runs.append(subprocess.Popen(run, stdout=log, stderr=log, env=environment, cwd=home))
+    try:
+        codes = [run.wait(timeout=START_LIMIT_S) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert codes == [0, 0], "\n".join((folder / str(user) / "log").read_text()[-3000:] for user in USERS)
+    assert [train_steps(folder / str(user) / "run") for user in USERS] == [[1, 2], [1, 2]]
+    assert ray_folders(folder) == {}
+    assert [path for path in Path("/dev/shm").glob("megatron-bapo-*") if path.stat().st_uid in USERS] == []
 
 
 def _check_another_run_is_refused(hosts: TwoHosts, folder: Path) -> None:

@@ -152,6 +152,7 @@ def test_a_job_in_a_container_reads_its_token_and_writes_its_run_directory_outsi
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "elsewhere" / "run"
+    (tmp_path / "unmounted").mkdir()
     (apptainer := cluster.folder / "apptainer").write_text(APPTAINER.format(hidden=tmp_path))
     apptainer.chmod(0o755)
     cluster.environment["PATH"] = f"{cluster.folder}:{os.environ['PATH']}"
@@ -160,4 +161,4 @@ def test_a_job_in_a_container_reads_its_token_and_writes_its_run_directory_outsi
     wait_for_state(cluster, job, "COMPLETED", START_LIMIT_S)
     assert (cluster.folder / "seen").read_text().split() == ["elsewhere", "slurm"]
     assert train_steps(run_dir) == [1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "slurm"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "slurm", "unmounted"]
