@@ -59,7 +59,7 @@ wait_for_head() {
 
 remove_abandoned() { # folders of killed owners: a running owner holds the lock
     local owner
-    for owner in /dev/shm/megatron-bapo-*/OWNER.lock "$parent"/bapo-ray-*/OWNER.lock; do
+    for owner in /dev/shm/megatron-bapo-*/OWNER.lock {"$parent","${TMPDIR:-/tmp}"}/bapo-{ray,token}-*/OWNER.lock; do
         [[ -O $owner ]] && flock --nonblock "$owner" rm -rf "${owner%/*}" 2>/dev/null || true # its owner may be faster
     done
 }
@@ -89,8 +89,7 @@ parent=${RAY_TMPDIR:-${TMPDIR:-/tmp}}
 [[ $parent == /* ]] && ((${#parent} <= 23)) || parent=/tmp
 remove_abandoned
 folder=$(mktemp -d "$parent/bapo-ray-XXXXXX")
-exec {lock}>"$folder/OWNER.lock"
-flock "$lock"
+own_folder "$folder"
 
 options=(--node-ip-address="$address" --labels="megatron-bapo/role=$role" --disable-usage-stats --block)
 options+=(--include-log-monitor=false --temp-dir="$folder/ray") # the monitor's copies of the logs are not used
@@ -98,7 +97,7 @@ options+=(--object-store-memory="${BAPO_OBJECT_STORE_BYTES:-2000000000}")
 if [[ $address == "$head" ]]; then
     if head_is_reachable; then
         fail "port $port of $address is in use, by another run or another user; choose another one for the head" \
-            "(MASTER_PORT for torchrun_node.sh, else RAY_ADDRESS)"
+            "(MASTER_PORT for torchrun_node.sh, else RAY_ADDRESS; a Slurm job that is submitted again has another one)"
     fi
     options+=(--head --port="$port" --no-monitor)
     if [[ -n ${BAPO_JOB_PORT:-} ]]; then

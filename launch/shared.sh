@@ -14,6 +14,13 @@ check_token() { # the cluster's secret; a link to it, as in Kubernetes, has no p
     fi
 }
 
+own_folder() { # FOLDER: hold its lock as long as this script or what it starts runs; others remove it when nobody does
+    local lock
+    exec {lock}>"$1/.locking"
+    flock "$lock"
+    mv "$1/.locking" "$1/OWNER.lock" # locked before others can see it
+}
+
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${BAPO_PYTHON:-$checkout/.venv/bin/python}
 if ! command -v "$python" >/dev/null; then

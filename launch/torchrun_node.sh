@@ -5,7 +5,8 @@
 # engines, and torchrun on every node with trainer ranks, with c10d rendezvous on the first of them.
 #   MASTER_PORT   port of the Ray head (default 6379)
 #   BAPO_RAY_LOG  file for the output of Ray on node 0 (default: stderr)
-# The other nodes end with the run and with its exit code. If node 0 is lost, they end with exit code 1 a minute later
+# After a signal on any node the run saves its state after the current step and ends; a second one ends it at once. The
+# other nodes end with the run and with its exit code. If node 0 is lost, they end with exit code 1 a minute later
 # (BAPO_HEAD_TIMEOUT_S). Node 0 ends when Ray on it ends.
 set -euo pipefail
 # shellcheck source=shared.sh
@@ -27,10 +28,12 @@ export RAY_ADDRESS=$head:${MASTER_PORT:-6379}
 
 # Ray's token is derived from the secret and the call, so that Ray refuses nodes of another run with this port and secret.
 private=$(mktemp -d "${TMPDIR:-/tmp}/bapo-token-XXXXXX")
+own_folder "$private"
 printf '%s\n' "$(pwd -P)" "$NNODES" "$@" | cat "$RAY_AUTH_TOKEN_PATH" - | sha256sum |
     (umask 077; cut -c1-64 >"$private/token")
 export RAY_AUTH_TOKEN_PATH=$private/token
-export BAPO_RUN_END=$private/run-end # megatron_bapo/cluster/run_end.py writes the run's exit code to it
+# megatron_bapo/cluster/run_end.py writes the run's exit code to this file, and reads the wish to end it beside it.
+export BAPO_RUN_END=$private/run-end
 
 ray='' run=''
 # shellcheck disable=SC2329  # called by the trap
@@ -42,10 +45,17 @@ end() {
 }
 trap end EXIT
 
+# shellcheck disable=SC2329
+ask_to_stop() { # Ray is needed here until the state is saved; before the run has started there is nothing to save
+    [[ -e $private/watched && ! -e $private/stop ]] || exit 143
+    echo "$script: asking the run to save its state and end; a second signal ends Ray on this node at once" >&2
+    touch "$private/stop"
+}
+
 # Separate sessions: only this script receives the terminal's signals and forwards each once to the run; the run ends
 # immediately on a second signal.
 if ((NODE_RANK > 0)); then
-    trap 'exit 143' TERM INT HUP USR1
+    trap ask_to_stop TERM INT HUP USR1
     setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" &
     ray=$!
     while kill -0 "$ray" 2>/dev/null && [[ ! -e $BAPO_RUN_END ]]; do sleep 0.5 & wait $! || true; done

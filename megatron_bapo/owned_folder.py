@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 LOCK = "OWNER.lock"
-"""File in the folder that its owner has locked; launch/ray_node.sh also uses it."""
+"""File in the folder that its owner has locked; launch/shared.sh also uses it."""
+_LOCKING = ".locking"
 
 
 class OwnedFolder:
@@ -20,7 +21,8 @@ class OwnedFolder:
         """Create the folder. Folders of this user whose owners were killed, with the same prefix, are removed first."""
         _remove_abandoned(prefix, parent)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = _try_lock(self.path / LOCK)
+        self._lock = _try_lock(self.path / _LOCKING)
+        (self.path / _LOCKING).rename(self.path / LOCK)  # locked before others can see it
 
     def close(self) -> None:
         """Remove the folder."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_bapo.cluster.run_end import StopRequest
 from megatron_bapo.cluster.trainer_process import TrainerNode, end, kill, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import layer_problems
@@ -70,9 +71,15 @@ class NodeAgent:
         if self._trainer is None:
             self._trainer = start_trainer(node, store, log_file)
 
-    async def until_trainer_ends(self) -> int:
-        """Wait for torchrun to end and return its exit code; without trainer ranks this never returns."""
+    async def until_trainer_ends(self, stop_request: Path) -> int:
+        """Wait for torchrun to end and return its exit code; without trainer ranks this never returns.
+
+        Creates the file `stop_request` of the run when the node is asked to end.
+        """
+        asked = StopRequest()
         while self._trainer is None or self._trainer.poll() is None:
+            if asked.is_made:
+                stop_request.touch()
             await asyncio.sleep(_POLL_S)
         assert self._trainer.returncode is not None
         return self._trainer.returncode

@@ -186,7 +186,9 @@ class ClusterTrainer:
 
     def __init__(self, agents: dict[Node, Any], placement: RunPlacement, directory: RunDirectory) -> None:
         self._names = {_agent_name(node): node for node in agents}
-        self._waiting = {_agent_name(node): agent.until_trainer_ends.remote() for node, agent in agents.items()}
+        self._waiting = {
+            _agent_name(node): agent.until_trainer_ends.remote(directory.stop_request) for node, agent in agents.items()
+        }
         self._num_running = len(placement.trainer_nodes)
         self._directory = directory
         self.log_file = _trainer_log(directory, placement.trainer_nodes[0])

@@ -1,7 +1,8 @@
-"""Tells launch/torchrun_node.sh on every other node how the run has ended, so that the nodes end at once.
+"""What launch/torchrun_node.sh on every other node and the run tell each other about its end.
 
-From the head's silence a node would learn only after `BAPO_HEAD_TIMEOUT_S` that there is nothing left to do, and not
-whether the run succeeded.
+The run tells the nodes its exit code, so that they end at once. From the head's silence a node would learn only after
+`BAPO_HEAD_TIMEOUT_S` that there is nothing left to do, and not whether the run succeeded. A node that gets a signal
+asks the run to save its state and end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ FILE = "BAPO_RUN_END"
 """Environment variable of launch/torchrun_node.sh: the file on its node for the run's exit code. Ray on this node
 passes it to the actors there."""
 _LIMIT_S = 15.0
+
+
+class StopRequest:
+    """The wish of this node's script that the run ends; from now on the script waits for the end after a signal."""
+
+    def __init__(self) -> None:
+        self._file = None
+        if FILE in os.environ:
+            folder = Path(os.environ[FILE]).parent
+            (folder / "watched").touch()
+            self._file = folder / "stop"
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the script has got a signal."""
+        return self._file is not None and self._file.exists()
 
 
 class RunEnd:

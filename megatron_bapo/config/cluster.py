@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator
 
 from megatron_bapo.config.loading import load_section
 from megatron_bapo.config.section import NonNegativeInt, Section
@@ -50,8 +51,9 @@ class ClusterConfig(NodesConfig):
     """Slurm quality of service; null: Slurm's default."""
     time_limit: str = "1-00:00:00"
     """Time limit of the job in Slurm's notation, in quotes."""
-    signal_s: Annotated[int, Field(ge=10)] = 600
-    """Seconds before the time limit or a preemption at which the run saves its state and the job queues again."""
+    signal_s: Annotated[int, Field(ge=10, validate_default=True)] = 600
+    """Seconds before the time limit or a preemption at which the run saves its state and the job queues again. Less
+    than the time limit."""
     gpu: Literal["A100", "H100", "H200", "B200"] | None = "H100"
     """GPU of the nodes, by its name in `plan`. Runs that do not fit on it are refused; null: the check is skipped."""
     num_nodes: PositiveInt | None = None
@@ -75,6 +77,34 @@ class ClusterConfig(NodesConfig):
         if isinstance(value, int):
             raise ValueError("must be text; put it in quotes, because YAML reads 12:00:00 as a base-60 number")
         return value
+
+    @field_validator("signal_s")
+    @classmethod
+    def _leaves_time(cls, value: int, found: ValidationInfo) -> int:
+        limit = found.data.get("time_limit", "")
+        limit_s = _seconds(limit)
+        if limit_s is not None and value >= limit_s:
+            raise ValueError(
+                f"must be less than the {limit_s} s of time_limit={limit}, else Slurm sends the signal when the job "
+                "starts, and it is requeued without a step"
+            )
+        return value
+
+
+def _seconds(time_limit: str) -> int | None:
+    """Return a time limit as Slurm reads it, in seconds; None if there is no limit or Slurm will refuse it.
+
+    Source: the option --time in slurm.schedmd.com/sbatch.html.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
+    if found is None:
+        return None
+    days, *parts = (0 if part is None else int(part) for part in found.groups())
+    if found[1] is not None or found[4] is not None:  # days-hours[:minutes[:seconds]], hours:minutes:seconds
+        hours, minutes, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, parts[:2]
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def load_cluster(name: str, folder: Path) -> ClusterConfig:

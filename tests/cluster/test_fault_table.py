@@ -18,22 +18,25 @@ from tests.e2e.small_disk import fill, free
 
 pytestmark = pytest.mark.cluster_full
 
-FAULTS: dict[str, Callable[[ClusterRun], None]] = {
+FAULTS: dict[str, Callable[[ClusterRun], object]] = {
     "kill -9 of the launcher": lambda run: run.kill(0, is_launcher),
     "kill -9 of the raylet of the second host": lambda run: run.kill(1, is_raylet),
     "kill -9 of the head's raylet": lambda run: run.kill(0, is_raylet),
     "the disk is full": lambda run: fill(run.disk),
     "SIGTERM": lambda run: run.terminate(0),
     "SIGTERM on the second host": lambda run: run.terminate(1),
+    "SIGTERM on both hosts": lambda run: [run.terminate(host) for host in (1, 0)],
     "`scontrol requeue`": lambda run: run.requeue() if isinstance(run, SlurmRun) else None,
 }
+ON_EVERY_HOST = ("SIGTERM on the second host", "SIGTERM on both hosts")
+"""Faults of a way with a script on every host."""
 TRAINING, STARTING = "while training", "while starting"
 ROWS: list[tuple[Way, str, str]] = [
     *(("torchrun", fault, TRAINING) for fault in FAULTS if "requeue" not in fault),
     *(("torchrun", fault, STARTING) for fault in FAULTS if "raylet" in fault or "disk" in fault),
-    *(("Slurm", fault, TRAINING) for fault in FAULTS if fault != "SIGTERM on the second host"),
+    *(("Slurm", fault, TRAINING) for fault in FAULTS if fault not in ON_EVERY_HOST),
     *(("Slurm", fault, STARTING) for fault in FAULTS if "raylet" in fault or "disk" in fault),
-    *(("heterogeneous Slurm", fault, TRAINING) for fault in FAULTS if fault != "SIGTERM on the second host"),
+    *(("heterogeneous Slurm", fault, TRAINING) for fault in FAULTS if fault not in ON_EVERY_HOST),
 ]
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launched import ENVIRONMENT, LAUNCH, START_LIMIT_S, write_config, write_token
-from tests.cluster.two_hosts import TwoHosts
+from tests.cluster.launched import ENVIRONMENT, LAUNCH, START_LIMIT_S, train_steps, write_config, write_token
+from tests.cluster.two_hosts import TwoHosts, named_as_on_debian
 
-USERS = (65533, 65534)
+USERS = (65532, 65533)
 PORTS = (6401, 6402)
 LIMIT_S = 180
 STARTED = "Ray runtime started"
@@ -90,17 +90,47 @@ def test_two_users_run_ray_on_one_node_and_a_run_does_not_join_the_cluster_of_an
     assert ray_folders(folder) == {}
 
 
+@pytest.mark.cluster_full
+def test_two_users_train_on_one_node_at_the_same_time(hosts: TwoHosts, folder: Path) -> None:
+    """Neither user is in the list of users, as in containers that run as any user."""
+    runs = []
+    for user in USERS:
+        (home := folder / str(user)).mkdir()
+        config = write_config(home, home / "run")
+        for path in (home, *home.iterdir()):
+            shutil.chown(path, user, user)
+        command = [sys.executable, "-m", "megatron_bapo", "train", str(config), "trainer.total_steps=2"]
+        environment = ENVIRONMENT | {"HOME": str(home), "TMPDIR": str(folder)}
+        with (home / "log").open("wb") as log:
+            run = [*hosts.on(0), *as_user(user), *command]
+            runs.append(subprocess.Popen(run, stdout=log, stderr=log, env=environment, cwd=home))
+    try:
+        codes = [run.wait(timeout=START_LIMIT_S) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    assert codes == [0, 0], "\n".join((folder / str(user) / "log").read_text()[-3000:] for user in USERS)
+    assert [train_steps(folder / str(user) / "run") for user in USERS] == [[1, 2], [1, 2]]
+    assert ray_folders(folder) == {}
+    assert [path for path in Path("/dev/shm").glob("megatron-bapo-*") if path.stat().st_uid in USERS] == []
+
+
 def _check_another_run_is_refused(hosts: TwoHosts, folder: Path) -> None:
-    """A node and a launcher of another run that has the same secret and port are refused by the head."""
+    """Of another run with the same secret and port, the head's node and another one and a launcher are refused."""
     token = {"RAY_AUTH_TOKEN_PATH": str(folder / str(USERS[0]) / "token")}
-    master = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(PORTS[0])}
-    node = subprocess.run(
-        [*hosts.on(1), LAUNCH / "torchrun_node.sh", "another.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=ENVIRONMENT | token | master,
+    master = {"NNODES": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(PORTS[0])}
+    head, node = (
+        subprocess.run(
+            [*hosts.on(rank), LAUNCH / "torchrun_node.sh", "another.yaml"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=ENVIRONMENT | token | master | {"NODE_RANK": str(rank)},
+        )
+        for rank in (0, 1)
     )
+    assert head.returncode == 2, head.stdout + head.stderr
+    assert f"port {PORTS[0]} of {hosts.addresses[0]} is in use" in head.stderr, head.stderr
     assert node.returncode == 1, node.stdout + node.stderr
     assert f"the head {hosts.addresses[0]}:{PORTS[0]} belongs to another run" in node.stderr, node.stderr
     other = {"RAY_ADDRESS": f"{hosts.addresses[0]}:{PORTS[1]}", "COLUMNS": "200"}
@@ -145,13 +175,9 @@ def test_a_node_with_only_an_ipv6_address_is_refused(
 
 
 def test_a_master_whose_own_name_is_a_loopback_address_is_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Debian gives a machine's own name the address 127.0.1.1."""
-    names = tmp_path / "hosts"
-    names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
     master = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": socket.gethostname()}
-    script = f"mount --bind {names} /etc/hosts && exec {LAUNCH}/torchrun_node.sh config.yaml"
     node = subprocess.run(
-        [*hosts.on(0), "unshare", "--mount", "bash", "-c", script],
+        [*hosts.on(0), *named_as_on_debian(tmp_path), LAUNCH / "torchrun_node.sh", "config.yaml"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -1,9 +1,11 @@
-"""Slurm jobs that are cancelled, terminated or misconfigured, or whose Ray head dies."""
+"""Slurm jobs that are cancelled, terminated, preempted while starting, misconfigured or in containers, or whose Ray
+head dies."""
 
 import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +28,30 @@ from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
 
 pytestmark = pytest.mark.cluster_full
 
+APPTAINER = """#!/usr/bin/env bash
+# Runs a command as `apptainer exec OPTIONS IMAGE COMMAND` does: in the folder {hidden} it sees only what --bind names.
+set -e
+shift
+while [[ $1 == --* ]]; do
+    case $1 in --bind=*) binds=${{1#*=}} ;; --pwd=*) folder=${{1#*=}} ;; esac
+    shift
+done
+shift
+exec unshare --mount bash -c '
+    IFS=, read -ra binds <<<"$1"
+    for number in "${{!binds[@]}}"; do eval "exec $((number + 20))<\\"${{binds[number]%%:*}}\\""; done
+    mount -t tmpfs -o mode=755 none {hidden}
+    for number in "${{!binds[@]}}"; do
+        mkdir -p "${{binds[number]#*:}}"
+        mount --no-canonicalize --bind "/proc/self/fd/$((number + 20))" "${{binds[number]#*:}}"
+    done
+    ls {hidden} >"$2/seen"
+    cd "$2"
+    shift 2
+    exec "$@"
+' container "$binds" "$folder" "$@"
+"""
+
 
 @pytest.fixture
 def cluster(hosts: TwoHosts, tmp_path: Path) -> Iterator[SlurmCluster]:
@@ -40,13 +66,16 @@ def cluster(hosts: TwoHosts, tmp_path: Path) -> Iterator[SlurmCluster]:
     temporary.rmdir()
 
 
-def submitted_job(cluster: SlurmCluster, folder: Path, **settings: str) -> str:
-    """Submit the run in `folder`/run to a cluster of two nodes with these settings."""
+def submitted_job(
+    cluster: SlurmCluster, folder: Path, *overrides: str, run_dir: Path | None = None, **settings: str
+) -> str:
+    """Submit the run in `run_dir`, by default `folder`/run, to a cluster of two nodes with these settings."""
     nodes = folder / "nodes.yaml"
     nodes.write_text(
         TWO_NODES.removesuffix("}") + "".join(f", {key}: {value}" for key, value in settings.items()) + "}"
     )
-    return submitted(cluster, write_config(folder, folder / "run"), "--cluster", nodes)
+    config = write_config(folder, run_dir or folder / "run")
+    return submitted(cluster, config, "--cluster", nodes, *overrides)
 
 
 def check_saved(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
@@ -93,3 +122,43 @@ def test_a_job_on_an_unknown_interface_and_one_whose_head_dies_end_with_a_messag
     wait_for_state(cluster, job, "FAILED", START_LIMIT_S)
     assert bapo_status(cluster, job)["ExitCode"] == "1:0"
     assert "Ray has ended before the run" in (run_dir / "slurm" / f"{job}.log").read_text()
+
+
+def test_a_job_that_is_preempted_while_it_starts_begins_again_and_trains(cluster: SlurmCluster, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = submitted_job(cluster, tmp_path)
+    for restarts, moment in enumerate((f"slurm/{job}-environment.txt", "config.yaml"), start=1):
+        wait_for_file(run_dir / moment)
+        cluster.call("scancel", "--batch", "--signal=USR1", job)
+        wait_for_state(cluster, job, "PENDING", START_LIMIT_S)
+        assert bapo_status(cluster, job)["Restarts"] == str(restarts)
+        cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now+4")
+    wait_for_step(run_dir, 1, run_dir)
+    log = (run_dir / "slurm" / f"{job}.log").read_text()
+    assert f"no checkpoint is complete, so the run will begin again; job {job} is requeued" in log
+    assert "Traceback" not in log
+    bapo(cluster, "cancel", job, "--now")
+    wait_for_state(cluster, job, "CANCELLED", LOSS_LIMIT_S)
+
+
+def wait_for_file(file: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} does not exist"
+        time.sleep(0.1)
+
+
+def test_a_job_in_a_container_reads_its_token_and_writes_its_run_directory_outside_of_its_folder(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "elsewhere" / "run"
+    (tmp_path / "unmounted").mkdir()
+    (apptainer := cluster.folder / "apptainer").write_text(APPTAINER.format(hidden=tmp_path))
+    apptainer.chmod(0o755)
+    cluster.environment["PATH"] = f"{cluster.folder}:{os.environ['PATH']}"
+    container = "{runtime: apptainer, image: bapo.sif}"
+    job = submitted_job(cluster, cluster.folder, "trainer.total_steps=2", run_dir=run_dir, container=container)
+    wait_for_state(cluster, job, "COMPLETED", START_LIMIT_S)
+    assert (cluster.folder / "seen").read_text().split() == ["elsewhere", "slurm"]
+    assert train_steps(run_dir) == [1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "slurm", "unmounted"]

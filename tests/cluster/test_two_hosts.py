@@ -31,7 +31,7 @@ from tests.cluster.launched import (
     write_config,
     write_token,
 )
-from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
+from tests.cluster.two_hosts import SlurmCluster, TwoHosts, named_as_on_debian, slurm_cluster
 from tests.e2e.test_training import weight_stores as stores_of
 from tests.processes import command_line, is_alive
 from tests.tolerances import ENGINE_LOG_PROB
@@ -60,7 +60,7 @@ def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0)
     assert [command_line(p) for p in alive if is_alive(p)] == []
 
 
-def on_both(hosts: TwoHosts, besides: set[int] = frozenset()) -> dict[int, psutil.Process]:
+def on_both(hosts: TwoHosts, besides: set[int] | frozenset[int] = frozenset()) -> dict[int, psutil.Process]:
     pids = {pid for host in (0, 1) for pid in hosts.processes(host)} - besides
     found = {}
     for pid in pids:
@@ -118,12 +118,12 @@ def test_a_run_survives_a_short_network_failure_restarts_after_a_killed_rank_and
 
 def torchrun_nodes(hosts: TwoHosts, folder: Path, *arguments: str, **settings: str) -> list[subprocess.Popen]:
     """Start a run in `folder` with launch/torchrun_node.sh on both hosts; a secret is created there."""
-    token, nodes = write_token(folder), []
+    token, renamed, nodes = write_token(folder), named_as_on_debian(folder), []
     for rank, address in enumerate(hosts.addresses):
         environment = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "6391"}
         environment |= {"RAY_AUTH_TOKEN_PATH": str(token), "BAPO_NODE_ADDRESS": address}
         with (folder / f"node-{rank}.log").open("wb") as log:
-            command = [*hosts.on(rank), str(LAUNCH / "torchrun_node.sh"), *arguments]
+            command = [*hosts.on(rank), *renamed, str(LAUNCH / "torchrun_node.sh"), *arguments]
             environment |= ENVIRONMENT | SHORT_TIMEOUTS | settings
             nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder))
     return nodes
@@ -291,6 +291,7 @@ def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> set[Pat
     wait_for_step(run_dir, 1, run_dir)
     stores = weight_stores(cluster.hosts)
     assert stores
+    _check_processes_may_use_all_cores(cluster.hosts)
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait_for_state(cluster, job, "PENDING", LOSS_LIMIT_S)
     assert bapo_status(cluster, job)["Restarts"] == "1"
@@ -302,6 +303,18 @@ def _check_preemption(cluster: SlurmCluster, run_dir: Path, job: str) -> set[Pat
     wait_for_step(run_dir, saved + 1, run_dir)
     assert train_steps(run_dir)[: saved + 1] == list(range(1, saved + 2))
     return stores | weight_stores(cluster.hosts)
+
+
+def _check_processes_may_use_all_cores(hosts: TwoHosts) -> None:
+    """By default Slurm binds each task to its share of the cores, here one."""
+    workers = ("ray::", "megatron_bapo.controller.trainer_rank")
+    cores = [
+        process.cpu_affinity()
+        for process in on_both(hosts).values()
+        if any(worker in " ".join(process.cmdline()) for worker in workers)
+    ]
+    assert len(cores) >= 2
+    assert {*map(tuple, cores)} == {tuple(sorted(os.sched_getaffinity(0)))}
 
 
 def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:

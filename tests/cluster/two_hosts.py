@@ -24,7 +24,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={munge}/socket
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SwitchType=switch/none
 SchedulerParameters=bf_interval=1
@@ -72,6 +72,14 @@ class TwoHosts:
         _ip("-n", self.names[0], "link", "set", CABLE, "up")
 
 
+def named_as_on_debian(folder: Path) -> list[str]:
+    """Return the prefix of a command that finds this machine's own name at 127.0.1.1, which is Debian's default."""
+    names = folder / "hosts"
+    names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+    script = f'mount --bind {names} /etc/hosts && exec "$@"'
+    return ["unshare", "--mount", "bash", "-c", script, "named_as_on_debian"]
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, timeout=30)
 
@@ -115,7 +123,7 @@ class SlurmCluster:
 
     def start_node(self, host: int) -> None:
         name = f"n{host + 1}"
-        self.start(name, *self.hosts.on(host), "slurmd", "-D", "-N", name)
+        self.start(name, *self.hosts.on(host), *named_as_on_debian(self.folder), "slurmd", "-D", "-N", name)
 
     def call(self, *command: str) -> str:
         """Run a Slurm command; return its output."""

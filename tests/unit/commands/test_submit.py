@@ -79,6 +79,38 @@ def test_a_time_that_yaml_reads_as_a_number_must_be_quoted(tmp_path: Path) -> No
         load_cluster("mine", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("time_limit", "seconds"),
+    [
+        ("10", 600),
+        ("10:30", 630),
+        ("00:10:00", 600),
+        ("1:00:01", 3601),
+        ("1-00", 86400),
+        ("1-02:03", 93780),
+        ("2-00:00:05", 172805),
+    ],
+)
+def test_a_time_limit_that_leaves_no_time_before_the_signal_is_refused(
+    time_limit: str, seconds: int, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f'{{time_limit: "{time_limit}", signal_s: {seconds}}}')
+    with pytest.raises(UserError, match=rf"signal_s={seconds}: must be less than the {seconds} s of time_limit"):
+        load_cluster("mine", tmp_path)
+    mine.write_text(f'{{time_limit: "{time_limit}", signal_s: {seconds - 1}}}')
+    assert load_cluster("mine", tmp_path).signal_s == seconds - 1
+
+
+def test_the_default_time_of_the_signal_needs_a_longer_time_limit_and_no_limit_is_long_enough(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text('{time_limit: "10"}')
+    with pytest.raises(UserError, match=r"signal_s=600: must be less than the 600 s of time_limit=10"):
+        load_cluster("mine", tmp_path)
+    for unlimited in ("0", "UNLIMITED"):
+        (tmp_path / "mine.yaml").write_text(f'{{time_limit: "{unlimited}"}}')
+        assert load_cluster("mine", tmp_path).time_limit == unlimited
+
+
 CONTAINER = {"image": "a.sqsh", "mounts": ["/m:/m:ro"]}
 
 
