@@ -77,14 +77,21 @@ def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
 def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:
     """Return the nodes of as many engines as fit on the nodes' free GPUs.
 
-    Engines on one node fill the nodes in order. The nodes of an engine on several are those with the most free GPUs,
-    so that most engines fit.
+    Engines fill the nodes in order, so that few nodes are used. Engines on several nodes that do not all fit this way
+    take the nodes with the most free GPUs instead.
     """
+    engines = _fill(rollout, free)
+    if len(engines) < rollout.num_engines and rollout.nodes_per_engine > 1:
+        return _fill(rollout, free, fullest_last=True)
+    return engines
+
+
+def _fill(rollout: RolloutConfig, free: Mapping[Node, int], *, fullest_last: bool = False) -> list[tuple[Node, ...]]:
     left = {node: num // rollout.ranks_per_engine_node for node, num in free.items()}
     engines: list[tuple[Node, ...]] = []
     while len(engines) < rollout.num_engines:
         usable = [node for node in left if left[node]]
-        if rollout.nodes_per_engine > 1:
+        if fullest_last:
             usable.sort(key=lambda node: -left[node])
         chosen = usable[: rollout.nodes_per_engine]
         if len(chosen) < rollout.nodes_per_engine:

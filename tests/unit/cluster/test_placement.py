@@ -52,11 +52,15 @@ def test_an_engine_on_two_nodes_has_the_same_number_of_gpus_on_each() -> None:
         place_run(settings, gpu_nodes(4))
 
 
-def test_engines_on_two_nodes_take_the_nodes_with_the_most_free_gpus() -> None:
-    engine = {"rollout__tensor_parallel_size": 8, "rollout__nodes_per_engine": 2, "rollout__num_engines": 3}
-    placement = place_run(config(parallel__world_size=4, **engine), gpu_nodes(4))
-    assert on(placement) == (["any0"], ["any1+any2", "any0+any3", "any1+any2"])
-    assert placement.engines_on(placement.engine_nodes[2][0]) == [0, 2]
+def test_engines_on_two_nodes_use_few_nodes_and_all_fit_if_possible() -> None:
+    engine = {"rollout__tensor_parallel_size": 8, "rollout__nodes_per_engine": 2, "rollout__num_engines": 2}
+    settings = config(parallel__world_size=8, **engine)
+    assert on(place_run(settings, gpu_nodes(9))) == (["any0"], ["any1+any2", "any1+any2"])
+    uneven = [Node("trainer", "10.0.0.9", 8, "trainer"), *gpu_nodes(2, "rollout", 4)]
+    uneven.append(Node("large", "10.0.0.10", 8, "rollout"))
+    placement = place_run(settings, uneven)
+    assert on(placement)[1] == ["rollout0+large", "rollout1+large"]
+    assert placement.engines_on(uneven[-1]) == [0, 1]
 
 
 def test_without_gpus_engines_on_two_nodes_go_to_the_nodes_in_turn() -> None:
