@@ -73,7 +73,7 @@ class EngineActor:
         self.name = f"engine {index}"
         self._config, self._settings = config, config.rollout
         self._index, self._placements, self._num_restarts = index, tuple(placements), num_restarts
-        self._processes: list[Processes] = []
+        self._processes: dict[str, Processes] = {}
         first, others = self._placements[0], self._placements[1:]
         self.handle = self._create(Engine, first)
         model = config.model_path.absolute(), config.rollout, config.model.dtype, config.max_model_len, config.seed
@@ -114,17 +114,18 @@ class EngineActor:
     async def started(self) -> int:
         """Wait until the engine serves the initial model; returns the size of its KV cache in tokens."""
         # A follower that does not start is the reason why the others wait for it.
-        calls = [asyncio.ensure_future(self._result(name, call)) for name, call in self.starting.items()]
+        calls = [asyncio.ensure_future(self._started(name, call)) for name, call in self.starting.items()]
         try:
-            facts, *followers = await asyncio.gather(*calls)
+            facts, *_ = await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
-        self._processes = [facts.processes, *followers]
         return facts.kv_cache_tokens
 
-    async def _result(self, name: str, call: Awaitable[Any]) -> Any:
-        return await engine_result(call, name, self._settings.start_timeout_s)
+    async def _started(self, name: str, call: Awaitable[Any]) -> Any:
+        started = await engine_result(call, name, self._settings.start_timeout_s)
+        self._processes[name] = started.processes
+        return started
 
     def replacement(self) -> EngineActor:
         """Kill what is left of this engine and start another one on the same GPUs, without waiting for it."""
@@ -182,8 +183,8 @@ class EngineActor:
         for handle in self.handles:
             kill(handle)
         # A stopped process cannot end itself, and vLLM's own processes outlive a killed engine.
-        for placement, processes in zip(self._placements, self._processes, strict=False):
-            placement.kill(processes)
+        for name, placement in zip(self.starting, self._placements, strict=True):
+            placement.kill(self._processes.get(name, ()))
 
     async def _call(self, reference: Awaitable[Any], timeout_s: float) -> Any:
         return await engine_result(reference, self.name, timeout_s)

@@ -25,7 +25,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
-from megatron_bapo.rollout.engine_nodes import Meeting, Processes, own_processes
+from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.rollout.weight_sources import check_complete, checkpoint_shapes
 from megatron_bapo.weight_sync.route import WeightRoute
@@ -82,13 +82,11 @@ def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = F
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """Properties of a started engine."""
+class EngineFacts(StartedRanks):
+    """Properties of a started engine, and its processes on its first node."""
 
     kv_cache_tokens: int
     """Size of its KV cache in tokens."""
-    processes: Processes
-    """Its own process and vLLM's processes on its node."""
 
 
 class Engine:
@@ -161,7 +159,7 @@ class Engine:
         await self.connect(route)
         self._expected_shapes = checkpoint_shapes(model_path)
         self._policy_version = INITIAL_VERSION
-        self._facts = EngineFacts(self._server.kv_cache_tokens, own_processes())
+        self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
         return self._facts
 
     async def connect(self, route: WeightRoute) -> None:

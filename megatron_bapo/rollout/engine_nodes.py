@@ -8,6 +8,7 @@ dies nor when a node is lost, so the rollout plane asks the followers for their 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +56,14 @@ class Meeting:
         """HOST:PORT of the store."""
 
 
+@dataclass(frozen=True)
+class StartedRanks:
+    """The ranks of an engine on one node."""
+
+    processes: Processes
+    """The actor's own process and vLLM's processes on the node."""
+
+
 def own_processes() -> Processes:
     """Return this process and all its descendants."""
     own = psutil.Process()
@@ -80,8 +89,8 @@ class EngineFollower:
         scratch: Path,
         node: int,
         endpoint: str,
-    ) -> Processes:
-        """Start the ranks of node `node`, which meet the others at `endpoint`; return this node's processes.
+    ) -> StartedRanks:
+        """Start the ranks of node `node`, which meet the others at `endpoint`.
 
         The arguments are those of `Engine.start`; `scratch` is a folder for vLLM's temporary files. Returns when the
         ranks of all nodes have loaded the checkpoint. Raises UserError for settings that vLLM refuses, RunError if its
@@ -91,7 +100,7 @@ class EngineFollower:
             from megatron_bapo.rollout.vllm_adapter import VllmFollower
 
             self._ranks = VllmFollower(model_path, settings, dtype, max_model_len, seed, scratch, node, endpoint)
-        return own_processes()
+        return StartedRanks(own_processes())
 
     async def check(self) -> None:
         """Return if the ranks run. Raises EngineLost if one has ended."""

@@ -42,8 +42,8 @@ def perturb(model: PreTrainedModel) -> None:
 
 async def processes_of(engine: EngineActor) -> list[list[psutil.Process]]:
     """Return the processes of an engine by node."""
-    facts, *followers = [await call for call in engine.starting.values()]
-    return [[psutil.Process(pid) for pid, _ in found] for found in (facts.processes, *followers)]
+    started = [await call for call in engine.starting.values()]
+    return [[psutil.Process(pid) for pid, _ in ranks.processes] for ranks in started]
 
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
