@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_bapo.cluster.ray_cluster import ActorDied, await_result, cancel_call, create_actor, kill
+from megatron_bapo.cluster.trainer_process import LOOPBACK
 from megatron_bapo.cluster.trainer_process import kill as kill_processes
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.event_loop import answered_within
 from megatron_bapo.model.weight_layouts import engine_route
-from megatron_bapo.rollout.engine import Engine, EngineFacts, engine_environment
+from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_nodes import EngineFollower, Processes, node_environment
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.run_directory import RunDirectory
 
@@ -27,59 +29,108 @@ _GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Where an engine, or its replacement, runs."""
+    """Where the ranks of an engine on one node, or those of its replacement, run."""
 
     store: Path
-    """Folder of its host's weight store."""
+    """Folder of the node's weight store."""
     devices: tuple[str, ...]
-    """The GPUs that are visible to it."""
+    """The GPUs that are visible to them."""
+    address: str = LOOPBACK
+    """The node's address, on which ranks listen for those of other nodes."""
+    network: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that select the network interface with this address."""
     node_id: str | None = None
     """None for a run on a single machine."""
     agent: Any = None
-    """Handle of the `NodeAgent` on its machine, where that may be another machine."""
+    """Handle of the `NodeAgent` on the node, where that may be another machine."""
+
+    def kill(self, processes: Processes) -> None:
+        """Kill processes of this node; does not wait where it is another machine."""
+        if self.agent is None:
+            kill_processes(processes)
+        else:
+            self.agent.kill.remote(processes)
 
 
 class EngineActor:
-    """A Ray actor as the router and the fleet see an engine; every wait has a timeout."""
+    """The Ray actors of one engine as the router and the fleet see it; every wait has a timeout.
 
-    def __init__(self, config: Config, index: int, placement: EnginePlacement, num_restarts: int = 0) -> None:
-        """Start the actor without waiting for it; `index` decides which weights and which log file are its own.
+    An engine on several nodes has an actor with vLLM's core on the first node and a follower on each other node. It is
+    one engine: if a part is lost, all parts are replaced.
+    """
 
-        Raises RunError for a restarted engine that could not get the current weights.
+    def __init__(
+        self, config: Config, index: int, placements: Sequence[EnginePlacement], num_restarts: int = 0
+    ) -> None:
+        """Start the actors without waiting for them; `index` decides which weights and which log files are its own.
+
+        `placements` has an element for each of the engine's nodes. Raises RunError for a restarted engine that could
+        not get the current weights.
         """
         transport = config.weight_sync.transport
         if num_restarts and transport != "store":
             raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
         self.name = f"engine {index}"
         self._config, self._settings = config, config.rollout
-        self._index, self._placement, self._num_restarts = index, placement, num_restarts
-        self._facts: EngineFacts | None = None
-        actor_name = f"{self.name} restart {num_restarts}" if num_restarts else self.name
-        log_file = RunDirectory(config.run_dir).logs / f"{actor_name.replace(' ', '-')}.log"
-        environment = engine_environment(placement.devices, batch_invariant=config.rollout.batch_invariant)
-        self.handle = create_actor(
-            Engine, log_file, name=actor_name, environment=environment, node_id=placement.node_id
-        )
-        self.start_call = self.handle.start.remote(
-            config.model_path.absolute(),
-            config.rollout,
-            config.model.dtype,
-            max_model_len=config.max_model_len,
-            seed=config.seed,
-            route=engine_route(config, placement.store, index),
-        )
+        self._index, self._placements, self._num_restarts = index, tuple(placements), num_restarts
+        self._processes: dict[str, Processes] = {}
+        first, others = self._placements[0], self._placements[1:]
+        self.handle = self._create(Engine, first)
+        model = config.model_path.absolute(), config.rollout, config.model.dtype, config.max_model_len, config.seed
+        endpoint: Any = ""
+        if others:
+            endpoint = self.handle.meet.remote(first.address, config.rollout.start_timeout_s)
+        route = engine_route(config, first.store, index, tuple(other.store for other in others))
+        self.start_call = self.handle.start.remote(*model, route, endpoint)
         """Reference that is ready when the engine has started."""
+        self._followers = {
+            f"{self.name} on node {node}": self._create(EngineFollower, other, node)
+            for node, other in enumerate(others, start=1)
+        }
+        self._follower_calls = {
+            name: follower.start.remote(*model, other.store, node, endpoint)
+            for (name, follower), (node, other) in zip(self._followers.items(), enumerate(others, start=1), strict=True)
+        }
+
+    def _create(self, actor_class: type, placement: EnginePlacement, node: int = 0) -> Any:
+        name = f"{self.name} restart {self._num_restarts}" if self._num_restarts else self.name
+        name += f" node {node}" * bool(node)
+        log_file = RunDirectory(self._config.run_dir).logs / f"{name.replace(' ', '-')}.log"
+        environment = engine_environment(placement.devices, batch_invariant=self._settings.batch_invariant)
+        if len(self._placements) > 1:
+            environment |= {**placement.network, **node_environment(placement.address)}
+        return create_actor(actor_class, log_file, name=name, environment=environment, node_id=placement.node_id)
+
+    @property
+    def handles(self) -> list[Any]:
+        """Handles of all actors; an actor lives as long as its handle."""
+        return [self.handle, *self._followers.values()]
+
+    @property
+    def starting(self) -> dict[str, Any]:
+        """References that are ready when an actor has started, by name."""
+        return {self.name: self.start_call, **self._follower_calls}
 
     async def started(self) -> int:
         """Wait until the engine serves the initial model; returns the size of its KV cache in tokens."""
-        facts: EngineFacts = await self._call(self.start_call, self._settings.start_timeout_s)
-        self._facts = facts
+        # A follower that does not start is the reason why the others wait for it.
+        calls = [asyncio.ensure_future(self._started(name, call)) for name, call in self.starting.items()]
+        try:
+            facts, *_ = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
         return facts.kv_cache_tokens
+
+    async def _started(self, name: str, call: Awaitable[Any]) -> Any:
+        started = await engine_result(call, name, self._settings.start_timeout_s)
+        self._processes[name] = started.processes
+        return started
 
     def replacement(self) -> EngineActor:
         """Kill what is left of this engine and start another one on the same GPUs, without waiting for it."""
         self._kill()
-        return EngineActor(self._config, self._index, self._placement, self._num_restarts + 1)
+        return EngineActor(self._config, self._index, self._placements, self._num_restarts + 1)
 
     async def generate(self, request: GenerationRequest) -> Generated:
         """Send a request; a cancelled call ends when the engine has released the request."""
@@ -117,17 +168,23 @@ class EngineActor:
         await self._call(self.handle.wake.remote(tags), self._settings.start_timeout_s)
 
     async def progress(self) -> dict[str, Generated]:
+        """Return what `Engine.progress` does. Raises EngineLost also if a rank on another node has ended."""
+        checks = [
+            engine_result(follower.check.remote(), name, self._settings.health_check_timeout_s)
+            for name, follower in self._followers.items()
+        ]
+        delta, *_ = await asyncio.gather(self._progress(), *checks)
+        return delta
+
+    async def _progress(self) -> dict[str, Generated]:
         return await self._call(self.handle.progress.remote(), self._settings.health_check_timeout_s)
 
     def _kill(self) -> None:
-        kill(self.handle)
+        for handle in self.handles:
+            kill(handle)
         # A stopped process cannot end itself, and vLLM's own processes outlive a killed engine.
-        if self._facts is None:
-            return
-        if self._placement.agent is None:
-            kill_processes(self._facts.processes)
-        else:
-            self._placement.agent.kill.remote(self._facts.processes)
+        for name, placement in zip(self.starting, self._placements, strict=True):
+            placement.kill(self._processes.get(name, ()))
 
     async def _call(self, reference: Awaitable[Any], timeout_s: float) -> Any:
         return await engine_result(reference, self.name, timeout_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from megatron_bapo.cluster.run_end import StopRequest
-from megatron_bapo.cluster.trainer_process import TrainerNode, end, kill, start_trainer
+from megatron_bapo.cluster.trainer_process import TrainerNode, end, kill, network_environment, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.loading import load_config
@@ -54,6 +54,10 @@ class NodeAgent:
     async def devices(self) -> list[str]:
         """Return the GPUs of this node."""
         return visible_devices()
+
+    async def network(self) -> dict[str, str]:
+        """Return the environment variables that make gloo and NCCL use this node's network interface."""
+        return network_environment(self._address)
 
     async def endpoint(self) -> str:
         """Return HOST:PORT of this machine with a port that is free now."""

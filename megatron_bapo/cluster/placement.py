@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
@@ -28,17 +29,22 @@ class RunPlacement:
 
     trainer_nodes: tuple[Node, ...]
     ranks_per_node: int
-    engine_nodes: tuple[Node, ...]
-    """Node of each engine, by engine index."""
+    engine_nodes: tuple[tuple[Node, ...], ...]
+    """Nodes of each engine, by engine index. The engine's ranks are spread over its nodes in order."""
 
     @property
     def nodes(self) -> list[Node]:
         """Every used node once."""
-        return list(dict.fromkeys([*self.trainer_nodes, *self.engine_nodes]))
+        return list(dict.fromkeys([*self.trainer_nodes, *self.nodes_with_engines]))
 
-    def slot(self, engine: int) -> int:
-        """Return the index of an engine among the engines of its node."""
-        return self.engine_nodes[:engine].count(self.engine_nodes[engine])
+    @property
+    def nodes_with_engines(self) -> list[Node]:
+        """Every node with ranks of an engine once."""
+        return list(dict.fromkeys(node for nodes in self.engine_nodes for node in nodes))
+
+    def engines_on(self, node: Node) -> list[int]:
+        """Return the indices of the engines that have ranks on a node."""
+        return [index for index, nodes in enumerate(self.engine_nodes) if node in nodes]
 
     def num_ranks_on(self, node: Node) -> int:
         """Return the number of trainer ranks on a node."""
@@ -54,7 +60,6 @@ def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
     used = [node for node in nodes if node.num_gpus] or list(nodes)
     trainers = _trainer_nodes(config, [node for node in used if node.role != "rollout"])
     ranks_per_node = config.parallel.world_size // len(trainers)
-    engines: list[Node] = []
     if config.rollout.colocate:
         free = {node: node.num_gpus for node in trainers}
     else:
@@ -62,21 +67,61 @@ def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
         free = {node: num for node, num in free.items() if node.role != "trainer"}
         if any(node.role == "rollout" for node in free):
             free = {node: num for node, num in free.items() if node.role == "rollout"}
-    num_ranks = config.rollout.ranks_per_engine
-    if not any(
-        node.num_gpus for node in used
-    ):  # cores are shared: engines go to the nodes in turn, the last node first
-        order = list(free)[::-1]
-        engines = [order[index % len(order)] for index in range(config.rollout.num_engines)] if order else []
-    else:
-        engines = [node for node, num in free.items() for _ in range(num // num_ranks)][: config.rollout.num_engines]
+    place = _place_by_gpus if any(node.num_gpus for node in used) else _place_in_turn
+    engines = place(config.rollout, free)
     if len(engines) < config.rollout.num_engines:
-        raise UserError(
-            f"rollout.num_engines={config.rollout.num_engines} of {num_ranks} ranks each, but only {len(engines)} fit "
-            f"on the GPUs that the trainer's {config.parallel.world_size} ranks leave free on {_described(used)}; an "
-            "engine stays on one node. Lower num_engines, add nodes, or set rollout.colocate=true"
-        )
+        raise UserError(_too_many_engines(config, len(engines), used))
     return RunPlacement(tuple(trainers), ranks_per_node, tuple(engines))
+
+
+def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:
+    """Return the nodes of as many engines as fit on the nodes' free GPUs.
+
+    Engines fill the nodes in order, so that few nodes are used. Engines on several nodes that do not all fit this way
+    take the nodes with the most free GPUs instead.
+    """
+    engines = _fill(rollout, free)
+    if len(engines) < rollout.num_engines and rollout.nodes_per_engine > 1:
+        return _fill(rollout, free, fullest_last=True)
+    return engines
+
+
+def _fill(rollout: RolloutConfig, free: Mapping[Node, int], *, fullest_last: bool = False) -> list[tuple[Node, ...]]:
+    left = {node: num // rollout.ranks_per_engine_node for node, num in free.items()}
+    engines: list[tuple[Node, ...]] = []
+    while len(engines) < rollout.num_engines:
+        usable = [node for node in left if left[node]]
+        if fullest_last:
+            usable.sort(key=lambda node: -left[node])
+        chosen = usable[: rollout.nodes_per_engine]
+        if len(chosen) < rollout.nodes_per_engine:
+            break
+        engines.append(tuple(node for node in left if node in chosen))
+        for node in chosen:
+            left[node] -= 1
+    return engines
+
+
+def _place_in_turn(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:
+    """Return the nodes of engines that share cores: they go to the nodes in turn, the last node first."""
+    order, num = list(free)[::-1], rollout.nodes_per_engine
+    if len(order) < num:
+        return []
+    return [
+        tuple(order[(index * num + position) % len(order)] for position in range(num))
+        for index in range(rollout.num_engines)
+    ]
+
+
+def _too_many_engines(config: Config, num_fitting: int, nodes: Sequence[Node]) -> str:
+    rollout = config.rollout
+    return (
+        f"rollout.num_engines={rollout.num_engines} of {rollout.ranks_per_engine} ranks each, but only {num_fitting} "
+        f"fit on the GPUs that the trainer's {config.parallel.world_size} ranks leave free on {_described(nodes)}; "
+        f"with rollout.nodes_per_engine={rollout.nodes_per_engine} an engine needs {rollout.ranks_per_engine_node} "
+        f"GPUs on each of {rollout.nodes_per_engine} node(s). Lower num_engines, add nodes, change nodes_per_engine, "
+        "or set rollout.colocate=true"
+    )
 
 
 def _trainer_nodes(config: Config, nodes: Sequence[Node]) -> list[Node]:

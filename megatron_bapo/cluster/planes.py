@@ -153,10 +153,16 @@ def _node(info: dict[str, Any]) -> Node:
 def _described(placement: RunPlacement) -> str:
     parts = []
     for node in placement.nodes:
-        engines = [str(index) for index, other in enumerate(placement.engine_nodes) if other == node]
         ranks = [f"{placement.ranks_per_node} trainer ranks"] if node in placement.trainer_nodes else []
-        parts.append(f"{node.address}: {', '.join([*ranks, *(f'engine {index}' for index in engines)])}")
+        engines = [_described_engine(placement, index, node) for index in placement.engines_on(node)]
+        parts.append(f"{node.address}: {', '.join([*ranks, *engines])}")
     return "nodes: " + "; ".join(parts)
+
+
+def _described_engine(placement: RunPlacement, index: int, node: Node) -> str:
+    nodes = placement.engine_nodes[index]
+    part = f" (node {nodes.index(node) + 1} of {len(nodes)})" if len(nodes) > 1 else ""
+    return f"engine {index}{part}"
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,16 @@ class Hosts:
         """Return the number of the host whose weight store the engines of a node read."""
         if self._shares(node):
             return 0
-        own = [other for other in dict.fromkeys(self.placement.engine_nodes) if not self._shares(other)]
+        own = [other for other in self.placement.nodes_with_engines if not self._shares(other)]
         return len(self.placement.trainer_nodes) + own.index(node)
+
+    @property
+    def of_readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each of an engine's nodes, the numbers of the hosts at this position in all engines."""
+        return tuple(
+            tuple(sorted({self.of_engines(node) for node in nodes}))
+            for nodes in zip(*self.placement.engine_nodes, strict=True)
+        )
 
     def _shares(self, node: Node) -> bool:
         return self.engine_store == "shared" and self.placement.trainer_nodes == (node,)
@@ -270,21 +284,28 @@ def node_agents(placement: RunPlacement, directory: RunDirectory) -> Iterator[di
 
 def engine_placements(
     config: Config, placement: RunPlacement, agents: dict[Node, Any], stores: dict[int, StorePlacement], hosts: Hosts
-) -> list[EnginePlacement]:
-    """Return the placements of all engines, by engine index."""
-    placements = []
-    for index, node in enumerate(placement.engine_nodes):
-        name, agent = _agent_name(node), agents[node]
-        devices = get_result(agent.devices.remote(), name, _AGENT_S)
-        visible = engine_devices(config, placement.slot(index), placement.num_ranks_on(node), devices)
-        placements.append(EnginePlacement(stores[hosts.of_engines(node)].folder, tuple(visible), node.node_id, agent))
-    return placements
+) -> list[tuple[EnginePlacement, ...]]:
+    """Return the placements of all engines on each of their nodes, by engine index."""
+    found = {
+        node: [get_result(call.remote(), _agent_name(node), _AGENT_S) for call in (agent.devices, agent.network)]
+        for node, agent in agents.items()
+        if node in placement.nodes_with_engines
+    }
+
+    def on_node(index: int, node: Node) -> EnginePlacement:
+        devices, network = found[node]
+        slot = placement.engines_on(node).index(index)
+        visible = engine_devices(config, slot, placement.num_ranks_on(node), devices)
+        folder = stores[hosts.of_engines(node)].folder
+        return EnginePlacement(folder, tuple(visible), node.address, network, node.node_id, agents[node])
+
+    return [tuple(on_node(index, node) for node in nodes) for index, nodes in enumerate(placement.engine_nodes)]
 
 
 def create_stores(agents: dict[Node, Any], placement: RunPlacement, hosts: Hosts) -> dict[int, StorePlacement]:
     """Create every host's weight store; the result is by host number."""
     owners = {hosts.of_trainer(node): node for node in placement.trainer_nodes}
-    owners |= {hosts.of_engines(node): node for node in placement.engine_nodes}
+    owners |= {hosts.of_engines(node): node for node in placement.nodes_with_engines}
     folders = {host: agents[node].create_store.remote() for host, node in owners.items()}
     return {
         host: StorePlacement(get_result(folders[host], _agent_name(node), _AGENT_S), node.node_id)
@@ -311,7 +332,7 @@ def start_trainers(
             placement.ranks_per_node,
             node.address,
             host,
-            tuple(sorted({hosts.of_engines(other) for other in placement.engine_nodes})),
+            hosts.of_readers,
             Rendezvous(num_nodes, endpoint, number) if num_nodes > 1 else None,
         )
         started = agents[node].start_trainer.remote(trainer_node, stores[host].folder, _trainer_log(directory, node))

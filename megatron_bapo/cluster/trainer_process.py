@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,9 @@ class TrainerNode:
     """Address of this machine. Ranks listen on no other."""
     host: int
     """Number of this host in the weight transfer plan."""
-    engine_hosts: tuple[int, ...]
-    """Numbers of the hosts with engines in the weight transfer plan."""
+    engine_hosts: tuple[tuple[int, ...], ...]
+    """For each of an engine's nodes, the numbers of the hosts at this position in all engines, in the weight transfer
+    plan."""
     rendezvous: Rendezvous | None = None
     """None if this machine has all ranks."""
 
@@ -83,8 +84,12 @@ def torchrun(node: TrainerNode, store: Path) -> list[str]:
         *("--log-dir", str(store / "torchrun")),  # removed with the store, unlike torchrun's own temporary folder
         *("-m", "megatron_bapo.controller.trainer_rank", str(node.run_dir), *node.source),
         *("--store", str(store), "--address", node.address),
-        *("--host", str(node.host), "--engine-hosts", *map(str, node.engine_hosts)),
+        *("--host", str(node.host), "--engine-hosts", *map(_comma_separated, node.engine_hosts)),
     ]
+
+
+def _comma_separated(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 def _rendezvous_options(node: TrainerNode, store: Path) -> Sequence[str]:
@@ -103,16 +108,24 @@ def _rendezvous_options(node: TrainerNode, store: Path) -> Sequence[str]:
 
 
 def _environment(node: TrainerNode) -> dict[str, str]:
-    interface = interface_of(node.address)
-    environment = {"GLOO_SOCKET_IFNAME": interface}
-    if interface != _LOOPBACK_INTERFACE:
-        environment["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", interface)
+    environment = network_environment(node.address)
     if node.rendezvous is None:
         # Keeps torchrun's agent from opening a TCP store for the ranks.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     else:
         environment[SEVERAL_MACHINES] = "1"
     return environment
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Return the environment variables that make gloo and NCCL use the network interface with this address."""
+    interface = interface_of(address)
+    if interface == _LOOPBACK_INTERFACE:
+        return {"GLOO_SOCKET_IFNAME": interface}
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
+    }
 
 
 def interface_of(address: str) -> str:

@@ -36,7 +36,7 @@ def verl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
     has_own = own_nodes * own_gpus > 0
     yield Derived("rollout.colocate", not has_own and theirs("actor_rollout_ref.hybrid_engine") is not False, "")
     if has_own or nodes * gpus:
-        yield _engines(*((own_nodes, own_gpus) if has_own else (nodes, gpus)), ours)
+        yield from _engines(*((own_nodes, own_gpus) if has_own else (nodes, gpus)), ours)
     yield from _fully_asynchronous(theirs, ours)
 
 
@@ -73,14 +73,14 @@ def _nemo_rl_gpus(theirs: Get, ours: Get) -> Iterator[Derived]:
         return
     if theirs("policy.generation.colocated.enabled") is not False:
         yield Derived("parallel.world_size", nodes * gpus, _gpus(nodes, gpus))
-        yield _engines(nodes, gpus, ours)
+        yield from _engines(nodes, gpus, ours)
         return
     own_nodes = _whole(theirs("policy.generation.colocated.resources.num_nodes")) or 1
     own_gpus = _whole(theirs("policy.generation.colocated.resources.gpus_per_node")) or gpus
     of_engines, in_all = own_nodes * own_gpus, nodes * gpus
     how = f"{_gpus(nodes, gpus)}, less {of_engines} of the engines"
     yield Derived("parallel.world_size", max(1, in_all - of_engines), how)
-    yield _engines(own_nodes, own_gpus, ours)
+    yield from _engines(own_nodes, own_gpus, ours)
 
 
 def _nemo_rl_lengths(theirs: Get) -> Iterator[Derived]:
@@ -110,10 +110,12 @@ def _nemo_rl_lengths(theirs: Get) -> Iterator[Derived]:
 LAYOUTS: dict[str, Callable[[Get, Get], Iterator[Derived]]] = {"verl": verl_layout, "nemo-rl": nemo_rl_layout}
 
 
-def _engines(nodes: int, gpus: int, ours: Get) -> Derived:
+def _engines(nodes: int, gpus: int, ours: Get) -> Iterator[Derived]:
     per_engine = ours("rollout.tensor_parallel_size") * ours("rollout.pipeline_parallel_size")
     how = f"{nodes * gpus} GPUs / {per_engine} of an engine"
-    return Derived("rollout.num_engines", max(1, nodes * gpus // per_engine), how)
+    yield Derived("rollout.num_engines", max(1, nodes * gpus // per_engine), how)
+    if per_engine > gpus:
+        yield Derived("rollout.nodes_per_engine", -(-per_engine // gpus), f"{per_engine} GPUs of an engine / {gpus}")
 
 
 def _gpus(nodes: int, gpus: int) -> str:

@@ -42,6 +42,11 @@ def colocation_problems(config: Config) -> Iterator[str]:
             f"weight_sync.engine_store=own with transport={sync.transport}: only transport=store uses a store; set "
             "engine_store=shared, or transport=store"
         )
+    if sync.transport != "store" and rollout.nodes_per_engine > 1:
+        yield (
+            f"rollout.nodes_per_engine={rollout.nodes_per_engine} with weight_sync.transport={sync.transport}, which "
+            "works only on one machine; set transport=store, or nodes_per_engine=1"
+        )
 
 
 def host_problems(config: Config, num_hosts: int) -> Iterator[str]:
@@ -50,6 +55,11 @@ def host_problems(config: Config, num_hosts: int) -> Iterator[str]:
         yield (
             f"weight_sync.transport={config.weight_sync.transport} works only on one machine; set transport=store, "
             "which copies weights between hosts"
+        )
+    if config.rollout.nodes_per_engine > num_hosts:
+        yield (
+            f"rollout.nodes_per_engine={config.rollout.nodes_per_engine} places each engine on as many nodes, but the "
+            f"run has {num_hosts}; lower it, or start the run on a cluster with --num-nodes"
         )
 
 

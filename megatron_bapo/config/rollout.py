@@ -64,6 +64,9 @@ class EngineConfig(Section):
     """Tensor parallelism of each engine."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline parallelism of each engine."""
+    nodes_per_engine: PositiveInt = 1
+    """Number of nodes over which the ranks of each engine are spread evenly (vLLM's `nnodes`), for models that need
+    more GPUs than a node has."""
     enable_expert_parallel: bool = False
     """Place whole experts on each tensor-parallel rank of an engine instead of a slice of every expert. vLLM's CPU
     build does not support it."""
@@ -106,6 +109,11 @@ class EngineConfig(Section):
     def ranks_per_engine(self) -> int:
         """Number of an engine's ranks, each of which has one GPU."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_engine_node(self) -> int:
+        """Number of an engine's ranks on each of its nodes."""
+        return self.ranks_per_engine // self.nodes_per_engine
 
 
 class RolloutConfig(SamplingConfig, EngineConfig):

@@ -11,6 +11,11 @@ def rollout_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules, one line each."""
     rollout = config.rollout
     partial, length = rollout.partial_rollout, rollout.max_response_length
+    if rollout.ranks_per_engine % rollout.nodes_per_engine:
+        yield (
+            f"rollout.nodes_per_engine={rollout.nodes_per_engine} must divide the {rollout.ranks_per_engine} ranks of "
+            "an engine (tensor_parallel_size x pipeline_parallel_size), because each node has the same number of them"
+        )
     if partial.token_budget is not None and partial.token_budget >= length:
         yield (
             f"rollout.partial_rollout.token_budget={partial.token_budget} must be less than rollout.max_response_length"

@@ -33,7 +33,12 @@ from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished,
 from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
 from megatron_bapo.config.checks import refuse
-from megatron_bapo.config.colocation_checks import allocator_problems, device_problems, layer_problems
+from megatron_bapo.config.colocation_checks import (
+    allocator_problems,
+    device_problems,
+    host_problems,
+    layer_problems,
+)
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.logging import MismatchAlarmsConfig
 from megatron_bapo.config.schema import Config
@@ -117,7 +122,10 @@ def report_end(display: ProgressDisplay, directory: RunDirectory, rollouts_from:
 
 def check_this_machine(config: Config, *, engines: bool = True) -> None:
     """Check that this machine's devices suffice, with or without engines. Raises UserError with every broken rule."""
-    devices = device_problems(config, len(visible_devices()), engines=engines)
+    devices = [
+        *device_problems(config, len(visible_devices()), engines=engines),
+        *(host_problems(config, num_hosts=1) if engines else ()),
+    ]
     layers = layer_problems(config, compute_capability(), has_transformer_engine())
     refuse([*devices, *layers, *allocator_problems(config, os.environ)])
 
@@ -219,7 +227,7 @@ def _on_this_machine(
         source, starting, engine_hosts = ("--rollouts-from", str(rollouts_from)), {}, ()
         if rollouts_from is None:
             address, starting = stack.enter_context(rollout_plane(config, directory, store))
-            engine_hosts = (TRAINER_HOST if config.weight_sync.engine_store == "shared" else ENGINE_HOST,)
+            engine_hosts = ((TRAINER_HOST if config.weight_sync.engine_store == "shared" else ENGINE_HOST,),)
             source = ("--ray", address)
         world_size = config.parallel.world_size
         node = TrainerNode(directory.root, source, world_size, LOOPBACK, TRAINER_HOST, engine_hosts)
@@ -261,7 +269,7 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
         address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib, namespace))
         devices, world_size = visible_devices(), config.parallel.world_size
         placements = [
-            EnginePlacement(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, devices)))
+            (EnginePlacement(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, devices))),)
             for index in range(config.rollout.num_engines)
         ]
         # The handles are kept, because an actor lives as long as its handle.
@@ -271,17 +279,18 @@ def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -
 
 
 def _create_actors(
-    config: Config, placements: Sequence[EnginePlacement], node_id: str | None = None
+    config: Config, placements: Sequence[Sequence[EnginePlacement]], node_id: str | None = None
 ) -> tuple[list[Any], dict[str, Any]]:
     """Create the engine actors and the rollout service.
 
     Returns their handles, and by actor name the references that are ready when the actor has started. The service runs
     on the main rank's node, `node_id`, so that the trainer reaches it without the network.
     """
-    engines = [EngineActor(config, index, placement) for index, placement in enumerate(placements)]
+    engines = [EngineActor(config, index, of_engine) for index, of_engine in enumerate(placements)]
     service = create_actor(RolloutService, config, engines, name=SERVICE, environment=HEAP_VARIABLES, node_id=node_id)
-    starting = {engine.name: engine.start_call for engine in engines} | {SERVICE: service.probe_token_ids.remote()}
-    return [*(engine.handle for engine in engines), service], starting
+    starting = {name: call for engine in engines for name, call in engine.starting.items()}
+    starting[SERVICE] = service.probe_token_ids.remote()
+    return [*(handle for engine in engines for handle in engine.handles), service], starting
 
 
 def _watch(

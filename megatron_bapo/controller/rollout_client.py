@@ -28,12 +28,14 @@ that the service's error, which names the engine, comes first."""
 class RolloutClient:
     """Calls the run's actors; the process must be connected to the run's Ray cluster."""
 
-    def __init__(self, config: Config, sender_hosts: Sequence[int] = (), engine_hosts: Sequence[int] = ()) -> None:
-        """`sender_hosts` are the numbers of the trainer's hosts, and `engine_hosts` those of the engines' hosts."""
+    def __init__(
+        self, config: Config, sender_hosts: Sequence[int] = (), engine_hosts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """`sender_hosts` are the numbers of the trainer's hosts, and `engine_hosts` those of each node of an engine."""
         self._config = config
         self._transfer = StoreTransfer(
             tuple(dict.fromkeys(sender_hosts)),
-            tuple(host for host in engine_hosts if host not in sender_hosts),
+            tuple(sorted({host for hosts in engine_hosts for host in hosts} - {*sender_hosts})),
             full_every=config.weight_sync.full_every,
             limit_s=config.rollout.start_timeout_s,
         )

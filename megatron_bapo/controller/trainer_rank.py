@@ -49,8 +49,9 @@ class RankArgs:
     """Network address of this host."""
     host: int
     """Number of this host in the weight transfer plan."""
-    engine_hosts: tuple[int, ...]
-    """Numbers of the engines' hosts in the weight transfer plan."""
+    engine_hosts: tuple[tuple[int, ...], ...]
+    """For each of an engine's nodes, the numbers of the hosts at this position in all engines, in the weight transfer
+    plan."""
 
 
 def start_run(config: Config, args: RankArgs) -> Run:
@@ -87,6 +88,10 @@ def start_run(config: Config, args: RankArgs) -> Run:
     return Run(config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, start_telemetry())
 
 
+def _numbers(comma_separated: str) -> tuple[int, ...]:
+    return tuple(map(int, comma_separated.split(",")))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="One trainer rank, under torchrun.")
     parser.add_argument("run_dir", type=Path)
@@ -96,7 +101,9 @@ def main() -> int:
     parser.add_argument("--store", required=True, type=Path, help="folder of this host's weight store")
     parser.add_argument("--address", required=True, help="network address of this host")
     parser.add_argument("--host", required=True, type=int, help="this host's number in the weight transfer plan")
-    parser.add_argument("--engine-hosts", required=True, type=int, nargs="*", help="numbers of the engines' hosts")
+    parser.add_argument(
+        "--engine-hosts", required=True, type=_numbers, nargs="*", help="numbers of the hosts of an engine's nodes"
+    )
     parsed = parser.parse_args()
     end_with_parent()
     directory = RunDirectory(parsed.run_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -215,6 +215,11 @@ def many_hosts(
     )
 
 
+def reader_hosts(rollout: RolloutConfig, engine_hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the hosts of each rank of an engine over all engines, from those of each of an engine's nodes."""
+    return tuple(tuple(hosts) for hosts in engine_hosts for _ in range(rollout.ranks_per_engine_node))
+
+
 def one_host_per_gpu(config: Config) -> Placement:
     """Place every GPU on a separate host, trainer ranks first, for transports that do not use host memory."""
     rollout = config.rollout
@@ -222,8 +227,11 @@ def one_host_per_gpu(config: Config) -> Placement:
     return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
 
 
-def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute:
-    """Return the route by which an engine receives its weights; `folder` is the folder of its weight store."""
+def engine_route(config: Config, folder: Path, engine_index: int, other_folders: tuple[Path, ...] = ()) -> WeightRoute:
+    """Return the route by which an engine receives its weights.
+
+    `folder` is the folder of the weight store on the engine's first node, and `other_folders` are those on the others.
+    """
     first = 0 if config.rollout.colocate else config.parallel.world_size
     return WeightRoute(
         folder,
@@ -231,6 +239,7 @@ def engine_route(config: Config, folder: Path, engine_index: int) -> WeightRoute
         first_place=first + engine_index * EngineLayout.of(config.rollout).num_ranks,
         num_places=first + config.num_engine_ranks,
         timeout_s=config.rollout.start_timeout_s,
+        other_folders=other_folders,
     )
 
 

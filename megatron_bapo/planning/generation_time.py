@@ -65,11 +65,13 @@ def decode_cost(
     flops_per_s = rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     links = Links(gpu, assumptions)
+    # Links asks for the GPUs of a host; a group on several nodes with fewer GPUs each crosses the network, too.
+    span = size if size <= rollout.ranks_per_engine_node else max(size, assumptions.gpus_per_node + 1)
     reductions = 2 * arch.num_hidden_layers * (size > 1)
     reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
-    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(size)
+    per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(span)
     return DecodeCost(
-        overhead=reductions * links.latency(size) + num_stages * assumptions.decode_overhead_ms / 1e3,
+        overhead=reductions * links.latency(span) + num_stages * assumptions.decode_overhead_ms / 1e3,
         weights=weights / bytes_per_s,
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,

@@ -201,10 +201,12 @@ class Plan:
                 f"rollout.num_engines={rollout.num_engines} engines of {rollout.ranks_per_engine} GPUs "
                 f"(tensor_parallel_size x pipeline_parallel_size) do not fit on the trainer's {world}"
             )
-        if rollout.tensor_parallel_size > self.assumptions.gpus_per_node:
+        if rollout.ranks_per_engine_node > self.assumptions.gpus_per_node:
             yield (
-                f"rollout.tensor_parallel_size={rollout.tensor_parallel_size} exceeds the "
-                f"{self.assumptions.gpus_per_node} GPUs of a node"
+                f"an engine has {rollout.ranks_per_engine} GPUs (rollout.tensor_parallel_size x "
+                f"pipeline_parallel_size) on rollout.nodes_per_engine={rollout.nodes_per_engine} nodes, and a node has "
+                f"{self.assumptions.gpus_per_node}; set nodes_per_engine="
+                f"{-(-rollout.ranks_per_engine // self.assumptions.gpus_per_node)}"
             )
 
     def _host_problems(self) -> Iterator[str]:

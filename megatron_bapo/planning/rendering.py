@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
@@ -43,8 +44,7 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
     for stages in _blocks(plan.stages, console.width):
         _print_table(console, _stage_table(plan, stages), _STAGE_NAME_WIDTH + len(stages) * _STAGE_WIDTH)
     _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
-    rollout = plan.config.rollout
-    _print_section(console, f"engines: {rollout.num_engines} of {rollout.ranks_per_engine} GPUs", _engine_rows(plan))
+    _print_section(console, _engine_title(plan.config.rollout), _engine_rows(plan))
     _print_section(console, "host memory and weight sync", _host_rows(plan))
     _print_section(console, "one step, estimated", _time_rows(plan))
     _print_section(console, "assumed", _assumption_rows(plan.assumptions))
@@ -188,6 +188,11 @@ def _activation_rows(plan: Plan) -> Rows:
         f"{' + '.join(map(str, counts))}{chunks} in flight, each of {sum(batch.lengths):,} tokens on all context ranks"
     )
     return [*rows, ("micro-batches", in_flight)]
+
+
+def _engine_title(rollout: RolloutConfig) -> str:
+    title = f"engines: {rollout.num_engines} of {rollout.ranks_per_engine} GPUs"
+    return title if rollout.nodes_per_engine == 1 else f"{title} on {rollout.nodes_per_engine} nodes"
 
 
 def _engine_rows(plan: Plan) -> Rows:

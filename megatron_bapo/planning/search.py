@@ -141,8 +141,11 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     num_stages = plan.config.rollout.pipeline_parallel_size
     for size in SIZES:
         splits = not any(split_problems(plan.architecture, "", "", size))
-        if available % (size * num_stages) == 0 and splits:
-            yield _with_engine(plan, {"tensor_parallel_size": size, "num_engines": available // (size * num_stages)})
+        num_ranks = size * num_stages
+        if available % num_ranks == 0 and splits:
+            num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)
+            sizes = {"tensor_parallel_size": size, "num_engines": available // num_ranks, "nodes_per_engine": num_nodes}
+            yield _with_engine(plan, sizes)
 
 
 def _with_engine(plan: Plan, rollout: dict[str, Any]) -> Plan:

@@ -13,22 +13,21 @@ changes the engine joins the same call in progress, and has no effect if the eng
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import psutil
-from safetensors import safe_open
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.imports import collector_paused
 from megatron_bapo.logs import redirect_output
+from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -50,7 +49,7 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
     """
     if not devices:
         return []
-    num_ranks = config.rollout.ranks_per_engine
+    num_ranks = config.rollout.ranks_per_engine_node
     first = slot * num_ranks + (0 if config.rollout.colocate else num_trainer_ranks)
     own = list(devices[first : first + num_ranks])
     return own + [device for device in devices if config.rollout.colocate and device not in own]
@@ -84,13 +83,11 @@ def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = F
 
 
 @dataclass(frozen=True)
-class EngineFacts:
-    """Properties of a started engine."""
+class EngineFacts(StartedRanks):
+    """Properties of a started engine, and its processes on its first node."""
 
     kv_cache_tokens: int
     """Size of its KV cache in tokens."""
-    processes: tuple[tuple[int, float], ...]
-    """Process ids and start times of its own process and vLLM's processes."""
 
 
 class Engine:
@@ -102,6 +99,7 @@ class Engine:
             redirect_output(log_file)
         self._server: VllmServer | None = None
         self._facts: EngineFacts | None = None
+        self._meeting: Meeting | None = None
         self._policy_version: int | None = None
         self._newest_version = INITIAL_VERSION
         self._loaded_bytes: int | None = None
@@ -116,32 +114,55 @@ class Engine:
         self._calls: dict[str, asyncio.Task[Any]] = {}
         """Calls in progress that Ray may send again."""
 
+    async def meet(self, address: str, timeout_s: float) -> str:
+        """Open the store where this engine's ranks on several nodes meet; return its HOST:PORT.
+
+        `address` is this node's address, and `timeout_s` limits the start of all ranks. Comes before `start`.
+        """
+        if self._meeting is None:
+            self._meeting = Meeting(address, timeout_s)
+        return self._meeting.endpoint
+
     async def start(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        route: WeightRoute,
+        endpoint: str = "",
     ) -> EngineFacts:
         """Load the checkpoint and serve it as policy version 0.
 
-        `max_model_len` counts prompt and response tokens. Raises UserError for settings that vLLM refuses, RunError if
-        its processes do not start.
+        `max_model_len` counts prompt and response tokens. `endpoint` is what `meet` has returned, for an engine on
+        several nodes. Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
         """
-        return await self._once("start", lambda: self._start(model_path, settings, dtype, max_model_len, seed, route))
+        arguments = model_path, settings, dtype, max_model_len, seed, route, endpoint
+        return await self._once("start", lambda: self._start(*arguments))
 
     async def _start(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        route: WeightRoute,
+        endpoint: str,
     ) -> EngineFacts:
         if self._facts is not None:
             return self._facts
-        with collector_paused():
+        with collector_paused():  # these import torch, and the rollout service imports this file without it
             from megatron_bapo.rollout.vllm_adapter import VllmServer
+            from megatron_bapo.rollout.weight_sources import check_complete, checkpoint_shapes
 
-        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, scratch=route.folder)
+        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, route.folder, endpoint)
         self._timeout_s = settings.request_timeout_s
         await self.connect(route)
-        self._expected_shapes = _checkpoint_shapes(model_path)
+        self._check_complete = partial(check_complete, expected=checkpoint_shapes(model_path))
         self._policy_version = INITIAL_VERSION
-        own = psutil.Process()
-        processes = tuple((process.pid, process.create_time()) for process in [own, *own.children(recursive=True)])
-        self._facts = EngineFacts(self._server.kv_cache_tokens, processes)
+        self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
         return self._facts
 
     async def connect(self, route: WeightRoute) -> None:
@@ -224,7 +245,7 @@ class Engine:
                 f"the engine has policy version {self._newest_version}; it does not go back to version {version}"
             )
         self._refuse_in_flight(f"load policy version {version}")
-        self._check_complete(version)
+        self._check_complete(self._route, version)
         self._policy_version, self._weights_discarded, self._is_loading = None, False, True
         try:
             async with self._must_succeed(f"policy version {version} was not loaded"):
@@ -357,25 +378,3 @@ class Engine:
                 yield server, version
         finally:
             self._num_in_flight -= 1
-
-    def _check_complete(self, version: int) -> None:
-        from megatron_bapo.rollout.weight_sources import plan_of  # imports torch; the rollout service does not
-
-        # vLLM only warns about missing tensors, and keeps the old ones.
-        found = plan_of(self._route, version).shapes
-        for name in sorted(found.keys() ^ self._expected_shapes.keys()):
-            raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
-        for name, shape in self._expected_shapes.items():
-            if found[name] != shape:
-                raise RunError(f"policy version {version} has {name} as {found[name]}, the model as {shape}")
-
-
-def _checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in the checkpoint's safetensors files."""
-    shapes = {}
-    for path in sorted(model_path.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
-    if json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)  # some checkpoints repeat the embedding
-    return shapes

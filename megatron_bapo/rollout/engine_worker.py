@@ -55,7 +55,8 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
             tensor.world_size, pipeline.world_size, self.vllm_config.parallel_config.enable_expert_parallel
         )
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
-        self.source = weight_source(WeightRoute.from_json(init_info.route), layout, rank, self.device)
+        route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
+        self.source = weight_source(route, layout, rank, self.device)
 
     def start_weight_update(self) -> None:
         if current_platform.is_cpu():

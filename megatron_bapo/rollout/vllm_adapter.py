@@ -24,8 +24,10 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
@@ -47,19 +49,23 @@ class VllmServer:
     """Owns vLLM's engine and its processes."""
 
     def __init__(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, scratch: Path
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        scratch: Path,
+        endpoint: str = "",
     ) -> None:
         """Load the checkpoint; `scratch` is a folder for vLLM's temporary files.
 
-        Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
+        `endpoint` is HOST:PORT of the store where the ranks of an engine on several nodes meet. Raises UserError for
+        settings that vLLM refuses, RunError if its processes do not start.
         """
-        try:
-            with _temporary_files_in(scratch):
-                self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
-        except ValueError as error:
-            raise UserError(f"vLLM refuses {model_path} with these rollout settings: {error}") from error
-        except RuntimeError as error:
-            raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
+        args = _engine_args(model_path, settings, dtype, max_model_len, seed, 0, endpoint)
+        with _starting(model_path, scratch):
+            self._llm = AsyncLLM.from_engine_args(args)
         self._tokenizer = self._llm.get_tokenizer()
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
@@ -219,6 +225,47 @@ class VllmServer:
             raise RunError(f"vLLM failed {when}: {error!r}; its output says why") from error
 
 
+class VllmFollower:
+    """Owns vLLM's processes on a further node of an engine that has its core on another node."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        scratch: Path,
+        node: int,
+        endpoint: str,
+    ) -> None:
+        """Start the ranks of node `node`; returns when the ranks of all nodes have loaded the checkpoint.
+
+        The arguments and errors are those of `VllmServer`.
+        """
+        args = _engine_args(model_path, settings, dtype, max_model_len, seed, node, endpoint)
+        with _starting(model_path, scratch):
+            config = args.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
+            self._executor = MultiprocExecutor(config)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank on this node has ended."""
+        return self._executor.is_failed
+
+
+@contextmanager
+def _starting(model_path: Path, scratch: Path) -> Iterator[None]:
+    """Raise UserError for settings that vLLM refuses, RunError if its processes do not start."""
+    try:
+        with _temporary_files_in(scratch):
+            yield
+    except ValueError as error:
+        raise UserError(f"vLLM refuses {model_path} with these rollout settings: {error}") from error
+    except Exception as error:  # vLLM raises a plain Exception for failures inside its processes
+        raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
+
+
 @contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
     """Set the temporary folder of processes started in this context.
@@ -237,7 +284,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def _engine_args(
-    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int
+    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, node: int, endpoint: str
 ) -> AsyncEngineArgs:
     options: dict[str, Any] = {}
     if current_platform.is_cpu():
@@ -249,6 +296,10 @@ def _engine_args(
             # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
             "enable_chunked_prefill": False,
         }
+    if settings.nodes_per_engine > 1:
+        host, _, port = endpoint.rpartition(":")
+        options |= {"distributed_executor_backend": "mp", "nnodes": settings.nodes_per_engine, "node_rank": node}
+        options |= {"master_addr": host, "master_port": int(port)}
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(

@@ -6,12 +6,16 @@ need to hold data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 
+from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import open_storage, transfer_group
 from megatron_bapo.weight_sync.plan import WeightPlan
@@ -54,6 +58,30 @@ def plan_of(route: WeightRoute, version: int) -> WeightPlan:
     if route.transport == "store":
         return WeightStore(route.folder).plan(version)
     return announced_plan(route.folder, version)
+
+
+def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in the checkpoint's safetensors files."""
+    shapes = {}
+    for path in sorted(model_path.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
+    if json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)  # some checkpoints repeat the embedding
+    return shapes
+
+
+def check_complete(route: WeightRoute, version: int, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a version has exactly the expected tensors: vLLM only warns about missing ones, and keeps the old.
+
+    Raises RunError if not.
+    """
+    found = plan_of(route, version).shapes
+    for name in sorted(found.keys() ^ expected.keys()):
+        raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise RunError(f"policy version {version} has {name} as {found[name]}, the model as {shape}")
 
 
 class _FromStore:

@@ -15,6 +15,7 @@ from megatron_bapo.model.weight_layouts import (
     Placement,
     engine_route,
     one_host_per_gpu,
+    reader_hosts,
     weight_plan,
 )
 from megatron_bapo.model.weight_slices import LocalSlices
@@ -46,11 +47,12 @@ class WeightTransport(Protocol):
 
 
 def weight_transport(
-    worker: Worker, folder: Path, sender_hosts: Sequence[int], engine_hosts: Sequence[int]
+    worker: Worker, folder: Path, sender_hosts: Sequence[int], engine_hosts: Sequence[Sequence[int]]
 ) -> WeightTransport:
     """Return the configured transport; `folder` is the folder of this host's weight store.
 
-    `sender_hosts` is the host of each trainer rank, and `engine_hosts` are the hosts that have engines.
+    `sender_hosts` is the host of each trainer rank, and `engine_hosts` are the hosts of each of an engine's nodes over
+    all engines.
     """
     match worker.config.weight_sync.transport:
         case "store":
@@ -69,15 +71,14 @@ class WeightPublisher:
         worker: Worker,
         store: WeightStore,
         sender_hosts: Sequence[int] | None = None,
-        engine_hosts: Sequence[int] = (TRAINER_HOST,),
+        engine_hosts: Sequence[Sequence[int]] = ((TRAINER_HOST,),),
     ) -> None:
         """Prepare the plan; without `sender_hosts` all trainer ranks are on one host."""
         self.store = store
         self._model, self._groups = worker.model, worker.groups
         self._slices = LocalSlices(worker.model, worker.groups)
         senders = tuple(sender_hosts or [TRAINER_HOST] * worker.config.parallel.world_size)
-        readers = (tuple(engine_hosts),) * EngineLayout.of(worker.config.rollout).num_ranks
-        self.plan = _plan(worker, Placement(senders, readers))
+        self.plan = _plan(worker, Placement(senders, reader_hosts(worker.config.rollout, engine_hosts)))
         self._host = senders[worker.groups.global_rank]
         self._is_first_on_host = senders.index(self._host) == worker.groups.global_rank
 

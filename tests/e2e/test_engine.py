@@ -455,6 +455,6 @@ def test_under_ray_a_cancelled_request_is_released_and_a_dead_core_is_a_lost_eng
 
     with local_cluster(1, 80, "engine"):
         try:
-            asyncio.run(use(EngineActor(settings, 0, EnginePlacement(store.folder, ()))))
+            asyncio.run(use(EngineActor(settings, 0, [EnginePlacement(store.folder, ())])))
         finally:
             store.close()

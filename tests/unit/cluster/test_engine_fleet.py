@@ -280,4 +280,4 @@ def test_a_call_that_returns_while_the_event_loop_is_blocked_does_not_cost_the_e
 def test_an_engine_is_not_restarted_if_its_transport_keeps_no_weights(transport: str, tmp_path: Path):
     settings = config(run_dir=str(tmp_path), weight_sync__transport=transport)
     with pytest.raises(RunError, match=f"transport={transport} keeps no weights for a new engine; transport=store"):
-        EngineActor(settings, 0, EnginePlacement(tmp_path, ()), num_restarts=1)
+        EngineActor(settings, 0, [EnginePlacement(tmp_path, ())], num_restarts=1)

@@ -1,6 +1,7 @@
 import pytest
 
 from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
+from megatron_bapo.cluster.planes import Hosts
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config
 
@@ -10,7 +11,9 @@ def gpu_nodes(num: int, role="any", gpus: int = 8) -> list[Node]:
 
 
 def on(placement: RunPlacement) -> tuple[list[str], list[str]]:
-    return [node.node_id for node in placement.trainer_nodes], [node.node_id for node in placement.engine_nodes]
+    """Return the nodes of the trainer and those of each engine, joined by +."""
+    engines = ["+".join(node.node_id for node in nodes) for nodes in placement.engine_nodes]
+    return [node.node_id for node in placement.trainer_nodes], engines
 
 
 def test_engines_get_the_gpus_that_the_trainer_leaves_free_and_nodes_without_gpus_are_not_used() -> None:
@@ -20,7 +23,7 @@ def test_engines_get_the_gpus_that_the_trainer_leaves_free_and_nodes_without_gpu
     placement = place_run(settings, [Node("head", "10.0.1.0"), *gpu_nodes(3)])
     assert on(placement) == (["any0", "any1"], ["any0", "any1", "any2", "any2", "any2"])
     assert placement.ranks_per_node == 6
-    assert [placement.slot(engine) for engine in range(5)] == [0, 0, 0, 1, 2]
+    assert [placement.engines_on(node) for node in placement.nodes] == [[0], [1], [2, 3, 4]]
 
 
 def test_colocated_engines_are_on_the_trainers_nodes() -> None:
@@ -41,11 +44,48 @@ def test_without_gpus_ranks_spread_over_all_nodes_and_engines_start_at_the_last_
     assert on(place_run(settings, gpu_nodes(2, gpus=0))) == (["any0", "any1"], ["any1", "any0", "any1"])
 
 
+def test_an_engine_on_two_nodes_has_the_same_number_of_gpus_on_each() -> None:
+    engine = {"rollout__tensor_parallel_size": 16, "rollout__nodes_per_engine": 2}
+    settings = config(parallel__world_size=8, rollout__num_engines=2, **engine)
+    assert on(place_run(settings, gpu_nodes(5))) == (["any0"], ["any1+any2", "any3+any4"])
+    with pytest.raises(UserError, match=r"only 1 fit .* needs 8 GPUs on each of 2 node"):
+        place_run(settings, gpu_nodes(4))
+
+
+def test_engines_on_two_nodes_use_few_nodes_and_all_fit_if_possible() -> None:
+    engine = {"rollout__tensor_parallel_size": 8, "rollout__nodes_per_engine": 2, "rollout__num_engines": 2}
+    settings = config(parallel__world_size=8, **engine)
+    assert on(place_run(settings, gpu_nodes(9))) == (["any0"], ["any1+any2", "any1+any2"])
+    uneven = [Node("trainer", "10.0.0.9", 8, "trainer"), *gpu_nodes(2, "rollout", 4)]
+    uneven.append(Node("large", "10.0.0.10", 8, "rollout"))
+    placement = place_run(settings, uneven)
+    assert on(placement)[1] == ["rollout0+large", "rollout1+large"]
+    assert placement.engines_on(uneven[-1]) == [0, 1]
+
+
+def test_without_gpus_engines_on_two_nodes_go_to_the_nodes_in_turn() -> None:
+    settings = config(parallel__world_size=3, rollout__tensor_parallel_size=2, rollout__nodes_per_engine=2)
+    assert on(place_run(settings, gpu_nodes(3, gpus=0)))[1] == ["any2+any1"]
+    with pytest.raises(UserError, match="only 0 fit"):
+        place_run(settings, gpu_nodes(1, gpus=0))
+
+
+def test_each_node_of_an_engine_has_its_own_host_in_the_weight_plan_unless_it_shares_the_trainers() -> None:
+    engine = {"rollout__tensor_parallel_size": 2, "rollout__nodes_per_engine": 2, "rollout__num_engines": 2}
+    placement = place_run(config(**engine), [*gpu_nodes(1, "trainer"), *gpu_nodes(2, "rollout", gpus=2)])
+    assert on(placement)[1] == ["rollout0+rollout1", "rollout0+rollout1"]
+    assert Hosts(placement, "shared").of_readers == ((1,), (2,))
+    first = Node("first", "10.0.0.8")
+    beside = RunPlacement((first,), 1, ((Node("last", "10.0.0.9"), first),))
+    assert Hosts(beside, "shared").of_readers == ((1,), (0,))
+    assert Hosts(beside, "own").of_readers == ((1,), (2,))
+
+
 @pytest.mark.parametrize(
     ("values", "nodes", "reason"),
     [
         ({"rollout__num_engines": 8}, gpu_nodes(1), "num_engines=8 of 1 ranks each, but only 7 fit"),
-        ({"rollout__tensor_parallel_size": 8}, gpu_nodes(1), "an engine stays on one node"),
+        ({"rollout__tensor_parallel_size": 8}, gpu_nodes(1), "nodes_per_engine=1 an engine needs 8 GPUs on each"),
         ({"parallel__world_size": 9}, gpu_nodes(3), "world_size=9 trainer ranks must spread evenly over nodes"),
         ({}, gpu_nodes(2, "rollout"), "no node of the cluster may have trainer ranks"),
     ],

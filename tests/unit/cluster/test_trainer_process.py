@@ -20,7 +20,7 @@ from megatron_bapo.errors import UserError
 
 def node(**values) -> TrainerNode:
     fields = {"run_dir": Path("run"), "source": ("--ray", "10.0.0.1:6379"), "num_ranks": 4, "address": "127.0.0.1"}
-    return TrainerNode(**fields, host=0, engine_hosts=(2, 3), **values)
+    return TrainerNode(**fields, host=0, engine_hosts=((2, 3), (3, 4)), **values)
 
 
 def test_torchruns_files_are_in_the_weight_store_and_the_rendezvous_of_several_machines_is_on_the_first() -> None:
@@ -32,7 +32,7 @@ def test_torchruns_files_are_in_the_weight_store_and_the_rendezvous_of_several_m
     assert second[second.index("--rdzv-endpoint") + 1] == "10.0.0.1:4000"
     assert "node=1" in second
     assert second[second.index("--nnodes") + 1] == "2"
-    assert second[-3:] == ["--engine-hosts", "2", "3"]
+    assert second[-3:] == ["--engine-hosts", "2,3", "3,4"]
 
 
 def test_the_interface_of_an_address_is_found_and_a_foreign_address_is_refused() -> None:

@@ -38,6 +38,10 @@ def test_a_job_has_the_fewest_nodes_with_enough_gpus() -> None:
     apart = ClusterConfig.model_validate({"rollout_nodes": {"gpus_per_node": 4}})
     assert num_nodes(settings, apart) == (2, 3)
     assert num_nodes(load_config(RECIPE), ClusterConfig()) == (2,)
+    engine = {"rollout__tensor_parallel_size": 16, "rollout__nodes_per_engine": 2, "rollout__num_engines": 2}
+    on_two_nodes, beside = config(parallel__world_size=16, **engine), {"rollout_nodes": {}}
+    assert num_nodes(on_two_nodes, ClusterConfig()) == (6,)
+    assert num_nodes(on_two_nodes, ClusterConfig.model_validate(beside)) == (2, 4)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_fitting_change() -> None:

@@ -300,6 +300,19 @@ def test_keys_that_need_one_another_are_dropped_together(tmp_path: Path) -> None
     config = loaded(tmp_path, result)
     assert (config.rollout.colocate, config.rollout.sleep_level, config.trainer.offload) == (False, 0, False)
     assert (config.rollout.num_engines, config.parallel.world_size) == (2, 8)
+    large = loaded(
+        tmp_path,
+        translate(
+            write(tmp_path, VERL),
+            [
+                *alone,
+                "trainer.logger=console",
+                "rollout.nnodes=4",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
+            ],
+        ),
+    )
+    assert (large.rollout.num_engines, large.rollout.nodes_per_engine) == (2, 2)
     assert config.logging.wandb is None
     assert config.data.validation is None
     assert "evaluation.every_steps=5" in result.to_set["data.validation.path"]

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from megatron_bapo.config.checks import check_config, refuse
-from megatron_bapo.config.colocation_checks import allocator_problems, device_problems, layer_problems
+from megatron_bapo.config.colocation_checks import allocator_problems, device_problems, host_problems, layer_problems
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 
@@ -32,6 +32,17 @@ COLOCATED = {"rollout__colocate": True}
             "weight_sync.engine_store=own",
             "only transport=store",
             "set engine_store=shared",
+        ),
+        (
+            {
+                "weight_sync__transport": "cuda_ipc",
+                "rollout__nodes_per_engine": 2,
+                "rollout__tensor_parallel_size": 2,
+                **COLOCATED,
+            },
+            "rollout.nodes_per_engine=2",
+            "works only on one machine",
+            "set transport=store",
         ),
     ],
 )
@@ -99,6 +110,13 @@ def test_without_engines_only_the_trainer_must_fit() -> None:
     refuse(device_problems(checked, 4, engines=False))
     with pytest.raises(UserError, match=r"4 trainer ranks .* 0 engine ranks .* need 4 GPUs"):
         refuse(device_problems(checked, 3, engines=False))
+
+
+def test_an_engine_on_several_nodes_needs_as_many() -> None:
+    settings = config(rollout__tensor_parallel_size=4, rollout__nodes_per_engine=2)
+    assert not [*host_problems(settings, 2)]
+    (problem,) = host_problems(settings, 1)
+    assert problem.startswith("rollout.nodes_per_engine=2 places each engine on as many nodes, but the run has 1")
 
 
 def test_expandable_segments_are_refused_where_other_processes_open_parameters() -> None:

@@ -36,6 +36,11 @@ time.sleep(60)
 """
 
 
+def ray_of(node: subprocess.Popen) -> psutil.Process:
+    """Return the process that starts Ray on this node."""
+    return next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -189,7 +194,7 @@ def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_
     environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "ray_starts")
-        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
+        ray = ray_of(node)
         monkeypatch.setenv(FILE, ray.environ()[FILE])  # as in the actors that Ray starts there
         RunEnd().write(exit_code)
         assert node.wait(timeout=30) == exit_code
@@ -206,7 +211,7 @@ def test_another_node_of_a_torchrun_run_that_gets_a_signal_keeps_ray_until_the_r
     environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "ray_starts")
-        ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
+        ray = ray_of(node)
         monkeypatch.setenv(FILE, ray.environ()[FILE])
         request = StopRequest()
         assert not request.is_made
@@ -230,7 +235,7 @@ def test_another_node_of_a_torchrun_run_ends_at_once_by_a_signal_before_the_run_
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "ray_starts")
         if num_signals == 2:
-            ray = next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
+            ray = ray_of(node)
             monkeypatch.setenv(FILE, ray.environ()[FILE])
             StopRequest()
         for _ in range(num_signals):

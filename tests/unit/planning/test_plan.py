@@ -31,14 +31,25 @@ NAME = "qwen2.5-7b_8gpus"
         ),
         (
             recipe(NAME, "rollout.tensor_parallel_size=16", "rollout.num_engines=1", placement="separate"),
-            "rollout.tensor_parallel_size=16 exceeds the 8 GPUs of a node",
+            "on rollout.nodes_per_engine=1 nodes, and a node has 8; set nodes_per_engine=2",
+        ),
+        (
+            recipe(
+                *(NAME, "rollout.tensor_parallel_size=4", "rollout.num_engines=1", "rollout.nodes_per_engine=2"),
+                placement="separate",
+            ),
+            None,
+        ),
+        (
+            recipe(NAME, "rollout.tensor_parallel_size=4", "rollout.num_engines=2", "rollout.nodes_per_engine=2"),
+            "rollout.nodes_per_engine=2 places each engine on as many nodes, but the run has 1",
         ),
         (
             recipe(NAME, "weight_sync.transport=nccl", placement="separate"),
             "weight_sync.transport=nccl works only on one machine; set transport=store, which copies weights between",
         ),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_a_problem_names_the_sizes_that_do_not_fit(plan: Plan, problem: str | None) -> None:
     assert plan.fits == (problem is None)
@@ -83,6 +94,19 @@ def test_pipeline_stages_of_an_engine_share_layers_keys_values_and_time() -> Non
     assert 0.5 * whole.time.generation < staged.time.generation < whole.time.generation
     twice = recipe(NAME, "rollout.num_engines=8", "rollout.pipeline_parallel_size=2")
     assert any("8 engines of 2 GPUs" in problem for problem in twice.problems)
+
+
+def test_tensor_parallelism_over_two_nodes_decodes_at_the_speed_of_the_network() -> None:
+    four = ("rollout.num_engines=4", "rollout.tensor_parallel_size=4")
+    inside, across = (
+        recipe(NAME, *four, *more, placement="separate") for more in ((), ("rollout.nodes_per_engine=2",))
+    )
+    assert across.time.generation > 1.1 * inside.time.generation
+    staged = ("rollout.num_engines=4", "rollout.tensor_parallel_size=2", "rollout.pipeline_parallel_size=2")
+    inside, across = (
+        recipe(NAME, *staged, *more, placement="separate") for more in ((), ("rollout.nodes_per_engine=2",))
+    )
+    assert across.time.generation == inside.time.generation
 
 
 def test_a_direct_weight_transfer_needs_no_store_and_takes_less_time() -> None:

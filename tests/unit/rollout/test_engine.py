@@ -1,5 +1,15 @@
-from megatron_bapo.model.weight_layouts import engine_route, one_host_per_gpu
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from megatron_bapo.model.weight_layouts import engine_route, one_host_per_gpu, reader_hosts
 from megatron_bapo.rollout.engine import engine_devices, engine_environment
+from megatron_bapo.rollout.engine_nodes import Meeting
+from megatron_bapo.weight_sync.route import WeightRoute
 from tests.unit.config.examples import config
 
 GPUS = [str(gpu) for gpu in range(8)]
@@ -12,6 +22,8 @@ def test_engines_get_the_gpus_after_the_trainers_and_colocated_engines_see_all_g
     assert engine_devices(together, 1, 4, GPUS[:4]) == ["2", "3", "0", "1"]
     assert engine_devices(apart, 0, 0, GPUS)[0] == "0"
     assert engine_devices(apart, 0, 4, []) == []
+    on_two_nodes = config(**TWO_BY_TWO, rollout__nodes_per_engine=2)
+    assert [engine_devices(on_two_nodes, slot, 4, GPUS) for slot in (0, 1)] == [["4"], ["5"]]
 
 
 def test_ray_does_not_hide_the_gpus_of_an_engine() -> None:
@@ -37,3 +49,22 @@ def test_places_in_the_plan_are_ranks_of_the_transfer_group(tmp_path) -> None:
         placement = one_host_per_gpu(checked)
         assert placement.sender_hosts == (0, 1, 2, 3)
         assert placement.reader_hosts == ((first, first + 2), (first + 1, first + 3))
+
+
+def test_ranks_on_each_node_of_an_engine_read_that_nodes_store(tmp_path: Path) -> None:
+    rollout = config(rollout__tensor_parallel_size=4, rollout__nodes_per_engine=2).rollout
+    assert reader_hosts(rollout, [(1, 3), (2,)]) == ((1, 3), (1, 3), (2,), (2,))
+    route = WeightRoute.from_json(WeightRoute(tmp_path / "0", other_folders=(tmp_path / "1",)).to_json())
+    assert [route.on_node(node).folder for node in (0, 1)] == [tmp_path / "0", tmp_path / "1"]
+
+
+def test_ranks_meet_in_a_store_that_listens_on_one_address_only() -> None:
+    meeting = Meeting("127.0.0.3", timeout_s=10)
+    host, port = meeting.endpoint.split(":")
+    listening = [each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if address.port == int(port)} == {host} == {"127.0.0.3"}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(port)))
+    joined = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    joined.set("key", "value")
+    assert joined.get("key") == b"value"

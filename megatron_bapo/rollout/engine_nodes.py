@@ -1,0 +1,109 @@
+"""Engines whose ranks are on several nodes.
+
+vLLM's core and rank 0 run on the first node; each other node runs vLLM's executor without an engine, as `vllm serve
+--headless` does. All ranks meet in a store on the first node. vLLM notices neither when an idle rank of another node
+dies nor when a node is lost, so the rollout plane asks the followers for their ranks, and replaces the whole engine.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.logs import redirect_output
+from megatron_bapo.rollout.messages import EngineLost
+
+if TYPE_CHECKING:
+    from megatron_bapo.rollout.vllm_adapter import VllmFollower
+
+Processes = tuple[tuple[int, float], ...]
+"""Process ids and start times."""
+
+
+def node_environment(address: str) -> dict[str, str]:
+    """Return the environment variables with which ranks listen on this node's address, for those of other nodes."""
+    return {
+        "VLLM_HOST_IP": address,
+        # Rank 0 joins the store of `Meeting` instead of opening its own, which would listen on every interface.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+class Meeting:
+    """The store in which the ranks of an engine on several nodes find each other; it listens on one address only."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """Listen on a free port of this node's address; `timeout_s` limits each wait for an entry."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=4096)
+        port = listener.getsockname()[1]
+        from torch.distributed import TCPStore  # the rollout service imports no torch
+
+        self._store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        self.endpoint = f"{address}:{port}"
+        """HOST:PORT of the store."""
+
+
+@dataclass(frozen=True)
+class StartedRanks:
+    """The ranks of an engine on one node."""
+
+    processes: Processes
+    """The actor's own process and vLLM's processes on the node."""
+
+
+def own_processes() -> Processes:
+    """Return this process and all its descendants."""
+    own = psutil.Process()
+    return tuple((process.pid, process.create_time()) for process in [own, *own.children(recursive=True)])
+
+
+class EngineFollower:
+    """Owns the ranks of an engine on one of its further nodes; the rollout plane runs it as a Ray actor."""
+
+    def __init__(self, log_file: Path | None = None) -> None:
+        """`log_file` receives the output of this process and of vLLM's processes, if given."""
+        if log_file is not None:
+            redirect_output(log_file)
+        self._ranks: VllmFollower | None = None
+
+    async def start(
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        scratch: Path,
+        node: int,
+        endpoint: str,
+    ) -> StartedRanks:
+        """Start the ranks of node `node`, which meet the others at `endpoint`.
+
+        The arguments are those of `Engine.start`; `scratch` is a folder for vLLM's temporary files. Returns when the
+        ranks of all nodes have loaded the checkpoint. Raises UserError for settings that vLLM refuses, RunError if its
+        processes do not start. A second call does nothing.
+        """
+        if self._ranks is None:
+            from megatron_bapo.rollout.vllm_adapter import VllmFollower
+
+            self._ranks = VllmFollower(model_path, settings, dtype, max_model_len, seed, scratch, node, endpoint)
+        return StartedRanks(own_processes())
+
+    async def check(self) -> None:
+        """Return if the ranks run. Raises EngineLost if one has ended."""
+        if self._ranks is None or self._ranks.has_failed:
+            raise EngineLost("a rank of the engine has ended on this node; its output says why")
