@@ -11,7 +11,7 @@ BESIDE_RUNS = (
 
 
 class FewRunsAtATime(LoadScopeScheduling):
-    """Each file has one worker. All files of a folder that starts whole runs have the same one: deadlines are theirs."""
+    """Each file has one worker, but files that start whole runs, which have deadlines, share the one of their folder."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])
