@@ -16,6 +16,7 @@ import torch
 
 from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
 from megatron_bapo.config.schema import Config
+from megatron_bapo.freed_memory import release_freed_memory
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
@@ -46,6 +47,7 @@ def scatter_batch(
             theirs = by_replica[replica]
             for message in _messages([trajectories[i] for i in theirs], num_words_B[theirs]):
                 send(message, groups.data, replica)
+        release_freed_memory()  # of messages and of what received the batch, before this rank's share takes its place
         arrays = [array for i in own for array in words(trajectories[i])]
         np.concatenate([np.zeros(0, np.int32), *arrays], out=values.numpy())
     elif groups.is_replica_leader:
