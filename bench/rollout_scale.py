@@ -53,7 +53,7 @@ LIMITS = {
     "running_sequences_at_cold_start": 0.9,
 }
 """Limits by figure; a ratio above 1 exceeds its limit, except for the last figure, where one below 1 does."""
-OF_TOKENS = ("service_bytes_per_token_bytes", "rank_bytes_per_own_bytes")
+OF_TOKENS = ("service_bytes_per_token_bytes", "rank_bytes_per_own_bytes", "running_sequences_at_cold_start")
 """Figures that mean nothing for short responses."""
 
 

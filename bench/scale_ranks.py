@@ -108,7 +108,7 @@ def broadcast_bytes(run: Run, own: list[Trajectory] | None) -> dict[str, float]:
     for name, worker, batch in (("turns", run.worker, turns), ("turns_kl", with_kl, turns)):
         batches = [] if batch is None else minibatches(run.config, batch, 0)
         with counted_broadcasts() as sizes:
-            num = len(scatter_batch(worker, batch, batches))
+            num = len(scatter_batch(worker, batch and [*batch], batches))
         found[name] = sum(sizes) / num
     return found
 

@@ -102,10 +102,10 @@ class Group:
         return [len(trajectory.response_token_ids) for trajectory in self.trajectories]
 
 
-def regrouped(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Group]:
-    """Return the groups with `trajectories` in the places of theirs, in the same order."""
+def grouped(prompts: Sequence[tuple[Prompt, int]], trajectories: Sequence[Trajectory]) -> list[Group]:
+    """Return the groups of prompts with their numbers of trajectories, which are in the same order."""
     rest = iter(trajectories)
-    return [Group(group.prompt, tuple(islice(rest, len(group.trajectories)))) for group in groups]
+    return [Group(prompt, tuple(islice(rest, num))) for prompt, num in prompts]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ BESIDE_RUNS = (
 
 
 class FewRunsAtATime(LoadScopeScheduling):
-    """Each file has one worker, but files that start whole runs, which have deadlines, share the one of their folder."""
+    """Each file has one worker; files that start whole runs share the one of their folder, as runs have deadlines."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])

@@ -10,7 +10,7 @@ import typer
 from megatron_bapo.cli.app import Overrides, app, messages
 from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.loading import load_section
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 
 EvalFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file of an evaluation, such as configs/eval/paper.yaml.")

@@ -17,7 +17,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import activities
 from megatron_bapo.errors import UserError
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.run_directory import RunDirectory
 
 _STARTS = "What is started"

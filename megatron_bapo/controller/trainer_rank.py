@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 
 with collector_paused():
     import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made)

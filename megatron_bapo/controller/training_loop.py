@@ -38,7 +38,7 @@ from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
-from megatron_bapo.records import Trajectory, regrouped
+from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint import save_checkpoint
@@ -248,14 +248,18 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
     """
     run.announce("reading rollouts" if run.transport is None else "generating responses")
     start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
+    prompts: list[tuple[Prompt, int]] = []
     if run.rollouts is not None:
         scored, seconds = run.rollouts.take()
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
         batches = packed_together(run.config, own, run.state.step)
+        run.sampler.choose(run.state.step + 1, scored)
+        if not run.config.logging.dump_rollouts:
+            prompts = [(group.prompt, len(group.trajectories)) for group in scored.groups]
+            scored = replace(scored, groups=[])
     trajectories = scatter_batch(run.worker, own, batches)
-    run.sampler.choose(run.state.step + 1, scored)
-    if scored is not None and not run.config.logging.dump_rollouts:
-        scored, own = replace(scored, groups=regrouped(scored.groups, trajectories)), None
+    if scored is not None and prompts:
+        scored = replace(scored, groups=grouped(prompts, trajectories))
     policy_version = broadcast_object(scored.policy_version if scored else None, run.worker.groups)
     timer.seconds |= {**seconds, "transfer": now_s() - start - sum(seconds.values())}
     if policy_version is not None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_bapo.config.schema import CreateModelConfig
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 
 END_OF_SEQUENCE = "<|endoftext|>"
 

@@ -25,7 +25,7 @@ import numpy as np
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore

@@ -15,6 +15,8 @@ from megatron_bapo.rollout.generation import Decode
 
 PART_BYTES = 1 << 24
 """Size of a part of a batch; copying it takes some milliseconds."""
+TRAJECTORY_BYTES = 1 << 14
+"""Bytes that a trajectory counts as besides its tokens and log-probs: pickling it takes as long as copying so many."""
 
 
 class ResponseTexts:
@@ -55,6 +57,6 @@ def taken_apart(groups: list[Group]) -> Iterator[tuple[int, list[Group]]]:
         part, num_bytes = list[Group](), 0
         while groups and num_bytes < PART_BYTES:
             part.append(groups.pop())
-            num_bytes += sum(trajectory.num_bytes for trajectory in part[-1].trajectories)
+            num_bytes += sum(trajectory.num_bytes + TRAJECTORY_BYTES for trajectory in part[-1].trajectories)
         yield start, part
         start += len(part)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.records import Prompt
 from megatron_bapo.text import without_lone_surrogates
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
 from megatron_bapo.config.schema import Config
+from megatron_bapo.freed_memory import release_freed_memory
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
@@ -27,13 +28,14 @@ MESSAGE_WORDS = 1 << 18
 
 
 def scatter_batch(
-    worker: Worker, trajectories: Sequence[Trajectory] | None, batches: Sequence[Sequence[int]]
+    worker: Worker, trajectories: list[Trajectory] | None, batches: Sequence[Sequence[int]]
 ) -> list[Trajectory]:
     """Return the main rank's trajectories on every rank, with the tokens of the rank's own micro-batches.
 
     The arrays of all other trajectories are placeholders of the right length. Only the main rank has texts and turns.
-    Its own arrays are copies, so that the batch can be freed. `batches` are the sets of trajectory indices that are
-    packed together. `trajectories` and `batches` are read on the main rank only. Collective.
+    Its own arrays are copies, and its list becomes the result, so that the batch is freed as it goes. `batches` are the
+    sets of trajectory indices that are packed together. `trajectories` and `batches` are read on the main rank only.
+    Collective.
     """
     groups, content = worker.groups, None
     if trajectories is not None:
@@ -46,15 +48,18 @@ def scatter_batch(
             theirs = by_replica[replica]
             for message in _messages([trajectories[i] for i in theirs], num_words_B[theirs]):
                 send(message, groups.data, replica)
+        for index in {*range(len(trajectories))}.difference(own.tolist()):
+            trajectories[index] = without_tokens(trajectories[index])
+        release_freed_memory()  # of messages and other ranks' trajectories, before this rank's share takes their place
         arrays = [array for i in own for array in words(trajectories[i])]
         np.concatenate([np.zeros(0, np.int32), *arrays], out=values.numpy())
     elif groups.is_replica_leader:
         for start, end in _bounds(num_words_B[own]):
             receive({0: values[start:end]}, groups.data)
     broadcast_in_replica(values, groups)
-    scattered = header.trajectories() if trajectories is None else [without_tokens(t) for t in trajectories]
+    scattered = header.trajectories() if trajectories is None else trajectories
     for index, part in zip(own, np.split(values.numpy(), np.cumsum(num_words_B[own])), strict=False):
-        scattered[index] = with_words(scattered[index], part)
+        scattered[index] = with_words(without_tokens(scattered[index]), part)
     return scattered
 
 

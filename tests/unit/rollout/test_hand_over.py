@@ -45,3 +45,10 @@ def test_a_batch_is_taken_apart_in_order_and_leaves_the_list_empty():
         parts.append((start, [each.prompt.prompt_id for each in part]))
     assert parts == [(0, ["p:0", "p:1", "p:2", "p:3"]), (4, ["p:4", "p:5"])]
     assert left == [2, 0]
+
+
+def test_a_part_has_few_trajectories_if_they_are_short():
+    groups = [group(index, n=16) for index in range(1024)]
+    sizes = [sum(len(each.trajectories) for each in part) for _, part in taken_apart(groups)]
+    assert sum(sizes) == 16_384
+    assert max(sizes) <= 1024

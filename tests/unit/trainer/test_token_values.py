@@ -51,6 +51,7 @@ def run_rank(rank: int, size: int, meeting: Path, found: Any) -> None:
     lengths, scored, own = plans(size)
     mine = [values_of(i, int(lengths[i])) for i in scored[rank]]
     values_T = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *mine]))
+    assert dist.group.WORLD is not None
     result = for_own_trajectories(values_T, scored, own[rank], lengths.tolist(), Axis(dist.group.WORLD, rank, size))
     found.put((rank, result.numpy().tobytes(), sum(received)))
     dist.barrier()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.imports import collector_paused
+from megatron_bapo.garbage_collection import collector_paused
 
 
 class Cycle:
