@@ -11,7 +11,7 @@ BESIDE_RUNS = (
 
 
 class FewRunsAtATime(LoadScopeScheduling):
-    """Each file has one worker; files that start whole runs share the one of their folder, as runs have deadlines."""
+    """Each file has one worker; those of a folder that starts whole runs have the same one: deadlines are theirs."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])
