@@ -84,7 +84,7 @@ class EngineActor:
         self.start_call = self.handle.start.remote(*model, route, endpoint)
         """Reference that is ready when the engine has started."""
         self._followers = {
-            f"{self.name} on node {node}": self._create(EngineFollower, other, node)
+            f"{self.name} on its node {node + 1}": self._create(EngineFollower, other, node)
             for node, other in enumerate(others, start=1)
         }
         self._follower_calls = {
@@ -94,7 +94,7 @@ class EngineActor:
 
     def _create(self, actor_class: type, placement: EnginePlacement, node: int = 0) -> Any:
         name = f"{self.name} restart {self._num_restarts}" if self._num_restarts else self.name
-        name += f" node {node}" * bool(node)
+        name += f" node {node + 1}" * bool(node)
         log_file = RunDirectory(self._config.run_dir).logs / f"{name.replace(' ', '-')}.log"
         environment = engine_environment(placement.devices, batch_invariant=self._settings.batch_invariant)
         if len(self._placements) > 1:

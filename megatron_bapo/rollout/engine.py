@@ -27,7 +27,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.logs import redirect_output
-from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes
+from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes, unlink_shared_memory
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -162,8 +162,10 @@ class Engine:
         await self.connect(route)
         self._check_complete = partial(check_complete, expected=checkpoint_shapes(model_path))
         self._policy_version = INITIAL_VERSION
-        self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
-        return self._facts
+        facts = self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
+        if settings.nodes_per_engine > 1:
+            unlink_shared_memory(facts.processes)
+        return facts
 
     async def connect(self, route: WeightRoute) -> None:
         """Set the route of all following weight updates."""

@@ -8,6 +8,7 @@ dies nor when a node is lost, so the rollout plane asks the followers for their 
 from __future__ import annotations
 
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatron_bapo.rollout.messages import EngineLost
 if TYPE_CHECKING:
     from megatron_bapo.rollout.vllm_adapter import VllmFollower
 
+_SHARED_MEMORY = "/dev/shm/psm_"
+"""Prefix of the files of Python's multiprocessing.shared_memory."""
 Processes = tuple[tuple[int, float], ...]
 """Process ids and start times."""
 
@@ -71,6 +74,20 @@ def own_processes() -> Processes:
     return tuple((process.pid, process.create_time()) for process in [own, *own.children(recursive=True)])
 
 
+def unlink_shared_memory(processes: Processes) -> None:
+    """Remove the names of Python's shared memory that these processes have mapped.
+
+    vLLM's message queues are such memory, and would stay in /dev/shm when their processes are killed. Without names the
+    memory is freed when its last process ends. All processes must have mapped what they use.
+    """
+    for pid, _ in processes:
+        with suppress(OSError):  # the process has ended
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = line.split(maxsplit=5)[5:]
+                if path and path[0].startswith(_SHARED_MEMORY):
+                    Path(path[0]).unlink(missing_ok=True)
+
+
 class EngineFollower:
     """Owns the ranks of an engine on one of its further nodes; the rollout plane runs it as a Ray actor."""
 
@@ -79,6 +96,7 @@ class EngineFollower:
         if log_file is not None:
             redirect_output(log_file)
         self._ranks: VllmFollower | None = None
+        self._place = "a node on which it was not started"
 
     async def start(
         self,
@@ -97,13 +115,16 @@ class EngineFollower:
         ranks of all nodes have loaded the checkpoint. Raises UserError for settings that vLLM refuses, RunError if its
         processes do not start. A second call does nothing.
         """
+        self._place = f"node {node + 1} of {settings.nodes_per_engine}"
         if self._ranks is None:
             from megatron_bapo.rollout.vllm_adapter import VllmFollower
 
             self._ranks = VllmFollower(model_path, settings, dtype, max_model_len, seed, scratch, node, endpoint)
-        return StartedRanks(own_processes())
+        started = StartedRanks(own_processes())
+        unlink_shared_memory(started.processes)
+        return started
 
     async def check(self) -> None:
         """Return if the ranks run. Raises EngineLost if one has ended."""
         if self._ranks is None or self._ranks.has_failed:
-            raise EngineLost("a rank of the engine has ended on this node; its output says why")
+            raise EngineLost(f"a rank of the engine has ended on {self._place}; the log of that node's ranks says why")

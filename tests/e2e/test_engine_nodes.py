@@ -51,6 +51,12 @@ def rank_of(processes: list[psutil.Process]) -> psutil.Process:
     return rank
 
 
+def shared_memory(process: psutil.Process) -> list[str]:
+    """Return the files of vLLM's message queues that a process uses, which would outlive a killed one."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")]
+
+
 def check_listening(processes: list[psutil.Process]) -> None:
     """Everything of vLLM listens on the loopback interface; only Ray's workers listen on every interface."""
     listening = {
@@ -92,8 +98,9 @@ async def use(engine: EngineActor, model: PreTrainedModel, stores: list[WeightSt
     assert (await engine.generate(request(LONG_PROMPT))).policy_version == 1
     first, second = await processes_of(engine)
     check_listening([*first, *second])
+    assert [path for process in (*first, *second) for path in shared_memory(process)] == []
     rank_of(second).kill()
-    with pytest.raises(EngineLost, match="a rank of the engine has ended on this node"):
+    with pytest.raises(EngineLost, match="a rank of the engine has ended on node 2 of 2"):
         await until_lost(engine)
     replacement = engine.replacement()
     await replacement.started()

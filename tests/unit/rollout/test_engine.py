@@ -1,5 +1,7 @@
 import socket
 from datetime import timedelta
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import psutil
@@ -8,7 +10,7 @@ from torch.distributed import TCPStore
 
 from megatron_bapo.model.weight_layouts import engine_route, one_host_per_gpu, reader_hosts
 from megatron_bapo.rollout.engine import engine_devices, engine_environment
-from megatron_bapo.rollout.engine_nodes import Meeting
+from megatron_bapo.rollout.engine_nodes import Meeting, own_processes, unlink_shared_memory
 from megatron_bapo.weight_sync.route import WeightRoute
 from tests.unit.config.examples import config
 
@@ -68,3 +70,15 @@ def test_ranks_meet_in_a_store_that_listens_on_one_address_only() -> None:
     joined = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
     joined.set("key", "value")
     assert joined.get("key") == b"value"
+
+
+def test_shared_memory_without_a_name_remains_usable_and_leaves_no_file() -> None:
+    memory = SharedMemory(create=True, size=4096)
+    file = Path("/dev/shm") / memory.name
+    assert file.exists()
+    unlink_shared_memory((*own_processes(), (2**22 + 1, 0.0)))
+    assert not file.exists()
+    memory.buf[:3] = b"abc"
+    assert bytes(memory.buf[:3]) == b"abc"
+    memory.close()
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
