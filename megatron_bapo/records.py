@@ -12,6 +12,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 
+NO_ROUTE = -1
+"""Expert number of tokens without a recorded route: a mixture-of-experts layer chooses their experts by itself."""
 SOLVED = 1.0
 """Lowest reward of a response that counts as correct."""
 

@@ -12,6 +12,7 @@ from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
+from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
@@ -139,7 +140,18 @@ class Plan:
         offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
         # At sleep level 2 the weights are in host memory only briefly.
         asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
-        return int(offloaded + asleep + self.store_bytes + (trainers + workers) * assumptions.process_gib * GIB)
+        processes = (trainers + workers) * assumptions.process_gib * GIB
+        return int(offloaded + asleep + self.store_bytes + processes + trainers * self.route_bytes)
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the recorded routes of a rollout batch on one trainer rank: its trajectories, its stage's layers."""
+        config = self.config
+        if config.algorithm.routing_replay == "none":
+            return 0
+        tokens = config.trainer.train_batch_size * mean_length(config, self.assumptions)
+        sharing = config.parallel.data_parallel_size * config.parallel.pipeline_model_parallel_size
+        return int(tokens * self.architecture.route_bytes / sharing)
 
     @property
     def store_bytes(self) -> int:

@@ -118,11 +118,17 @@ def response_outputs(
 
 @torch.no_grad()
 def score(
-    worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float, model: PolicyModel | None = None
+    worker: Worker,
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    model: PolicyModel | None = None,
+    *,
+    recorded: Sequence[torch.Tensor] | None = None,
 ) -> list[Scores]:
     """Run a forward-only pass of the policy, or of another `model` with the same layout.
 
-    Returns one entry per micro-batch on the last pipeline stage and an empty list on the others.
+    Returns one entry per micro-batch on the last pipeline stage and an empty list on the others. `recorded` receives
+    the routes, as in `run_micro_batches`.
     """
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
@@ -130,7 +136,7 @@ def score(
         scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
         return scores.log_probs_N.sum(), scores
 
-    return run_micro_batches(model or worker.model, micro_batches, head, forward_only=True)
+    return run_micro_batches(model or worker.model, micro_batches, head, forward_only=True, recorded=recorded)
 
 
 def score_trajectories(
@@ -142,11 +148,22 @@ def score_trajectories(
     the work.
     """
     examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
-    starts = np.cumsum([0, *(trajectory.num_sampled for trajectory in trajectories)])
-    log_probs = torch.zeros(int(starts[-1]), device=local_device())
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)
     scores = score(worker, micro_batches, temperature, model)
+    return gather_log_probs(worker, trajectories, plan, micro_batches, scores)
+
+
+def gather_log_probs(
+    worker: Worker,
+    trajectories: Sequence[Trajectory],
+    plan: Sequence[Sequence[int]],
+    micro_batches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+) -> list[np.ndarray]:
+    """Return the log-probs [S] of each trajectory's sampled tokens from the scores of a plan. Collective."""
+    starts = np.cumsum([0, *(trajectory.num_sampled for trajectory in trajectories)])
+    log_probs = torch.zeros(int(starts[-1]), device=local_device())
     for indices, micro_batch, scored in zip(plan, micro_batches, scores, strict=False):
         offsets = np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in indices)])
         local = torch.from_numpy(offsets).to(log_probs.device)[micro_batch.response_index_N]
