@@ -56,7 +56,10 @@ class EngineActor:
         self._facts: EngineFacts | None = None
         actor_name = f"{self.name} restart {num_restarts}" if num_restarts else self.name
         log_file = RunDirectory(config.run_dir).logs / f"{actor_name.replace(' ', '-')}.log"
-        environment = engine_environment(placement.devices, batch_invariant=config.rollout.batch_invariant)
+        routes = config.algorithm.routing_replay == "rollout"
+        environment = engine_environment(
+            placement.devices, batch_invariant=config.rollout.batch_invariant, return_routes=routes
+        )
         self.handle = create_actor(
             Engine, log_file, name=actor_name, environment=environment, node_id=placement.node_id
         )
@@ -67,6 +70,7 @@ class EngineActor:
             max_model_len=config.max_model_len,
             seed=config.seed,
             route=engine_route(config, placement.store, index),
+            return_routes=routes,
         )
         """Reference that is ready when the engine has started."""
 

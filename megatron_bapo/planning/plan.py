@@ -141,17 +141,34 @@ class Plan:
         # At sleep level 2 the weights are in host memory only briefly.
         asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
         processes = (trainers + workers) * assumptions.process_gib * GIB
-        return int(offloaded + asleep + self.store_bytes + processes + trainers * self.route_bytes)
+        routes = trainers * self.route_bytes + self.service_route_bytes
+        return int(offloaded + asleep + self.store_bytes + processes + routes)
 
     @property
     def route_bytes(self) -> int:
         """Bytes of the recorded routes of a rollout batch on one trainer rank: its trajectories, its stage's layers."""
-        config = self.config
-        if config.algorithm.routing_replay == "none":
+        parallel = self.config.parallel
+        return self._batch_route_bytes // (parallel.data_parallel_size * parallel.pipeline_model_parallel_size)
+
+    @property
+    def service_route_bytes(self) -> int:
+        """Bytes of the engines' routes on the main node.
+
+        The main rank has those of the batch that it scatters; the rollout service has as much for the next one, and for
+        each of `rollout.max_staleness` more if rollouts may be stale.
+        """
+        rollout = self.config.rollout
+        if self.config.algorithm.routing_replay != "rollout":
             return 0
-        tokens = config.trainer.train_batch_size * mean_length(config, self.assumptions)
-        sharing = config.parallel.data_parallel_size * config.parallel.pipeline_model_parallel_size
-        return int(tokens * self.architecture.route_bytes / sharing)
+        return self._batch_route_bytes * (2 + (rollout.max_staleness if rollout.may_be_stale else 0))
+
+    @property
+    def _batch_route_bytes(self) -> int:
+        """Bytes of the routes of a rollout batch of mean lengths."""
+        if self.config.algorithm.routing_replay == "none":
+            return 0
+        tokens = self.config.trainer.train_batch_size * mean_length(self.config, self.assumptions)
+        return int(tokens * self.architecture.route_bytes)
 
     @property
     def store_bytes(self) -> int:

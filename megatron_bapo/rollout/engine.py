@@ -56,7 +56,9 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
     return own + [device for device in devices if config.rollout.colocate and device not in own]
 
 
-def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = False) -> dict[str, str]:
+def engine_environment(
+    devices: Sequence[str] = (), *, batch_invariant: bool = False, return_routes: bool = False
+) -> dict[str, str]:
     """Return the environment variables of an engine's process; without `devices` it runs on the CPU."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -71,6 +73,8 @@ def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = F
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             "VLLM_BATCH_INVARIANT": str(int(batch_invariant)),
+            # Only this model runner of vLLM returns routes.
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if return_routes else {}),
         }
     return environment | {
         # One thread without core binding: engine and trainer share the cores.
@@ -117,23 +121,32 @@ class Engine:
         """Calls in progress that Ray may send again."""
 
     async def start(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        route: WeightRoute,
+        *,
+        return_routes: bool = False,
     ) -> EngineFacts:
         """Load the checkpoint and serve it as policy version 0.
 
-        `max_model_len` counts prompt and response tokens. Raises UserError for settings that vLLM refuses, RunError if
-        its processes do not start.
+        `max_model_len` counts prompt and response tokens. With `return_routes`, completions have routes.
+        Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
         """
-        return await self._once("start", lambda: self._start(model_path, settings, dtype, max_model_len, seed, route))
+        arguments = model_path, settings, dtype, max_model_len, seed
+        return await self._once("start", lambda: self._start(route, *arguments, return_routes=return_routes))
 
     async def _start(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, route: WeightRoute
+        self, route: WeightRoute, model_path: Path, settings: RolloutConfig, *arguments: Any, return_routes: bool
     ) -> EngineFacts:
         if self._facts is not None:
             return self._facts
         from megatron_bapo.rollout.vllm_adapter import VllmServer
 
-        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, scratch=route.folder)
+        self._server = VllmServer(model_path, settings, *arguments, scratch=route.folder, return_routes=return_routes)
         self._timeout_s = settings.request_timeout_s
         await self.connect(route)
         self._expected_shapes = _checkpoint_shapes(model_path)

@@ -30,9 +30,11 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationRequest, SegmentEnd
 from megatron_bapo.rollout.partial_output import PartialCompletion
+from megatron_bapo.rollout.route_recorder import RECORD
 from megatron_bapo.rollout.tokenization import text_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -47,21 +49,33 @@ class VllmServer:
     """Owns vLLM's engine and its processes."""
 
     def __init__(
-        self, model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, scratch: Path
+        self,
+        model_path: Path,
+        settings: RolloutConfig,
+        dtype: str,
+        max_model_len: int,
+        seed: int,
+        scratch: Path,
+        *,
+        return_routes: bool = False,
     ) -> None:
         """Load the checkpoint; `scratch` is a folder for vLLM's temporary files.
 
-        Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
+        With `return_routes`, completions have the experts of a mixture-of-experts model. Raises UserError for settings
+        that vLLM refuses, RunError if its processes do not start.
         """
         try:
             with _temporary_files_in(scratch):
-                self._llm = AsyncLLM.from_engine_args(_engine_args(model_path, settings, dtype, max_model_len, seed))
+                arguments = _engine_args(model_path, settings, dtype, max_model_len, seed, return_routes=return_routes)
+                self._llm = AsyncLLM.from_engine_args(arguments)
         except ValueError as error:
             raise UserError(f"vLLM refuses {model_path} with these rollout settings: {error}") from error
         except RuntimeError as error:
             raise RunError(f"vLLM did not start with {model_path}: {error}; its output says why") from error
         self._tokenizer = self._llm.get_tokenizer()
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
+        self._routes = RouteFormat.of(model_path) if return_routes else None
+        self._records_routes = False
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
         gc.collect()
         gc.freeze()
@@ -69,11 +83,20 @@ class VllmServer:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order. Raises EngineLost or RunError if vLLM fails."""
         with self._failures("while generating"):
+            if self._routes is not None and current_platform.is_cpu() and not self._records_routes:
+                self._records_routes = True
+                await self._llm.collective_rpc("record_routes")
             outputs = await asyncio.gather(*map(self._sample, requests))
-        return [tuple(map(self._with_text, output)) for output in outputs]
+        return [
+            tuple(self._finished(request, partial) for partial in output)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
-    def _with_text(self, partial: _SampledCompletion) -> Completion:
+    def _finished(self, request: GenerationRequest, partial: _SampledCompletion) -> Completion:
         completion = partial.completion()
+        if self._routes is not None:
+            num_tokens = request.num_prompt_tokens + len(completion.token_ids) - 1 - request.num_routed
+            completion = self._routes.attached(completion, partial.experts, num_tokens)
         if not partial.has_ended:
             return completion  # other tokens follow in another request
         return replace(completion, text=text_of(completion.token_ids, self._tokenizer))  # pyright: ignore[reportArgumentType]
@@ -85,10 +108,13 @@ class VllmServer:
     async def _sample(self, request: GenerationRequest) -> list[_SampledCompletion]:
         # logprobs=0 returns the log-prob of the sampled token only. Text is decoded once per response, not per token.
         # Seeds cost nothing on GPUs: there vLLM samples all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
+        recorded: dict[str, Any] = {}
+        if self._routes is not None:
+            recorded = {"routed_experts_prompt_start": request.num_routed, "extra_args": {RECORD: True}}
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
+            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL, **recorded,
         )  # fmt: skip
         # vLLM returns only distinct completions: a single one at temperature 0.
         partials = self._in_flight[request.request_id] = [_SampledCompletion() for _ in range(request.n)]
@@ -99,7 +125,15 @@ class VllmServer:
                     partials[completion.index].append(completion)
         finally:
             del self._in_flight[request.request_id]
+            if self._records_routes:
+                await self._take_recorded(request, partials)
         return [partial for partial in partials if partial.is_sampled]
+
+    async def _take_recorded(self, request: GenerationRequest, partials: Sequence[_SampledCompletion]) -> None:
+        """Give the completions the experts that the workers have recorded, which are the same in all of them."""
+        found, *_ = await self._llm.collective_rpc("take_routes", args=(request.request_id,))
+        for index, shape, content in found:
+            partials[index].experts = np.frombuffer(content, np.int16).reshape(shape)[request.num_routed :]
 
     async def decode(self, token_ids: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample `num` tokens after a sequence at temperature 1; return them and their log-probs; raises as `generate`.
@@ -237,9 +271,9 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def _engine_args(
-    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int
+    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, *, return_routes: bool = False
 ) -> AsyncEngineArgs:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"enable_return_routed_experts": return_routes}
     if current_platform.is_cpu():
         options = {
             "kv_cache_memory_bytes": 1 << 29,
@@ -248,6 +282,8 @@ def _engine_args(
             # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
             # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
             "enable_chunked_prefill": False,
+            # Routes come from `route_recorder.py`.
+            "enable_return_routed_experts": False,
         }
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
@@ -290,11 +326,15 @@ class _SampledCompletion(PartialCompletion):
         super().__init__()
         self.is_sampled = False
         """False until vLLM returns a part of it, and for good if it equals another completion."""
+        self.experts: np.ndarray | None = None
+        """Experts [N, layers, K] of the tokens from `num_routed` of the request on, once vLLM has ended it."""
         self._num_reported = 0
 
     def append(self, output: CompletionOutput) -> None:
         """Append what vLLM has returned."""
         self.is_sampled, end = True, _segment_end(output.finish_reason or "abort")
+        if output.routed_experts is not None:
+            self.experts = output.routed_experts
         if output.token_ids:
             assert isinstance(output.logprobs, FlatLogprobs)
             self.extend(output.token_ids, output.logprobs.logprobs, end)

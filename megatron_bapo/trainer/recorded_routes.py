@@ -10,7 +10,6 @@ stage; K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from megatron_bapo.parallel.collectives import sum_over
 from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example, input_positions
+from megatron_bapo.trainer.scatter_routes import members_of_messages
 from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
 from megatron_bapo.trainer.worker import Worker, gather_log_probs, score
 
@@ -62,7 +62,7 @@ def _gather(
     values = torch.cat([own.flatten(1).view(torch.uint8) for own in recorded])
     axes = [groups.data_context] if routing.num_parts == 1 else [groups.tensor, groups.data_context]
     kept = set(indices_with_tokens([example.trajectory for example in examples]))
-    for members in _messages(np.diff(starts) * values.shape[1]):
+    for members in members_of_messages(np.diff(starts) * values.shape[1], MESSAGE_BYTES):
         start, end = starts[members.start], starts[members.stop]
         table = torch.zeros(int(end - start), values.shape[1], dtype=torch.uint8, device=local_device())
         own = (places_A >= start) & (places_A < end)
@@ -90,10 +90,3 @@ def _places(
         joined = np.concatenate([np.zeros(0, np.int64), *found])
         places[: len(joined)] = joined
         yield torch.from_numpy(places).to(local_device())
-
-
-def _messages(num_bytes: np.ndarray) -> list[range]:
-    """Divide examples with so many bytes of routes into consecutive messages of about `MESSAGE_BYTES`."""
-    numbers = (np.cumsum(num_bytes) - 1) // MESSAGE_BYTES
-    bounds = [*np.flatnonzero(np.diff(numbers, prepend=-1)).tolist(), len(num_bytes)]
-    return [range(start, end) for start, end in pairwise(bounds)]

@@ -38,7 +38,8 @@ def make_examples(
     """
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
     missing: list[None] = [None] * len(trajectories)
-    proximal = references = routes = missing
+    proximal = references = missing
+    routes = [trajectory.routes for trajectory in trajectories]
     num_passes = 0
     metrics: dict[str, Metric] = {}
     if algorithm.behaviour_policy == "recomputed":

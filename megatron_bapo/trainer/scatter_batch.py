@@ -9,7 +9,6 @@ A replica is one index of the data axis with all its tensor, context and pipelin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_o
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
 from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.scatter_routes import members_of_messages, scatter_routes
 from megatron_bapo.trainer.worker import Worker
 
 MESSAGE_WORDS = 1 << 20
@@ -33,7 +33,8 @@ def scatter_batch(
 
     The arrays of all other trajectories are placeholders of the right length. Only the main rank has texts and turns.
     Its own arrays are copies, so that the batch can be freed. `batches` are the sets of trajectory indices that are
-    packed together. `trajectories` and `batches` are read on the main rank only. Collective.
+    packed together. Of their routes, a rank gets those of its pipeline stage's layers. `trajectories` and `batches` are
+    read on the main rank only. Collective.
     """
     groups, content = worker.groups, None
     if trajectories is not None:
@@ -55,6 +56,8 @@ def scatter_batch(
     scattered = header.trajectories() if trajectories is None else [without_tokens(t) for t in trajectories]
     for index, part in zip(own, np.split(values.numpy(), np.cumsum(num_words_B[own])), strict=False):
         scattered[index] = with_words(scattered[index], part)
+    if header.has_routes and worker.config.algorithm.routing_replay == "rollout":
+        scattered = scatter_routes(worker, trajectories, scattered, by_replica)
     return scattered
 
 
@@ -83,7 +86,7 @@ def _needs_all_log_probs(config: Config) -> bool:
 
 def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator[torch.Tensor]:
     """Yield the words of whole trajectories, int32, with bounds as in `_bounds`; `sizes` are their numbers of words."""
-    for members in _members(sizes):
+    for members in members_of_messages(sizes, MESSAGE_WORDS):
         arrays = [array for index in members for array in words(trajectories[index])]
         yield torch.from_numpy(np.concatenate(arrays))
 
@@ -91,11 +94,6 @@ def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator
 def _bounds(sizes: np.ndarray) -> list[tuple[int, int]]:
     """Return where the messages with trajectories of `sizes` words start and end."""
     ends = np.cumsum([0, *sizes])
-    return [(int(ends[members.start]), int(ends[members.stop])) for members in _members(sizes)]
-
-
-def _members(sizes: np.ndarray) -> list[range]:
-    """Divide trajectories of `sizes` words into messages of about `MESSAGE_WORDS`, at least a trajectory each."""
-    numbers = (np.cumsum(sizes) - 1) // MESSAGE_WORDS
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
-    return [range(*each) for each in pairwise([*starts, len(sizes)])] if len(sizes) else []
+    return [
+        (int(ends[members.start]), int(ends[members.stop])) for members in members_of_messages(sizes, MESSAGE_WORDS)
+    ]

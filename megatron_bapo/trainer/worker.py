@@ -144,10 +144,13 @@ def score_trajectories(
 ) -> list[np.ndarray]:
     """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, on every rank.
 
-    They are computed with the policy, or with another `model` of the same layout. Collective: data-parallel ranks share
-    the work.
+    They are computed with the policy, which replays the engines' routes if the trajectories have any, or with another
+    `model` of the same layout, which does not. Collective: data-parallel ranks share the work.
     """
-    examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
+    examples = [
+        Example(trajectory, advantage=0.0, weight=0.0, routes=trajectory.routes if model is None else None)
+        for trajectory in trajectories
+    ]
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)
     scores = score(worker, micro_batches, temperature, model)

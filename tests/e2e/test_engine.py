@@ -146,7 +146,7 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
+def running_engine(folder: Path, config: PreTrainedConfig, *, return_routes: bool = False) -> Iterator[Running]:
     create_checkpoint(folder, config)
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=REQUEST_TIMEOUT_S)
@@ -161,7 +161,15 @@ def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
         model = AutoModelForCausalLM.from_pretrained(folder)
         run = Running(engine, model, store, lambda work: runner.run(waited(work)))
         run.wait_for(
-            engine.start(folder, settings, "float32", max_model_len=200, seed=0, route=WeightRoute(store.folder))
+            engine.start(
+                folder,
+                settings,
+                "float32",
+                max_model_len=200,
+                seed=0,
+                route=WeightRoute(store.folder),
+                return_routes=return_routes,
+            )
         )
         try:
             yield run

@@ -24,11 +24,11 @@ def input_tokens(example: Example) -> torch.Tensor:
 
 
 @torch.no_grad()
-def recorded(model: PreTrainedModel, example: Example) -> np.ndarray:
-    """Return the experts of the example's input tokens, int8 [P+R-1, L, K]."""
+def routes_of(model: PreTrainedModel, tokens: torch.Tensor) -> np.ndarray:
+    """Return the experts of tokens int64 [T], int8 [T, L, K]."""
     found = list[torch.Tensor]()
     hooks = [router.register_forward_hook(lambda _, __, output: found.append(output[2])) for router in routers(model)]
-    model(input_tokens(example)[None, :-1])
+    model(tokens[None])
     for hook in hooks:
         hook.remove()
     return torch.stack(found, 1).to(torch.int8).numpy()

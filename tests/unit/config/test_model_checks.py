@@ -267,3 +267,8 @@ def test_routing_replay_needs_experts(tmp_path: Path) -> None:
     (problem,) = problems(of(experts, algorithm={"routing_replay": "trainer"}))
     assert "algorithm.routing_replay=trainer with algorithm.behaviour_policy=rollout: it replays the routes" in problem
     assert "set behaviour_policy=recomputed, or routing_replay=none" in problem
+    rollout = {"n": 8, "max_response_length": 100, "pipeline_parallel_size": 2}
+    (problem,) = problems(of(experts, algorithm={"routing_replay": "rollout"}, rollout=rollout))
+    assert "algorithm.routing_replay=rollout with rollout.pipeline_parallel_size=2: vLLM returns routes only" in problem
+    assert "set pipeline_parallel_size=1, or routing_replay=trainer" in problem
+    check_config(of(experts, algorithm={"routing_replay": "rollout"}))

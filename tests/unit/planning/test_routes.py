@@ -20,3 +20,14 @@ def test_a_rank_holds_the_routes_of_its_trajectories_and_of_its_stage() -> None:
     ranks = min(parallel.world_size, replaying.assumptions.gpus_per_node)
     assert replaying.host_bytes - without.host_bytes == pytest.approx(ranks * replaying.route_bytes, abs=1)
     assert round(replaying.route_bytes / 2**30, 1) == 0.4  # the figure of docs/algorithms/routing_replay.md
+
+
+def test_with_the_engines_routes_the_main_node_holds_those_of_whole_batches() -> None:
+    trainers, engines = plan(*REPLAY), plan("algorithm.routing_replay=rollout")
+    stale = plan("algorithm.routing_replay=rollout", "rollout.mode=async", "rollout.max_staleness=3")
+    assert trainers.service_route_bytes == 0
+    assert engines.route_bytes == trainers.route_bytes
+    ranks = engines.config.parallel.data_parallel_size * engines.config.parallel.pipeline_model_parallel_size
+    assert engines.service_route_bytes == pytest.approx(2 * ranks * engines.route_bytes, rel=1e-6)
+    assert stale.service_route_bytes == pytest.approx(5 * ranks * engines.route_bytes, rel=1e-6)
+    assert engines.host_bytes - trainers.host_bytes == pytest.approx(engines.service_route_bytes, abs=1)
