@@ -95,8 +95,9 @@ class WeightLoader:
     _routes: RouteRecorder
 
     def record_routes(self) -> None:
-        """Begin to record the routes of requests that ask for it; only on CPUs."""
-        self._routes = RouteRecorder(self.model_runner)
+        """Begin to record the routes of requests that ask for it, unless this worker does already; only on CPUs."""
+        if not hasattr(self, "_routes"):
+            self._routes = RouteRecorder(self.model_runner)
 
     def take_routes(self, request_id: str) -> list[tuple[int, tuple[int, ...], bytes]]:
         """Return the routes of a request: index of the completion, shape and bytes of `RouteRecorder.take`'s arrays.

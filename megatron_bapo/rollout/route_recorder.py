@@ -67,14 +67,17 @@ class RouteRecorder:
         batch, table = self._runner.input_batch, self._runner.input_batch.block_table[0]
         starts = self._runner.query_start_loc.np
         for row, name in enumerate(batch.req_ids):
-            first = int(batch.num_computed_tokens_cpu[row])
-            end = first + int(starts[row + 1] - starts[row])
-            positions = np.arange(end)
-            slots = table.get_numpy_array()[row, positions // table.block_size] * table.block_size
-            slots = slots + positions % table.block_size
+            first, num_new = int(batch.num_computed_tokens_cpu[row]), int(starts[row + 1] - starts[row])
+            new = self._slots(table, row, first, first + num_new)
             for layer, experts in self._step.items():
-                self._by_slot[slots[first:], layer] = experts[starts[row] : starts[row + 1]]
+                self._by_slot[new, layer] = experts[starts[row] : starts[row + 1]]
             if (self._runner.requests[name].sampling_params.extra_args or {}).get(RECORD):
                 parts = self._by_request.setdefault(name, [])
-                num_known = sum(map(len, parts))
-                parts.append(self._by_slot[slots[num_known:]])
+                parts.append(self._by_slot[self._slots(table, row, sum(map(len, parts)), first + num_new)])
+
+    @staticmethod
+    def _slots(table: Any, row: int, start: int, end: int) -> np.ndarray:
+        """Return the slots of a request's tokens from `start` to `end`, int64."""
+        positions = np.arange(start, end)
+        blocks = table.get_numpy_array()[row, positions // table.block_size].astype(np.int64)
+        return blocks * table.block_size + positions % table.block_size

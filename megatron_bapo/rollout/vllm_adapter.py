@@ -75,7 +75,8 @@ class VllmServer:
         self._tokenizer = self._llm.get_tokenizer()
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
         self._routes = RouteFormat.of(model_path) if return_routes else None
-        self._records_routes = False
+        self._records_routes = return_routes and current_platform.is_cpu()
+        """Whether the workers record routes, because vLLM does not return them."""
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
         gc.collect()
         gc.freeze()
@@ -83,9 +84,6 @@ class VllmServer:
     async def generate(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """Return the completions of each request, in order. Raises EngineLost or RunError if vLLM fails."""
         with self._failures("while generating"):
-            if self._routes is not None and current_platform.is_cpu() and not self._records_routes:
-                self._records_routes = True
-                await self._llm.collective_rpc("record_routes")
             outputs = await asyncio.gather(*map(self._sample, requests))
         return [
             tuple(self._finished(request, partial) for partial in output)
@@ -125,13 +123,14 @@ class VllmServer:
                     partials[completion.index].append(completion)
         finally:
             del self._in_flight[request.request_id]
-            if self._records_routes:
-                await self._take_recorded(request, partials)
+        if self._records_routes:
+            await self._take_recorded(request, partials)
         return [partial for partial in partials if partial.is_sampled]
 
     async def _take_recorded(self, request: GenerationRequest, partials: Sequence[_SampledCompletion]) -> None:
         """Give the completions the experts that the workers have recorded, which are the same in all of them."""
-        found, *_ = await self._llm.collective_rpc("take_routes", args=(request.request_id,))
+        taking = self._llm.collective_rpc("take_routes", args=(request.request_id,))
+        found, *_ = await self._call("while it returned routes", taking)
         for index, shape, content in found:
             partials[index].experts = np.frombuffer(content, np.int16).reshape(shape)[request.num_routed :]
 
@@ -183,9 +182,11 @@ class VllmServer:
         await self._call("while it was probed", self._llm.is_paused())
 
     async def connect(self, route: WeightRoute) -> None:
-        """Set the workers' weight route; must be called before `verify` and `load`."""
+        """Set the workers' weight route; must be called before the first request."""
         request = WeightTransferInitRequest({"route": route.to_json()})
         await self._call("while it got its weight route", self._llm.init_weight_transfer_engine(request))
+        if self._records_routes:
+            await self._call("while it began to record routes", self._llm.collective_rpc("record_routes"))
 
     async def verify(self, version: int) -> int:
         """Check a version before it is loaded; return the bytes that all workers will read.
