@@ -142,6 +142,7 @@ class Plan:
         asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
         processes = (trainers + workers) * assumptions.process_gib * GIB
         routes = trainers * self.route_bytes + self.service_route_bytes
+        routes += -(-workers // self.config.rollout.ranks_per_engine) * self.engine_route_bytes
         return int(offloaded + asleep + self.store_bytes + processes + routes)
 
     @property
@@ -161,6 +162,19 @@ class Plan:
         if self.config.algorithm.routing_replay != "rollout":
             return 0
         return self._batch_route_bytes * (2 + (rollout.max_staleness if rollout.may_be_stale else 0))
+
+    @property
+    def engine_route_bytes(self) -> int:
+        """Bytes of host memory in which one vLLM engine keeps the routes of the tokens in its KV cache.
+
+        It has a row for each layer of the model, of one byte per expert up to 256 experts
+        (vllm/distributed/aux_output_connector/worker.py).
+        """
+        model = self.architecture
+        if self.config.algorithm.routing_replay != "rollout":
+            return 0
+        itemsize = 1 if model.num_experts <= 256 else 2
+        return self.engine.kv_tokens * model.num_hidden_layers * model.num_experts_per_tok * itemsize
 
     @property
     def _batch_route_bytes(self) -> int:

@@ -209,10 +209,10 @@ def _engine_rows(plan: Plan) -> Rows:
 def _host_rows(plan: Plan) -> Rows:
     offloaded = max(map(plan.offloaded, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
-    served = (
-        f", {gib(plan.service_route_bytes)} in the rollout service and on rank 0" if plan.service_route_bytes else ""
-    )
-    routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank{served}")] if plan.route_bytes else []
+    routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
+    if plan.service_route_bytes:
+        served, cached = gib(plan.service_route_bytes), gib(plan.engine_route_bytes)
+        routes.append(("engines' routes", f"{served} in the rollout service and on rank 0, {cached} of each engine"))
     return [
         ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
         ("offloaded", f"{gib(offloaded)} of each rank" if offloaded else "nothing"),

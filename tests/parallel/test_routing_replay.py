@@ -14,6 +14,7 @@ from tests.parallel.launching import launch
 from tests.parallel.layouts import LAYOUTS, MODELS
 from tests.parallel.routing import forced, input_tokens, log_probs, routers, routes_of
 from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
+from tests.parallel.test_equivalence import GPU_MEGATRON_SITE
 from tests.tolerances import GRADIENT, HUGGING_FACE_LOG_PROB, LOG_PROB
 
 LAYOUT_NAMES = (
@@ -52,6 +53,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = [case for case in cases if case["parallel"]["world_size"] in sizes]
         launch("routing_ranks.py", own, root, max(sizes))
     return root
+
+
+@pytest.fixture(scope="module")
+def gpu_megatron(results: Path) -> Path:
+    """Return a folder with two cases, run with the Megatron-Core version of the GPU lock."""
+    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} does not exist; `make test` creates it"
+    root = results / "gpu-megatron"
+    root.mkdir()
+    shared = {"model": str(results / "model"), "engine": str(results / "engine.safetensors")}
+    cases = [{**CASES[name], **shared, "name": name} for name in ("rollout-pp2-dp2", "trainer-pp2-dp2")]
+    launch("routing_ranks.py", cases, root, 4, site=GPU_MEGATRON_SITE)
+    for name in ("forced", "engine"):
+        (root / f"{name}.safetensors").symlink_to(results / f"{name}.safetensors")
+    return root
+
+
+def test_megatron_of_the_gpu_lock_replays_the_same_way(gpu_megatron: Path) -> None:
+    test_ratios_of_the_first_update_are_exactly_1_if_it_replays_the_recomputation(gpu_megatron, "pp2-dp2")
+    test_log_probs_are_those_of_a_model_that_is_forced_to_the_engines_routes(gpu_megatron, "rollout-pp2-dp2")
 
 
 def save_reference(model: PreTrainedModel, root: Path) -> None:

@@ -30,4 +30,7 @@ def test_with_the_engines_routes_the_main_node_holds_those_of_whole_batches() ->
     ranks = engines.config.parallel.data_parallel_size * engines.config.parallel.pipeline_model_parallel_size
     assert engines.service_route_bytes == pytest.approx(2 * ranks * engines.route_bytes, rel=1e-6)
     assert stale.service_route_bytes == pytest.approx(5 * ranks * engines.route_bytes, rel=1e-6)
-    assert engines.host_bytes - trainers.host_bytes == pytest.approx(engines.service_route_bytes, abs=1)
+    num_engines = 8 // engines.config.rollout.ranks_per_engine  # on a node
+    assert engines.engine_route_bytes == engines.engine.kv_tokens * 48 * 8
+    added = engines.service_route_bytes + num_engines * engines.engine_route_bytes
+    assert engines.host_bytes - trainers.host_bytes == pytest.approx(added, abs=1)
