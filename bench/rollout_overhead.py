@@ -34,6 +34,7 @@ from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.weight_layouts import engine_route
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.messages import Completion, Generated
 from megatron_bapo.rollout.router import Router
@@ -55,9 +56,7 @@ async def in_this_process(config: Config, store: Path) -> AsyncIterator[RolloutS
     os.environ |= engine_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
     engine, router, tokenizer = Engine(), Router(), load_tokenizer(config.model_path)
     route = engine_route(config, store, 0)
-    facts = await engine.start(
-        config.model_path.absolute(), config.rollout, config.model.dtype, config.max_model_len, config.seed, route
-    )
+    facts = await engine.start(EngineSpec.of(config), route)
     # Unlike the scheduler's interface, Engine.load_weights returns the bytes that were read.
     router.add("engine 0", engine, facts.kv_cache_tokens)  # pyright: ignore[reportArgumentType]
     prompts = load_task_prompts(config).train

@@ -47,6 +47,7 @@ from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.parallel.collectives import gather_objects
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import SPARE, WeightStore
@@ -188,7 +189,7 @@ async def _two_ranks(checkpoint: Path, tensors: dict[str, torch.Tensor], store: 
 async def _engine(checkpoint: Path, num_ranks: int, store: WeightStore) -> AsyncIterator[Any]:
     engine = Engine()
     settings = RolloutConfig(tensor_parallel_size=num_ranks, max_num_seqs=8, kv_cache_gib=0.1)
-    await engine.start(checkpoint, settings, "bfloat16", max_model_len=64, seed=0, route=WeightRoute(store.folder))
+    await engine.start(EngineSpec(checkpoint, settings, "bfloat16", max_model_len=64), WeightRoute(store.folder))
     try:
         yield engine
     finally:

@@ -12,6 +12,8 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 
+NO_ROUTE = -1
+"""Expert number of tokens without a recorded route: a mixture-of-experts layer chooses their experts by itself."""
 SOLVED = 1.0
 """Lowest reward of a response that counts as correct."""
 
@@ -62,6 +64,10 @@ class Trajectory:
     None: the policy sampled all of them."""
     turns: tuple[dict[str, str], ...] = ()
     """Chat messages of the policy's turns and the environment's replies; empty without an environment."""
+    routes: np.ndarray | None = None
+    """Experts that the engines chose for the P+R-1 tokens that enter the model, int8 or int16 [P+R-1, L, K], where L
+    counts the layers with experts; on a trainer rank, those of its pipeline stage. Tokens without a route have
+    `NO_ROUTE`. None without `algorithm.routing_replay=rollout`."""
 
     @property
     def sampled_positions(self) -> np.ndarray:
@@ -75,8 +81,9 @@ class Trajectory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the response's tokens and log-probs."""
-        return self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes
+        """Bytes of the response's tokens and log-probs, and of the routes."""
+        num_bytes = self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes
+        return num_bytes if self.routes is None else num_bytes + self.routes.nbytes
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
@@ -137,6 +144,8 @@ class UnfinishedTrajectory:
     turns: tuple[dict[str, str], ...]
     turn_ended: bool
     """Whether the policy has ended a turn that the environment has not replied to yet."""
+    routes: np.ndarray | None = None
+    """As in `Trajectory`, of the first tokens of prompt and response."""
 
 
 @dataclass(frozen=True)

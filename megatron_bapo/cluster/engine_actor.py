@@ -20,6 +20,7 @@ from megatron_bapo.event_loop import answered_within
 from megatron_bapo.model.weight_layouts import engine_route
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.engine_nodes import EngineFollower, Processes, node_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.run_directory import RunDirectory
 
@@ -76,19 +77,19 @@ class EngineActor:
         self._processes: dict[str, Processes] = {}
         first, others = self._placements[0], self._placements[1:]
         self.handle = self._create(Engine, first)
-        model = config.model_path.absolute(), config.rollout, config.model.dtype, config.max_model_len, config.seed
+        spec = EngineSpec.of(config)
         endpoint: Any = ""
         if others:
             endpoint = self.handle.meet.remote(first.address, config.rollout.start_timeout_s)
         route = engine_route(config, first.store, index, tuple(other.store for other in others))
-        self.start_call = self.handle.start.remote(*model, route, endpoint)
+        self.start_call = self.handle.start.remote(spec, route, endpoint)
         """Reference that is ready when the engine has started."""
         self._followers = {
             f"{self.name} on its node {node + 1}": self._create(EngineFollower, other, node)
             for node, other in enumerate(others, start=1)
         }
         self._follower_calls = {
-            name: follower.start.remote(*model, other.store, node, endpoint)
+            name: follower.start.remote(spec, other.store, node, endpoint)
             for (name, follower), (node, other) in zip(self._followers.items(), enumerate(others, start=1), strict=True)
         }
 
@@ -96,7 +97,11 @@ class EngineActor:
         name = f"{self.name} restart {self._num_restarts}" if self._num_restarts else self.name
         name += f" node {node + 1}" * bool(node)
         log_file = RunDirectory(self._config.run_dir).logs / f"{name.replace(' ', '-')}.log"
-        environment = engine_environment(placement.devices, batch_invariant=self._settings.batch_invariant)
+        environment = engine_environment(
+            placement.devices,
+            batch_invariant=self._settings.batch_invariant,
+            return_routes=self._config.algorithm.routing_replay == "rollout",
+        )
         if len(self._placements) > 1:
             environment |= {**placement.network, **node_environment(placement.address)}
         return create_actor(actor_class, log_file, name=name, environment=environment, node_id=placement.node_id)

@@ -167,6 +167,10 @@ class AlgorithmConfig(Section):
     behaviour_policy: Literal["rollout", "recomputed"] = "rollout"
     """Denominator of the ratios: the log-probs that the engines reported, or those that the trainer recomputes in an
     additional pass with the weights at the start of the step (decoupled PPO)."""
+    routing_replay: Literal["none", "trainer", "rollout"] = "none"
+    """Experts that the trainer uses in a mixture-of-experts model: those that the router chooses in each pass (`none`),
+    in the updates those that it chose in the pass that recomputed the log-probs (`trainer`, which needs
+    behaviour_policy=recomputed), or in all passes those that the engines chose (`rollout`)."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss."""

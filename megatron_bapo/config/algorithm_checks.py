@@ -22,6 +22,18 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "between rollout and recomputed log-probs, but the ratios already use the rollout log-probs; set "
             "behaviour_policy=recomputed, or rollout_is=null and rollout_rs=null"
         )
+    if algorithm.routing_replay == "trainer" and algorithm.behaviour_policy == "rollout":
+        yield (
+            "algorithm.routing_replay=trainer with algorithm.behaviour_policy=rollout: it replays the routes of the "
+            "pass that recomputes the log-probs, and there is no such pass; set behaviour_policy=recomputed, or "
+            "routing_replay=none"
+        )
+    if algorithm.routing_replay == "rollout" and rollout.pipeline_parallel_size > 1:
+        yield (
+            f"algorithm.routing_replay=rollout with rollout.pipeline_parallel_size={rollout.pipeline_parallel_size}: "
+            "vLLM returns routes only from engines without pipeline parallelism; set pipeline_parallel_size=1, or "
+            "routing_replay=trainer"
+        )
     if algorithm.clip_ratio_c is not None and algorithm.objective == "cispo":
         yield (
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c} has no use with algorithm.objective=cispo, whose weights "

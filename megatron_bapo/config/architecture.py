@@ -113,6 +113,16 @@ class Architecture:
         return len(self.moe_layers) < self.num_hidden_layers
 
     @property
+    def route_item_bytes(self) -> int:
+        """Bytes of an expert number in recorded routes: int8 up to 128 experts, otherwise int16; -1 is no expert."""
+        return 1 if self.num_experts <= 128 else 2
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the recorded routes of one token through all layers with experts."""
+        return len(self.moe_layers) * self.num_experts_per_tok * self.route_item_bytes
+
+    @property
     def context_length(self) -> int:
         """Number of tokens that the position embedding covers.
 

@@ -147,6 +147,11 @@ def _expert_problems(config: Config, architecture: Architecture, where: str) -> 
     parallel = config.parallel
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if not architecture.moe_layers:
+        if config.algorithm.routing_replay != "none":
+            yield (
+                f"algorithm.routing_replay={config.algorithm.routing_replay} replays the choice of experts, but the "
+                f"model has none ({where}); set it to none"
+            )
         if ep > 1:
             yield (
                 f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
 from megatron_bapo.data.rollout_files import RolloutHeader, read_header, read_rollouts, rollout_files
@@ -91,6 +92,7 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
                 "folder"
             )
         _check_sampling(config, files[number], header)
+        _check_routes(config, files[number], header)
 
 
 def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
@@ -105,6 +107,21 @@ def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
                 f"rollout.{name}={recorded}, or have the trainer compute the ratios' denominators: "
                 "algorithm.behaviour_policy=recomputed without rollout_correction"
             )
+
+
+def _check_routes(config: Config, path: Path, header: RolloutHeader) -> None:
+    """Refuse a batch without the routes that the trainer is to replay, or with those of another model."""
+    if config.algorithm.routing_replay != "rollout":
+        return
+    model = read_architecture(config.model_path)
+    expected = len(model.moe_layers), model.num_experts_per_tok, model.route_item_bytes
+    if header.route_shape != expected:
+        found = f"routes of the shape {header.route_shape}" if header.route_shape else "no routes"
+        raise UserError(
+            f"{path} has {found}, and algorithm.routing_replay=rollout needs those of {config.model_path}, {expected} "
+            "(layers with experts, experts of a token, bytes of a number); generate the batches with "
+            "algorithm.routing_replay=rollout, or set it to trainer or none"
+        )
 
 
 def _check_lengths(config: Config, path: Path, groups: list[Group]) -> None:

@@ -5,7 +5,7 @@ has a record for each group: a line of JSON, and the bytes of its arrays and tex
 encoding gigabytes of tokens would take minutes. The last line says how many records there are.
 
     {"kind": "unfinished", ..., "num_bytes": 24, "crc32": 907060870}\\n
-    24 bytes: all 4-byte arrays (little-endian), trajectory by trajectory, then all loss masks, then all texts
+    24 bytes: all 4-byte arrays (little-endian), trajectory by trajectory, then all loss masks, all texts and all routes
     {"kind": "end", "num_groups": 1}\\n
 
 Checkpoints of earlier versions have `buffered.parquet` and `unfinished.parquet` instead, which are read, too.
@@ -14,6 +14,7 @@ Checkpoints of earlier versions have `buffered.parquet` and `unfinished.parquet`
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -117,6 +118,7 @@ def _write_group(file: BinaryIO, group: _Saved) -> bool:
     parts = [part for t in trajectories for part in _arrays(t)]
     parts += [_view(t.loss_mask, np.dtype(bool)) for t in trajectories if t.loss_mask is not None]
     parts += [memoryview(_text_bytes(t)) for t in trajectories if isinstance(t, Trajectory)]
+    parts += [_view(t.routes, _route_type(t.routes.itemsize)) for t in trajectories if t.routes is not None]
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -138,6 +140,10 @@ def _arrays(trajectory: Trajectory | UnfinishedTrajectory) -> Iterator[memoryvie
     yield _view(trajectory.behaviour_log_probs, _FLOAT)
 
 
+def _route_type(itemsize: int) -> np.dtype:
+    return np.dtype(f"<i{itemsize}")
+
+
 def _text_bytes(trajectory: Trajectory) -> bytes:
     return trajectory.text.encode("utf-8", "surrogatepass")
 
@@ -155,6 +161,8 @@ def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:
         "turns": trajectory.turns,
         "has_loss_mask": trajectory.loss_mask is not None,
     }
+    if trajectory.routes is not None:
+        fields |= {"routes": [*trajectory.routes.shape, trajectory.routes.itemsize]}
     if isinstance(trajectory, UnfinishedTrajectory):
         return fields | {"turn_ended": trajectory.turn_ended}
     return fields | {
@@ -193,13 +201,14 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
     shared = [_shared(parts, each, *values[1:]) for each, values in zip(fields, arrays, strict=True)]
     if not is_buffered:
         unfinished = (
-            UnfinishedTrajectory(**values, turn_ended=each["turn_ended"])
+            UnfinishedTrajectory(**values, turn_ended=each["turn_ended"], routes=parts.routes(each))
             for each, values in zip(fields, shared, strict=True)
         )
         return UnfinishedGroup(head["serial"], head["prompt_id"], tuple(unfinished))
+    texts = [parts.text(each["num_text_bytes"]) for each in fields]
     trajectories = (
-        Trajectory(prompt_token_ids=prompt, text=parts.text(each["num_text_bytes"]), reward=each["reward"], **values)
-        for each, (prompt, *_), values in zip(fields, arrays, shared, strict=True)
+        Trajectory(prompt_token_ids=prompt, text=text, reward=each["reward"], **values, routes=parts.routes(each))
+        for each, (prompt, *_), values, text in zip(fields, arrays, shared, texts, strict=True)
     )
     return BufferedGroup(head["serial"], Group(prompt_of(head), tuple(trajectories)), head["num_uses"])
 
@@ -226,6 +235,12 @@ class _Parts:
         array = np.frombuffer(self._buffer, dtype, num, self._start)
         self._start += array.nbytes
         return array
+
+    def routes(self, fields: dict[str, Any]) -> np.ndarray | None:
+        if "routes" not in fields:
+            return None
+        *shape, itemsize = fields["routes"]
+        return self.take(math.prod(shape), _route_type(itemsize)).reshape(shape)
 
     def text(self, num_bytes: int) -> str:
         return self.take(num_bytes, np.dtype(np.uint8)).tobytes().decode("utf-8", "surrogatepass")

@@ -2,7 +2,8 @@
 
 Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_info are JSON. `group` numbers the batch's
 prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null if no trainer has used the
-batch; `loss_mask` is null if all response tokens were sampled.
+batch; `loss_mask` is null if all response tokens were sampled. `routes` exists only in batches with routes; it has the
+bytes of the array, whose shape but for the number of tokens is in the header.
 
 The in-flight state of checkpoints of earlier versions has the same format. `buffered.parquet` has scored groups, with
 their prompts' serial numbers as `group`, and how often each was trained on; `unfinished.parquet` has partial responses.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ _GROUP_TYPES = {
     **dict.fromkeys(("prompt_id", "messages", "ground_truth", "data_source", "extra_info"), pa.string()),
 }
 _SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "advantages": pa.list_(pa.float64())})
+_ROUTES = "routes"
+_SCHEMA_WITH_ROUTES = _SCHEMA.append(pa.field(_ROUTES, pa.binary()))
 _BUFFERED_SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "num_uses": pa.int32()})
 _PARTIAL_TYPES = {
     name: _TRAJECTORY_TYPES[name]
@@ -80,6 +83,8 @@ class RolloutHeader:
     """State from which a rollout-only run continues generation; other runs keep it in their checkpoints."""
     sampling: dict[str, float] = field(default_factory=dict)
     """Temperature, top_p, top_k and min_p that the batch was sampled with; empty in files of earlier versions."""
+    route_shape: tuple[int, ...] = ()
+    """Layers with experts, experts of a token and bytes of an expert's number; empty for a batch without routes."""
 
     @property
     def has_trainer(self) -> bool:
@@ -97,7 +102,11 @@ def write_rollouts(
     rows = [row for index, group in enumerate(groups) for row in _rows(index, group)]
     for row, each in zip(rows, advantages or [None] * len(rows), strict=True):
         row["advantages"] = each
-    schema = _SCHEMA.with_metadata({_HEADER: json.dumps(asdict(header))})
+    shapes = {(*t.routes.shape[1:], t.routes.itemsize) for g in groups for t in g.trajectories if t.routes is not None}
+    if shapes:
+        (shape,) = shapes
+        header = replace(header, route_shape=shape)
+    schema = (_SCHEMA_WITH_ROUTES if shapes else _SCHEMA).with_metadata({_HEADER: json.dumps(asdict(header))})
     path = folder / f"step-{header.step:08d}.parquet"
     partial = path.with_suffix(".partial")
     _write(partial, rows, schema)
@@ -127,11 +136,11 @@ def read_header(path: Path) -> RolloutHeader:
 def read_rollouts(path: Path) -> tuple[RolloutHeader, list[Group]]:
     """Read a batch, bit-identical to what was written. Raises UserError if the file is damaged or of another kind."""
     try:
-        table = _read(path, _SCHEMA)
-        header = _header(table.schema)
+        header = _header(pq.read_schema(path))
+        table = _read(path, _SCHEMA_WITH_ROUTES if header.route_shape else _SCHEMA)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
-    return header, [group for _, group in _groups(table)]
+    return header, [group for _, group in _groups(table, header.route_shape)]
 
 
 def read_in_flight_parquet(checkpoint: Path) -> InFlightState:
@@ -185,10 +194,13 @@ def _read(path: Path, schema: pa.Schema) -> pa.Table:
     return table
 
 
-def _groups(table: pa.Table) -> list[tuple[int, Group]]:
+def _groups(table: pa.Table, route_shape: Sequence[int] = ()) -> list[tuple[int, Group]]:
     """Return (value of the `group` column, group) for each group."""
     columns = (table.column(name) for name in _TRAJECTORY_TYPES)
     trajectories = [_trajectory(*values) for values in zip(*columns, strict=True)]
+    if route_shape:
+        routes = [_array_of(each, route_shape) for each in table.column(_ROUTES)]
+        trajectories = [replace(t, routes=each) for t, each in zip(trajectories, routes, strict=True)]
     rows = zip(table.select([*_GROUP_TYPES]).to_pylist(), trajectories, strict=True)
     groups = []
     for number, members in groupby(rows, key=lambda row: row[0]["group"]):
@@ -199,7 +211,8 @@ def _groups(table: pa.Table) -> list[tuple[int, Group]]:
 
 def _header(schema: pa.Schema) -> RolloutHeader:
     try:
-        return RolloutHeader(**json.loads((schema.metadata or {})[_HEADER]))
+        fields = json.loads((schema.metadata or {})[_HEADER])
+        return RolloutHeader(**fields | {"route_shape": tuple(fields.get("route_shape", ()))})
     except (KeyError, TypeError, ValueError):
         raise pa.ArrowInvalid("its metadata has no header of a rollout batch") from None
 
@@ -246,8 +259,15 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 def _columns(trajectory: Trajectory, names: Iterable[str]) -> dict[str, Any]:
     columns = {name: getattr(trajectory, name) for name in names}
     spans = [asdict(span) for span in trajectory.version_spans]
-    text = without_lone_surrogates(trajectory.text)
-    return columns | {"version_spans": spans, "text": text, "turns": json.dumps(trajectory.turns)}
+    text, turns = without_lone_surrogates(trajectory.text), json.dumps(trajectory.turns)
+    routes = None if trajectory.routes is None else trajectory.routes.tobytes()
+    return columns | {"version_spans": spans, "text": text, "turns": turns, _ROUTES: routes}
+
+
+def _array_of(routes: pa.BinaryScalar, shape: Sequence[int]) -> np.ndarray | None:
+    num_layers, num_experts, itemsize = shape
+    values = np.frombuffer(routes.as_buffer(), f"<i{itemsize}") if routes.is_valid else None
+    return None if values is None else values.reshape(-1, num_layers, num_experts).copy()
 
 
 def _trajectory(

@@ -15,6 +15,7 @@ from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.model.hf_mapping import global_name
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.model.packed_attention import PackedRotaryEmbedding
+from megatron_bapo.model.routing_replay import RoutingReplay
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
     DistributedDataParallel,
@@ -47,6 +48,8 @@ class PolicyModel:
     chunks: tuple[Chunk, ...]
     expert_offset: int
     """Number of experts of a layer on earlier expert-parallel ranks."""
+    routing: RoutingReplay | None = None
+    """Routing replay, if `algorithm.routing_replay` is on; a frozen model has none."""
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Iterate over this rank's parameters by Megatron name, with layer and expert numbers of the whole model."""
@@ -100,7 +103,10 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
         _build_chunk(architecture, megatron, ddp, groups, index, frozen) for index in range(groups.num_virtual_stages)
     )
     num_local_experts = architecture.num_experts // groups.expert.size
-    model = PolicyModel(architecture, megatron, chunks, groups.expert.rank * num_local_experts)
+    routing = None
+    if config.algorithm.routing_replay != "none" and not frozen:
+        routing = RoutingReplay.install(architecture, chunks, groups, sp=parallel.sequence_parallel)
+    model = PolicyModel(architecture, megatron, chunks, groups.expert.rank * num_local_experts, routing)
     if not frozen:
         _connect_to_schedule(model, parallel)
     return model

@@ -12,6 +12,7 @@ from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
+from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
@@ -139,7 +140,49 @@ class Plan:
         offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
         # At sleep level 2 the weights are in host memory only briefly.
         asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
-        return int(offloaded + asleep + self.store_bytes + (trainers + workers) * assumptions.process_gib * GIB)
+        processes = (trainers + workers) * assumptions.process_gib * GIB
+        routes = trainers * self.route_bytes + self.service_route_bytes
+        routes += -(-workers // self.config.rollout.ranks_per_engine) * self.engine_route_bytes
+        return int(offloaded + asleep + self.store_bytes + processes + routes)
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of the recorded routes of a rollout batch on one trainer rank: its trajectories, its stage's layers."""
+        parallel = self.config.parallel
+        return self._batch_route_bytes // (parallel.data_parallel_size * parallel.pipeline_model_parallel_size)
+
+    @property
+    def service_route_bytes(self) -> int:
+        """Bytes of the engines' routes on the main node.
+
+        The main rank has those of the batch that it scatters; the rollout service has as much for the next one, and for
+        each of `rollout.max_staleness` more if rollouts may be stale.
+        """
+        rollout = self.config.rollout
+        if self.config.algorithm.routing_replay != "rollout":
+            return 0
+        return self._batch_route_bytes * (2 + (rollout.max_staleness if rollout.may_be_stale else 0))
+
+    @property
+    def engine_route_bytes(self) -> int:
+        """Bytes of host memory in which one vLLM engine keeps the routes of the tokens in its KV cache.
+
+        It has a row for each layer of the model, of one byte per expert up to 256 experts
+        (vllm/distributed/aux_output_connector/worker.py).
+        """
+        model = self.architecture
+        if self.config.algorithm.routing_replay != "rollout":
+            return 0
+        itemsize = 1 if model.num_experts <= 256 else 2
+        return self.engine.kv_tokens * model.num_hidden_layers * model.num_experts_per_tok * itemsize
+
+    @property
+    def _batch_route_bytes(self) -> int:
+        """Bytes of the routes of a rollout batch of mean lengths."""
+        if self.config.algorithm.routing_replay == "none":
+            return 0
+        tokens = self.config.trainer.train_batch_size * mean_length(self.config, self.assumptions)
+        return int(tokens * self.architecture.route_bytes)
 
     @property
     def store_bytes(self) -> int:

@@ -214,10 +214,15 @@ def _engine_rows(plan: Plan) -> Rows:
 def _host_rows(plan: Plan) -> Rows:
     offloaded = max(map(plan.offloaded, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
+    routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
+    if plan.service_route_bytes:
+        served, cached = gib(plan.service_route_bytes), gib(plan.engine_route_bytes)
+        routes.append(("engines' routes", f"{served} in the rollout service and on rank 0, {cached} of each engine"))
     return [
         ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
         ("offloaded", f"{gib(offloaded)} of each rank" if offloaded else "nothing"),
         ("weight store", f"{gib(plan.store_bytes)} in each node's shared memory" if plan.store_bytes else "none"),
+        *routes,
         ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
     ]
 

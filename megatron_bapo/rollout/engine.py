@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes, unlink_shared_memory
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -55,7 +55,9 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
     return own + [device for device in devices if config.rollout.colocate and device not in own]
 
 
-def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = False) -> dict[str, str]:
+def engine_environment(
+    devices: Sequence[str] = (), *, batch_invariant: bool = False, return_routes: bool = False
+) -> dict[str, str]:
     """Return the environment variables of an engine's process; without `devices` it runs on the CPU."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -70,6 +72,8 @@ def engine_environment(devices: Sequence[str] = (), *, batch_invariant: bool = F
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             "VLLM_BATCH_INVARIANT": str(int(batch_invariant)),
+            # Only this model runner of vLLM returns routes.
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if return_routes else {}),
         }
     return environment | {
         # One thread without core binding: engine and trainer share the cores.
@@ -123,47 +127,28 @@ class Engine:
             self._meeting = Meeting(address, timeout_s)
         return self._meeting.endpoint
 
-    async def start(
-        self,
-        model_path: Path,
-        settings: RolloutConfig,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        route: WeightRoute,
-        endpoint: str = "",
-    ) -> EngineFacts:
+    async def start(self, spec: EngineSpec, route: WeightRoute, endpoint: str = "") -> EngineFacts:
         """Load the checkpoint and serve it as policy version 0.
 
-        `max_model_len` counts prompt and response tokens. `endpoint` is what `meet` has returned, for an engine on
-        several nodes. Raises UserError for settings that vLLM refuses, RunError if its processes do not start.
+        `endpoint` is what `meet` has returned, for an engine on several nodes. Raises UserError for settings that vLLM
+        refuses, RunError if its processes do not start.
         """
-        arguments = model_path, settings, dtype, max_model_len, seed, route, endpoint
-        return await self._once("start", lambda: self._start(*arguments))
+        return await self._once("start", lambda: self._start(spec, route, endpoint))
 
-    async def _start(
-        self,
-        model_path: Path,
-        settings: RolloutConfig,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        route: WeightRoute,
-        endpoint: str,
-    ) -> EngineFacts:
+    async def _start(self, spec: EngineSpec, route: WeightRoute, endpoint: str) -> EngineFacts:
         if self._facts is not None:
             return self._facts
         with collector_paused():  # these import torch, and the rollout service imports this file without it
             from megatron_bapo.rollout.vllm_adapter import VllmServer
             from megatron_bapo.rollout.weight_sources import check_complete, checkpoint_shapes
 
-        self._server = VllmServer(model_path, settings, dtype, max_model_len, seed, route.folder, endpoint)
-        self._timeout_s = settings.request_timeout_s
+        self._server = VllmServer(spec, route.folder, endpoint)
+        self._timeout_s = spec.settings.request_timeout_s
         await self.connect(route)
-        self._check_complete = partial(check_complete, expected=checkpoint_shapes(model_path))
+        self._check_complete = partial(check_complete, expected=checkpoint_shapes(spec.model_path))
         self._policy_version = INITIAL_VERSION
         facts = self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
-        if settings.nodes_per_engine > 1:
+        if spec.settings.nodes_per_engine > 1:
             unlink_shared_memory(facts.processes)
         return facts
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.logs import redirect_output
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Meeting:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family, backlog=4096)
         port = listener.getsockname()[1]
-        from torch.distributed import TCPStore  # the rollout service imports no torch
+        from torch._C._distributed_c10d import TCPStore  # here, because the rollout service imports no torch
 
         self._store = TCPStore(
             address,
@@ -98,28 +98,18 @@ class EngineFollower:
         self._ranks: VllmFollower | None = None
         self._place = "a node on which it was not started"
 
-    async def start(
-        self,
-        model_path: Path,
-        settings: RolloutConfig,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        scratch: Path,
-        node: int,
-        endpoint: str,
-    ) -> StartedRanks:
+    async def start(self, spec: EngineSpec, scratch: Path, node: int, endpoint: str) -> StartedRanks:
         """Start the ranks of node `node`, which meet the others at `endpoint`.
 
-        The arguments are those of `Engine.start`; `scratch` is a folder for vLLM's temporary files. Returns when the
-        ranks of all nodes have loaded the checkpoint. Raises UserError for settings that vLLM refuses, RunError if its
-        processes do not start. A second call does nothing.
+        `scratch` is a folder for vLLM's temporary files. Returns when the ranks of all nodes have loaded the
+        checkpoint. Raises UserError for settings that vLLM refuses, RunError if its processes do not start. A second
+        call does nothing.
         """
-        self._place = f"node {node + 1} of {settings.nodes_per_engine}"
+        self._place = f"node {node + 1} of {spec.settings.nodes_per_engine}"
         if self._ranks is None:
             from megatron_bapo.rollout.vllm_adapter import VllmFollower
 
-            self._ranks = VllmFollower(model_path, settings, dtype, max_model_len, seed, scratch, node, endpoint)
+            self._ranks = VllmFollower(spec, scratch, node, endpoint)
         started = StartedRanks(own_processes())
         unlink_shared_memory(started.processes)
         return started

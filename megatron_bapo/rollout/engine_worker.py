@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory
+from megatron_bapo.rollout.route_recorder import RouteRecorder
 from megatron_bapo.rollout.weight_sources import WeightSource, weight_source
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -91,6 +92,20 @@ class WeightLoader:
     """Mixin that vLLM adds to its worker class (`worker_extension_cls`); called through `collective_rpc`."""
 
     weight_transfer_engine: PolicyReceiver
+    model_runner: Any
+    _routes: RouteRecorder
+
+    def record_routes(self) -> None:
+        """Begin to record the routes of requests that ask for it, unless this worker does already; only on CPUs."""
+        if not hasattr(self, "_routes"):
+            self._routes = RouteRecorder(self.model_runner)
+
+    def take_routes(self, request_id: str) -> list[tuple[int, tuple[int, ...], bytes]]:
+        """Return the routes of a request: index of the completion, shape and bytes of `RouteRecorder.take`'s arrays.
+
+        vLLM 0.32.0 returns arrays from its workers only with insecure serialization.
+        """
+        return [(index, routes.shape, routes.tobytes()) for index, routes in self._routes.take(request_id).items()]
 
     def verify_policy(self, version: int) -> int | str:
         """Check the parts of a version that this worker will read; return their bytes, or an error message.

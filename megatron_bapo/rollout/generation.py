@@ -1,9 +1,8 @@
 """Generate a prompt's trajectories in segments: each segment is one engine request under one policy version.
 
-A partial trajectory keeps its tokens, behaviour log-probs and version spans. The next request sends the prompt and the
+A partial trajectory keeps its tokens, log-probs, routes and version spans. The next request sends the prompt and the
 partial response as a new prompt to any engine, whatever policy version that engine serves. Partial rollouts, aborted
-requests, lost engines and an environment's replies between turns all take this path. Tokens are only ever appended;
-sampled tokens are never tokenized again.
+requests, lost engines and an environment's replies take this path. Sampled tokens are never tokenized again.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.engine_routes import joined_routes
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.request_failures import RequestFailures
@@ -110,11 +110,14 @@ class PartialTrajectory:
     turn_ended: bool = False
     """Whether the policy has ended a turn to which the environment has not replied yet."""
     finish_reason: FinishReason | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Consecutive parts of the routes, from the prompt's first token on, as the engines returned them."""
 
     def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
         """Append sampled tokens, and end the turn or the trajectory if the segment does."""
+        self.routes += [] if segment.routes is None else [segment.routes]
         if (num := len(segment.token_ids)) > 0:
-            self.append(segment)
+            self.append(replace(segment, routes=None))
             if self.spans and self.spans[-1].policy_version == policy_version:
                 num += self.spans.pop().num_tokens
             self.spans.append(VersionSpan(policy_version, num))
@@ -139,9 +142,7 @@ class PartialTrajectory:
 
     def copy(self) -> PartialTrajectory:
         """Return a trajectory that does not change with this one; it shares the arrays, which never change."""
-        return PartialTrajectory(
-            [*self.segments], [*self.spans], [*self.turns], self.num_tokens, self.turn_ended, self.finish_reason
-        )
+        return replace(self, **{name: [*getattr(self, name)] for name in ("segments", "spans", "turns", "routes")})
 
     def append(self, segment: Completion | Reply) -> None:
         self.segments.append(segment)
@@ -219,6 +220,7 @@ class InFlightGroup:
             text=text,
             loss_mask=partial.loss_mask,
             turns=tuple(partial.turns),
+            routes=joined_routes(partial.routes, len(self.prompt.token_ids) + partial.num_tokens - 1),
         )
 
 
@@ -366,6 +368,7 @@ def _continuation(group: InFlightGroup, position: int) -> GenerationRequest:
         _first_request(group),
         request_id=identity,
         context=(group.prompt.token_ids, *(segment.token_ids for segment in trajectory.segments)),
+        num_routed=sum(map(len, trajectory.routes)),
         n=1,
         max_tokens=_segment_length(group.sampling, trajectory.num_tokens),
         seed=_seed(identity),

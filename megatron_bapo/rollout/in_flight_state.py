@@ -50,6 +50,7 @@ def restored_trajectory(saved: UnfinishedTrajectory) -> PartialTrajectory:
         turns=[*saved.turns],
         turn_ended=saved.turn_ended,
         finish_reason=saved.finish_reason,
+        routes=[] if saved.routes is None else [saved.routes],
     )
     num = len(saved.response_token_ids)
     mask = np.ones(num, bool) if saved.loss_mask is None else saved.loss_mask
@@ -75,4 +76,5 @@ def _saved(trajectory: PartialTrajectory) -> UnfinishedTrajectory:
         loss_mask=trajectory.loss_mask,
         turns=tuple(trajectory.turns),
         turn_ended=trajectory.turn_ended,
+        routes=np.concatenate(trajectory.routes) if trajectory.routes else None,
     )

@@ -33,6 +33,8 @@ class GenerationRequest:
     """Maximum tokens per completion, the end-of-sequence token included."""
     seed: int
     """Seed of the first completion; the i-th samples with seed + i."""
+    num_routed: int = 0
+    """Tokens at the start of the context whose routes the sender has, so that the engine does not return them."""
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
@@ -57,6 +59,9 @@ class Completion:
     """Decoded tokens without special tokens."""
     num_before: int = 0
     """Tokens of this completion in earlier progress reports of the same request; 0 for a whole completion."""
+    routes: np.ndarray | None = None
+    """Experts of the context's and this completion's tokens, int8 or int16 [N, L, K]: from `num_routed` of the request
+    on, without the last token, which has not entered the model. None if the engine does not return routes."""
 
 
 @dataclass(frozen=True)

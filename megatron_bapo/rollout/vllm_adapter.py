@@ -30,11 +30,13 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_bapo.config.architecture import read_architecture
-from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.engine_routes import RouteFormat
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationRequest, SegmentEnd
 from megatron_bapo.rollout.partial_output import PartialCompletion
+from megatron_bapo.rollout.route_recorder import RECORD
 from megatron_bapo.rollout.tokenization import text_of
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -48,26 +50,20 @@ T = TypeVar("T")
 class VllmServer:
     """Owns vLLM's engine and its processes."""
 
-    def __init__(
-        self,
-        model_path: Path,
-        settings: RolloutConfig,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        scratch: Path,
-        endpoint: str = "",
-    ) -> None:
+    def __init__(self, spec: EngineSpec, scratch: Path, endpoint: str = "") -> None:
         """Load the checkpoint; `scratch` is a folder for vLLM's temporary files.
 
         `endpoint` is HOST:PORT of the store where the ranks of an engine on several nodes meet. Raises UserError for
         settings that vLLM refuses, RunError if its processes do not start.
         """
-        args = _engine_args(model_path, settings, dtype, max_model_len, seed, 0, endpoint)
-        with _starting(model_path, scratch):
+        args = _engine_args(spec, endpoint=endpoint)
+        with _starting(spec.model_path, scratch):
             self._llm = AsyncLLM.from_engine_args(args)
         self._tokenizer = self._llm.get_tokenizer()
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
+        self._routes = RouteFormat.of(spec.model_path) if spec.return_routes else None
+        self._records_routes = spec.return_routes and current_platform.is_cpu()
+        """Whether the workers record routes, because vLLM does not return them."""
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
         gc.collect()
         gc.freeze()
@@ -76,10 +72,16 @@ class VllmServer:
         """Return the completions of each request, in order. Raises EngineLost or RunError if vLLM fails."""
         with self._failures("while generating"):
             outputs = await asyncio.gather(*map(self._sample, requests))
-        return [tuple(map(self._with_text, output)) for output in outputs]
+        return [
+            tuple(self._finished(request, partial) for partial in output)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
 
-    def _with_text(self, partial: _SampledCompletion) -> Completion:
+    def _finished(self, request: GenerationRequest, partial: _SampledCompletion) -> Completion:
         completion = partial.completion()
+        if self._routes is not None:
+            num_tokens = request.num_prompt_tokens + len(completion.token_ids) - 1 - request.num_routed
+            completion = self._routes.attached(completion, partial.experts, num_tokens)
         if not partial.has_ended:
             return completion  # other tokens follow in another request
         return replace(completion, text=text_of(completion.token_ids, self._tokenizer))  # pyright: ignore[reportArgumentType]
@@ -91,10 +93,13 @@ class VllmServer:
     async def _sample(self, request: GenerationRequest) -> list[_SampledCompletion]:
         # logprobs=0 returns the log-prob of the sampled token only. Text is decoded once per response, not per token.
         # Seeds cost nothing on GPUs: there vLLM samples all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
+        recorded: dict[str, Any] = {}
+        if self._routes is not None:
+            recorded = {"routed_experts_prompt_start": request.num_routed, "extra_args": {RECORD: True}}
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
+            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL, **recorded,
         )  # fmt: skip
         # vLLM returns only distinct completions: a single one at temperature 0.
         partials = self._in_flight[request.request_id] = [_SampledCompletion() for _ in range(request.n)]
@@ -105,7 +110,16 @@ class VllmServer:
                     partials[completion.index].append(completion)
         finally:
             del self._in_flight[request.request_id]
+        if self._records_routes:
+            await self._take_recorded(request, partials)
         return [partial for partial in partials if partial.is_sampled]
+
+    async def _take_recorded(self, request: GenerationRequest, partials: Sequence[_SampledCompletion]) -> None:
+        """Give the completions the experts that the workers have recorded, which are the same in all of them."""
+        taking = self._llm.collective_rpc("take_routes", args=(request.request_id,))
+        found, *_ = await self._call("while it returned routes", taking)
+        for index, shape, content in found:
+            partials[index].experts = np.frombuffer(content, np.int16).reshape(shape)[request.num_routed :]
 
     async def decode(self, token_ids: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
         """Sample `num` tokens after a sequence at temperature 1; return them and their log-probs; raises as `generate`.
@@ -155,9 +169,11 @@ class VllmServer:
         await self._call("while it was probed", self._llm.is_paused())
 
     async def connect(self, route: WeightRoute) -> None:
-        """Set the workers' weight route; must be called before `verify` and `load`."""
+        """Set the workers' weight route; must be called before the first request."""
         request = WeightTransferInitRequest({"route": route.to_json()})
         await self._call("while it got its weight route", self._llm.init_weight_transfer_engine(request))
+        if self._records_routes:
+            await self._call("while it began to record routes", self._llm.collective_rpc("record_routes"))
 
     async def verify(self, version: int) -> int:
         """Check a version before it is loaded; return the bytes that all workers will read.
@@ -228,23 +244,13 @@ class VllmServer:
 class VllmFollower:
     """Owns vLLM's processes on a further node of an engine that has its core on another node."""
 
-    def __init__(
-        self,
-        model_path: Path,
-        settings: RolloutConfig,
-        dtype: str,
-        max_model_len: int,
-        seed: int,
-        scratch: Path,
-        node: int,
-        endpoint: str,
-    ) -> None:
+    def __init__(self, spec: EngineSpec, scratch: Path, node: int, endpoint: str) -> None:
         """Start the ranks of node `node`; returns when the ranks of all nodes have loaded the checkpoint.
 
         The arguments and errors are those of `VllmServer`.
         """
-        args = _engine_args(model_path, settings, dtype, max_model_len, seed, node, endpoint)
-        with _starting(model_path, scratch):
+        args = _engine_args(spec, node, endpoint)
+        with _starting(spec.model_path, scratch):
             config = args.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
             self._executor = MultiprocExecutor(config)
 
@@ -283,10 +289,9 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
             os.environ["TMPDIR"] = variable
 
 
-def _engine_args(
-    model_path: Path, settings: RolloutConfig, dtype: str, max_model_len: int, seed: int, node: int, endpoint: str
-) -> AsyncEngineArgs:
-    options: dict[str, Any] = {}
+def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
+    settings = spec.settings
+    options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
     if current_platform.is_cpu():
         options = {
             "kv_cache_memory_bytes": 1 << 29,
@@ -295,6 +300,8 @@ def _engine_args(
             # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
             # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
             "enable_chunked_prefill": False,
+            # Routes come from `route_recorder.py`.
+            "enable_return_routed_experts": False,
         }
     if settings.nodes_per_engine > 1:
         host, _, port = endpoint.rpartition(":")
@@ -303,10 +310,10 @@ def _engine_args(
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(
-        model=str(model_path),
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
-        max_model_len=max_model_len,
-        seed=seed,
+        model=str(spec.model_path),
+        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
+        max_model_len=spec.max_model_len,
+        seed=spec.seed,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         enable_expert_parallel=settings.enable_expert_parallel,
@@ -322,7 +329,7 @@ def _engine_args(
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length.
-        hf_overrides={"max_position_embeddings": read_architecture(model_path).context_length},
+        hf_overrides={"max_position_embeddings": read_architecture(spec.model_path).context_length},
         trust_remote_code=False,
         disable_log_stats=True,
         **options,
@@ -341,11 +348,15 @@ class _SampledCompletion(PartialCompletion):
         super().__init__()
         self.is_sampled = False
         """False until vLLM returns a part of it, and for good if it equals another completion."""
+        self.experts: np.ndarray | None = None
+        """Experts [N, layers, K] of the tokens from `num_routed` of the request on, once vLLM has ended it."""
         self._num_reported = 0
 
     def append(self, output: CompletionOutput) -> None:
         """Append what vLLM has returned."""
         self.is_sampled, end = True, _segment_end(output.finish_reason or "abort")
+        if output.routed_experts is not None:
+            self.experts = output.routed_experts
         if output.token_ids:
             assert isinstance(output.logprobs, FlatLogprobs)
             self.extend(output.token_ids, output.logprobs.logprobs, end)

@@ -37,6 +37,8 @@ class BatchHeader:
     """int32 number of version spans."""
     spans_V2: np.ndarray
     """int32 policy version and number of tokens of each span."""
+    has_routes: bool = False
+    """Whether any trajectory has routes, which are scattered separately (`scatter_routes.py`)."""
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory]) -> BatchHeader:
@@ -48,6 +50,7 @@ class BatchHeader:
             np.array([_FINISH_REASONS.index(t.finish_reason) for t in trajectories], np.int8),
             np.array([len(t.version_spans) for t in trajectories], np.int32),
             np.array(spans, np.int32).reshape(-1, 2),
+            any(t.routes is not None for t in trajectories),
         )
 
     @property
@@ -82,7 +85,7 @@ def placeholders(num_prompt: int, num_response: int, num_log_probs: int) -> dict
         array[:num] for array, num in zip(_PLACEHOLDERS, (num_prompt, num_response, num_log_probs), strict=True)
     )
     mask = None if num_log_probs == num_response else _NO_TOKENS[:num_response]
-    return _fields(prompt, response, log_probs, mask)
+    return _fields(prompt, response, log_probs, mask) | {"routes": None}
 
 
 def without_tokens(trajectory: Trajectory) -> Trajectory:

@@ -1,7 +1,8 @@
 """Packing of trajectories into micro-batches.
 
 Legend: T packed tokens of a micro-batch on this rank; N tokens of T whose label is a sampled token; S sampled tokens of
-a trajectory: its R response tokens without those of an environment. A sequence of P prompt and R response tokens enters
+a trajectory: its R response tokens without those of an environment; L layers with experts of this pipeline stage; K
+experts of a token. A sequence of P prompt and R response tokens enters
 the model as its first P+R-1 tokens, each with the next token as its label, so every computed token predicts something.
 Labels are assigned before context parallelism splits the sequence.
 """
@@ -18,7 +19,7 @@ from megatron_bapo.config.padding import PaddingRule
 from megatron_bapo.model.packed_attention import PackedSequences, packed_sequences
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.groups import Axis
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import NO_ROUTE, Trajectory
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Example:
     """Indices of the sampled tokens that the token reservoir keeps."""
     traced_at: int | None = None
     """Place of its first sampled token in the token trace; None: the trace does not have it."""
+    routes: np.ndarray | None = None
+    """Experts of each of its P+R-1 input tokens in this pipeline stage, [P+R-1, L, K], to replay."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
@@ -94,6 +97,9 @@ class MicroBatch:
     """Indices into N of the tokens that the token reservoir keeps."""
     traced_at_N: torch.Tensor | None
     """Place of each token in the token trace, -1 outside; None if the trace has no token of the micro-batch."""
+    routes_TLK: torch.Tensor | None
+    """Experts of each token to replay, int8 or int16 in host memory, `NO_ROUTE` where there are none; None: the routers
+    choose."""
 
 
 @dataclass(frozen=True)
@@ -171,4 +177,27 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         corrections_N=per_response(lambda e: e.correction_weights, default=1.0),
         recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
         traced_at_N=cat(traced, np.int64) if any(e.traced_at is not None for e in examples) else None,
+        routes_TLK=_routes(examples, rule, context),
     )
+
+
+def input_positions(examples: Sequence[Example], rule: PaddingRule, context: Axis) -> list[np.ndarray]:
+    """Return for each example the positions of this rank's tokens in its padded input, in the micro-batch's order."""
+    lengths = rule.padded_lengths([e.num_input_tokens for e in examples])
+    return [zigzag(length, context.rank, context.size) for length in lengths]
+
+
+def _routes(examples: Sequence[Example], rule: PaddingRule, context: Axis) -> torch.Tensor | None:
+    """Return the routes of this rank's tokens, [T, L, K]; padding and examples without routes have `NO_ROUTE`."""
+    given = [e.routes for e in examples if e.routes is not None]
+    if not given:
+        return None
+    num_tokens = rule.allocated([e.num_input_tokens for e in examples]) // context.size
+    routes = np.full((num_tokens, *given[0].shape[1:]), NO_ROUTE, given[0].dtype)
+    start = 0
+    for example, positions in zip(examples, input_positions(examples, rule, context), strict=True):
+        if example.routes is not None:
+            (local,) = np.nonzero(positions < len(example.routes))
+            routes[start + local] = example.routes[positions[local]]
+        start += len(positions)
+    return torch.from_numpy(routes)

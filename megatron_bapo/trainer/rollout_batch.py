@@ -21,6 +21,7 @@ from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.recorded_routes import score_and_record
 from megatron_bapo.trainer.trajectory_sums import indices_with_tokens, on_every_rank
 from megatron_bapo.trainer.utilization import scoring_flops
 from megatron_bapo.trainer.worker import Worker, score_trajectories
@@ -38,17 +39,21 @@ def make_examples(
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
     missing: list[None] = [None] * len(trajectories)
     proximal = references = missing
+    routes = [trajectory.routes for trajectory in trajectories]
     num_passes = 0
     metrics: dict[str, Metric] = {}
     if algorithm.behaviour_policy == "recomputed":
-        proximal = score_trajectories(worker, trajectories, temperature)
+        if algorithm.routing_replay == "trainer":
+            proximal, routes = score_and_record(worker, trajectories, temperature)
+        else:
+            proximal = score_trajectories(worker, trajectories, temperature)
         num_passes += 1
     if reference is not None:
         references = score_trajectories(worker, trajectories, temperature, reference)
         num_passes += 1
     examples = [
-        Example(trajectory, 0.0, 0.0, proximal_log_probs=own, reference_log_probs=frozen)
-        for trajectory, own, frozen in zip(trajectories, proximal, references, strict=True)
+        Example(trajectory, 0.0, 0.0, proximal_log_probs=own, reference_log_probs=frozen, routes=experts)
+        for trajectory, own, frozen, experts in zip(trajectories, proximal, references, routes, strict=True)
     ]
     if algorithm.rollout_correction.active:
         examples, sums_B3 = _corrected(worker, examples)

@@ -9,7 +9,6 @@ A replica is one index of the data axis with all its tensor, context and pipelin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_o
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
 from megatron_bapo.trainer.micro_batches import Example
+from megatron_bapo.trainer.scatter_routes import members_of_messages, scatter_routes
 from megatron_bapo.trainer.worker import Worker
 
 MESSAGE_WORDS = 1 << 18
@@ -34,11 +34,12 @@ def scatter_batch(
 
     The arrays of all other trajectories are placeholders of the right length. Only the main rank has texts and turns.
     Its own arrays are copies, and its list becomes the result, so that the batch is freed as it goes. `batches` are the
-    sets of trajectory indices that are packed together. `trajectories` and `batches` are read on the main rank only.
-    Collective.
+    sets of trajectory indices that are packed together. Of their routes, a rank gets those of its pipeline stage's
+    layers. `trajectories` and `batches` are read on the main rank only. Collective.
     """
-    groups, content = worker.groups, None
+    groups, content, routes = worker.groups, None, None
     if trajectories is not None:
+        routes = [trajectory.routes for trajectory in trajectories]
         content = BatchHeader.of(trajectories), _indices_by_replica(worker, trajectories, batches)
     header, by_replica = broadcast_object(content, groups)
     own, num_words_B = by_replica[groups.data.rank], header.num_words_B
@@ -60,6 +61,8 @@ def scatter_batch(
     scattered = header.trajectories() if trajectories is None else trajectories
     for index, part in zip(own, np.split(values.numpy(), np.cumsum(num_words_B[own])), strict=False):
         scattered[index] = with_words(without_tokens(scattered[index]), part)
+    if header.has_routes and worker.config.algorithm.routing_replay == "rollout":
+        scattered = scatter_routes(worker, routes, scattered, by_replica)
     return scattered
 
 
@@ -92,7 +95,7 @@ def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator
     All messages are in one buffer, so that a message is valid until the next one is taken.
     """
     buffer = np.empty(max((end - start for start, end in _bounds(sizes)), default=0), np.int32)
-    for members in _members(sizes):
+    for members in members_of_messages(sizes, MESSAGE_WORDS):
         arrays = [array for index in members for array in words(trajectories[index])]
         message = buffer[: sum(len(array) for array in arrays)]
         yield torch.from_numpy(np.concatenate(arrays, out=message))
@@ -101,11 +104,6 @@ def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator
 def _bounds(sizes: np.ndarray) -> list[tuple[int, int]]:
     """Return where the messages with trajectories of `sizes` words start and end."""
     ends = np.cumsum([0, *sizes])
-    return [(int(ends[members.start]), int(ends[members.stop])) for members in _members(sizes)]
-
-
-def _members(sizes: np.ndarray) -> list[range]:
-    """Divide trajectories of `sizes` words into messages of about `MESSAGE_WORDS`, at least a trajectory each."""
-    numbers = (np.cumsum(sizes) - 1) // MESSAGE_WORDS
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
-    return [range(*each) for each in pairwise([*starts, len(sizes)])] if len(sizes) else []
+    return [
+        (int(ends[members.start]), int(ends[members.stop])) for members in members_of_messages(sizes, MESSAGE_WORDS)
+    ]

@@ -121,11 +121,17 @@ def response_outputs(
 
 @torch.no_grad()
 def score(
-    worker: Worker, micro_batches: Sequence[MicroBatch], temperature: float, model: PolicyModel | None = None
+    worker: Worker,
+    micro_batches: Sequence[MicroBatch],
+    temperature: float,
+    model: PolicyModel | None = None,
+    *,
+    recorded: Sequence[torch.Tensor] | None = None,
 ) -> list[Scores]:
     """Run a forward-only pass of the policy, or of another `model` with the same layout.
 
-    Returns one entry per micro-batch on the last pipeline stage and an empty list on the others.
+    Returns one entry per micro-batch on the last pipeline stage and an empty list on the others. `recorded` receives
+    the routes, as in `run_micro_batches`.
     """
 
     def head(micro_batch: MicroBatch, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Scores]:
@@ -133,7 +139,7 @@ def score(
         scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
         return scores.log_probs_N.sum(), scores
 
-    return run_micro_batches(model or worker.model, micro_batches, head, forward_only=True)
+    return run_micro_batches(model or worker.model, micro_batches, head, forward_only=True, recorded=recorded)
 
 
 def score_trajectories(
@@ -141,14 +147,28 @@ def score_trajectories(
 ) -> list[np.ndarray]:
     """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, NaN if this rank has no tokens of it.
 
-    They are computed with the policy, or with another `model` of the same layout. Collective: data-parallel ranks share
-    the work.
+    They are computed with the policy, which replays the engines' routes if the trajectories have any, or with another
+    `model` of the same layout, which does not. Collective: data-parallel ranks share the work.
     """
-    groups, examples = worker.groups, [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
-    lengths, own = [trajectory.num_sampled for trajectory in trajectories], indices_with_tokens(trajectories)
+    examples = [
+        Example(trajectory, advantage=0.0, weight=0.0, routes=trajectory.routes if model is None else None)
+        for trajectory in trajectories
+    ]
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)
-    scores = score(worker, micro_batches, temperature, model)
+    return gather_log_probs(worker, examples, plan, micro_batches, score(worker, micro_batches, temperature, model))
+
+
+def gather_log_probs(
+    worker: Worker,
+    examples: Sequence[Example],
+    plan: list[list[int]],
+    micro_batches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+) -> list[np.ndarray]:
+    """Return the log-probs as `score_trajectories` does, from the scores of `worker.plan(examples)`. Collective."""
+    groups, trajectories = worker.groups, [example.trajectory for example in examples]
+    lengths, own = [trajectory.num_sampled for trajectory in trajectories], indices_with_tokens(trajectories)
     log_probs_T = torch.empty(sum(lengths[i] for i in own), device=local_device())
     if groups.is_last_stage:
         response_index = [micro_batch.response_index_N for micro_batch in micro_batches]

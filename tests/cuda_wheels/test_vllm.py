@@ -1,6 +1,7 @@
 """vLLM's CUDA build without a device: what it makes of every recipe's engine, and its sampler's log-probs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.config import VllmConfig
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.known_models import FOLDER
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.engine_worker import BACKEND
 from tests.unit.model.test_vocab_parallel import ALONE
 
@@ -25,9 +27,9 @@ def engine_config(config: Config, folder: Path) -> VllmConfig:
     fields = json.loads((FOLDER / config.model.path.name / "config.json").read_text())
     fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
     (folder / "config.json").write_text(json.dumps(fields))
-    return _engine_args(
-        folder, config.rollout, config.model.dtype, config.max_model_len, config.seed
-    ).create_engine_config()
+    spec = replace(EngineSpec.of(config), model_path=folder)
+    endpoint = "10.0.0.1:20000" if config.rollout.nodes_per_engine > 1 else ""
+    return _engine_args(spec, endpoint=endpoint).create_engine_config()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -29,6 +29,7 @@ from megatron_bapo.cluster.ray_cluster import local_cluster
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.weight_sync.route import WeightRoute
@@ -146,7 +147,7 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
+def running_engine(folder: Path, config: PreTrainedConfig, *, return_routes: bool = False) -> Iterator[Running]:
     create_checkpoint(folder, config)
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=REQUEST_TIMEOUT_S)
@@ -161,7 +162,10 @@ def running_engine(folder: Path, config: PreTrainedConfig) -> Iterator[Running]:
         model = AutoModelForCausalLM.from_pretrained(folder)
         run = Running(engine, model, store, lambda work: runner.run(waited(work)))
         run.wait_for(
-            engine.start(folder, settings, "float32", max_model_len=200, seed=0, route=WeightRoute(store.folder))
+            engine.start(
+                EngineSpec(folder, settings, "float32", max_model_len=200, return_routes=return_routes),
+                WeightRoute(store.folder),
+            )
         )
         try:
             yield run
@@ -356,7 +360,10 @@ def test_calls_that_are_sent_again_have_no_further_effect(run: Running):
         assert first == second == await call()
         return first
 
-    assert run.wait_for(run.engine.start(Path(), RolloutConfig(), "", 0, 0, WeightRoute(Path()))).kv_cache_tokens > 0
+    assert (
+        run.wait_for(run.engine.start(EngineSpec(Path(), RolloutConfig(), "", 0), WeightRoute(Path()))).kv_cache_tokens
+        > 0
+    )
     assert run.wait_for(twice(lambda: run.engine.sleep(1))) is None
     with pytest.raises(RunError, match="the engine sleeps"):
         run.generate(LONG_PROMPT)
@@ -407,7 +414,7 @@ def test_a_core_that_is_killed_while_it_loads_weights_is_a_lost_engine_at_once(e
     experts.publish(3)
 
     async def load_and_kill() -> None:
-        facts = await experts.engine.start(Path(), RolloutConfig(), "", 0, 0, WeightRoute(Path()))
+        facts = await experts.engine.start(EngineSpec(Path(), RolloutConfig(), "", 0), WeightRoute(Path()))
         processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
         # The other engine of these tests belongs to this process, too.
         core = max((p for p in processes if "EngineCore" in p.name()), key=lambda process: process.create_time())

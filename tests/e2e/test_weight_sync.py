@@ -19,6 +19,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -145,7 +146,7 @@ def running(published: Published, model: str, engine_name: str) -> Iterator[tupl
 
         engine = Engine()
         folder, store = published.root / model, published.stores[model].folder
-        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, route=WeightRoute(store)))
+        wait_for(engine.start(EngineSpec(folder, settings, "float32", max_model_len=64), WeightRoute(store)))
         try:
             yield engine, wait_for
         finally:

@@ -21,6 +21,7 @@ from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import share_storage, transfer_group
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.fp8_blocks import quantise
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, withdraw
@@ -98,7 +99,7 @@ def running(folder: Path) -> Iterator[Running]:
         engine = Engine()
         settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINE)
         route = WeightRoute(folder.parent, "cuda_ipc")
-        wait_for(engine.start(folder, settings, "float32", max_model_len=64, seed=0, route=route))
+        wait_for(engine.start(EngineSpec(folder, settings, "float32", max_model_len=64), route))
         try:
             yield engine, wait_for
         finally:
@@ -211,7 +212,7 @@ def test_an_engine_serves_nothing_while_it_sleeps_and_after_level_2_until_it_loa
 def test_vllms_cpu_build_refuses_to_sleep(folder: Path) -> None:
     """`device_problems` refuses this, too, before anything is started."""
     settings = RolloutConfig(colocate=True, sleep_level=1)
-    starting = Engine().start(folder, settings, "float32", max_model_len=64, seed=0, route=WeightRoute(folder.parent))
+    starting = Engine().start(EngineSpec(folder, settings, "float32", max_model_len=64), WeightRoute(folder.parent))
     with pytest.raises(UserError, match="Sleep mode is not supported on current platform"):
         asyncio.run(starting)
 

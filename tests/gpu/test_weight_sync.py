@@ -23,6 +23,7 @@ from megatron_bapo.parallel.platform import (
     visible_devices,
 )
 from megatron_bapo.rollout.engine import Engine, engine_environment
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.fp8_blocks import dequantise, quantise
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, withdraw
@@ -103,7 +104,7 @@ def running(
 
         engine = Engine()
         rollout = RolloutConfig(max_num_seqs=8, gpu_memory_utilization=0.3, request_timeout_s=120, **settings)
-        wait_for(engine.start(trainer.folder, rollout, "bfloat16", max_model_len=128, seed=0, route=route))
+        wait_for(engine.start(EngineSpec(trainer.folder, rollout, "bfloat16", max_model_len=128), route))
         try:
             yield engine, wait_for
         finally:

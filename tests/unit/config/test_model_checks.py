@@ -255,3 +255,20 @@ def test_a_damaged_index_is_refused(tmp_path: Path, text: str, message: str) -> 
     index.write_text(text)
     (problem,) = problems(of(folder))
     assert f"{index} {message}" in problem
+
+
+def test_routing_replay_needs_experts(tmp_path: Path) -> None:
+    replay = {"behaviour_policy": "recomputed", "routing_replay": "trainer"}
+    dense, experts = hf_folder(tmp_path / "dense"), hf_folder(tmp_path / "experts", **EXPERTS)
+    (problem,) = problems(of(dense, algorithm=replay))
+    assert "algorithm.routing_replay=trainer replays the choice of experts, but the model has none" in problem
+    assert "set it to none" in problem
+    check_config(of(experts, algorithm=replay))
+    (problem,) = problems(of(experts, algorithm={"routing_replay": "trainer"}))
+    assert "algorithm.routing_replay=trainer with algorithm.behaviour_policy=rollout: it replays the routes" in problem
+    assert "set behaviour_policy=recomputed, or routing_replay=none" in problem
+    rollout = {"n": 8, "max_response_length": 100, "pipeline_parallel_size": 2}
+    (problem,) = problems(of(experts, algorithm={"routing_replay": "rollout"}, rollout=rollout))
+    assert "algorithm.routing_replay=rollout with rollout.pipeline_parallel_size=2: vLLM returns routes only" in problem
+    assert "set pipeline_parallel_size=1, or routing_replay=trainer" in problem
+    check_config(of(experts, algorithm={"routing_replay": "rollout"}))

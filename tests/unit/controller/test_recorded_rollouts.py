@@ -106,6 +106,14 @@ def test_files_of_another_batch_size_or_tokenizer_are_refused_with_the_matching_
     check_files(config, folder, 2, vocab_size)  # files of finished steps need not fit
 
 
+def test_files_without_the_routes_to_replay_are_refused(config, folder, vocab_size):
+    algorithm = config.algorithm.model_copy(update={"routing_replay": "rollout"})
+    config = config.model_copy(update={"algorithm": algorithm})
+
+    with pytest.raises(UserError, match=r"has no routes, and algorithm\.routing_replay=rollout needs those of"):
+        check_files(config, folder, 0, vocab_size)
+
+
 def test_a_response_longer_than_max_response_length_is_refused(config, folder, vocab_size):
     write(folder, 1, length=5, vocab_size=vocab_size)
 

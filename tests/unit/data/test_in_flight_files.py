@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_bapo.records import (
     UnfinishedGroup,
     UnfinishedTrajectory,
 )
-from tests.unit.data.test_rollout_files import bits, groups, trajectory
+from tests.unit.data.test_rollout_files import bits, groups, routed, trajectory
 
 TOKENS = {
     "response_token_ids": pa.list_(pa.int32()),
@@ -84,6 +84,23 @@ def test_in_flight_state_is_read_back_bit_by_bit(in_flight, tmp_path):
     save_in_flight(tmp_path, in_flight)
 
     assert_equal(load_in_flight(tmp_path), in_flight)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2"])
+def test_routes_of_in_flight_state_are_read_back_bit_by_bit(in_flight, tmp_path, dtype):
+    (one, two), shape = in_flight.unfinished, (7, 3, 2)
+    routes = np.random.default_rng(0).integers(-1, 127, shape).astype(dtype)
+    partial = tuple(
+        replace(each, routes=routes[:length]) for each, length in zip(one.trajectories, (3, 7), strict=True)
+    )
+    first, second = in_flight.buffered
+    buffered = tuple(replace(e, group=g) for e, g in zip((first, second), routed(groups(), dtype), strict=True))
+    state = InFlightState(buffered, (replace(one, trajectories=partial), two))
+    save_in_flight(tmp_path, state)
+    found = load_in_flight(tmp_path)
+
+    assert_equal(found, state)
+    assert [each.routes.shape for each in found.unfinished[0].trajectories] == [(3, 3, 2), (7, 3, 2)]
 
 
 def test_arrays_of_in_flight_state_are_writable_and_aligned(in_flight, tmp_path):

@@ -62,6 +62,7 @@ def bits(trajectory: Trajectory) -> tuple:
         np.float64(trajectory.reward).tobytes(),
         (trajectory.version_spans, trajectory.finish_reason, trajectory.text, trajectory.turns),
         None if trajectory.loss_mask is None else (trajectory.loss_mask.dtype, trajectory.loss_mask.tobytes()),
+        None if trajectory.routes is None else (trajectory.routes.dtype, trajectory.routes.tobytes()),
     )
 
 
@@ -159,3 +160,31 @@ def test_lone_surrogates_are_replaced_in_text_columns_and_kept_in_json(tmp_path:
 
     assert found.prompt == replace(prompt, ground_truth="\ufffd", data_source="\ufffd")
     assert (found.trajectories[0].text, found.trajectories[0].turns) == ("4 \ufffd", turns)
+
+
+def routed(groups: list[Group], dtype: str = "i1") -> list[Group]:
+    """Return the groups with routes, except for the very first trajectory."""
+
+    def routes(trajectory: Trajectory, seed: int) -> np.ndarray | None:
+        shape = len(trajectory.prompt_token_ids) + len(trajectory.response_token_ids) - 1, 3, 2
+        return np.random.default_rng(seed).integers(-1, 127, shape).astype(dtype) if seed else None
+
+    return [
+        Group(g.prompt, tuple(replace(t, routes=routes(t, 2 * i + k)) for k, t in enumerate(g.trajectories)))
+        for i, g in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2"])
+def test_routes_are_read_back_bit_by_bit(tmp_path, dtype):
+    written = routed(groups(), dtype)
+    write_rollouts(tmp_path, HEADER, written, None)
+    header, found = read_rollouts(tmp_path / "step-00000001.parquet")
+
+    assert header == replace(HEADER, route_shape=(3, 2, np.dtype(dtype).itemsize))
+    assert [[bits(t) for t in group.trajectories] for group in found] == [
+        [bits(t) for t in group.trajectories] for group in written
+    ]
+    assert found[0].trajectories[0].routes is None
+    assert found[1].trajectories[1].routes.shape == (5, 3, 2)
+    assert found[1].trajectories[1].routes.flags.writeable

@@ -1,0 +1,36 @@
+"""What an engine is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.schema import Config
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What all ranks of an engine are started with, on every node of it."""
+
+    model_path: Path
+    """Folder of the Hugging Face checkpoint that the engine serves as policy version 0."""
+    settings: RolloutConfig
+    dtype: str
+    max_model_len: int
+    """Maximum number of tokens of prompt and response together."""
+    seed: int = 0
+    return_routes: bool = False
+    """Whether completions have the experts that a mixture-of-experts model chose for their tokens."""
+
+    @classmethod
+    def of(cls, config: Config) -> EngineSpec:
+        """Return the spec of a run's engines."""
+        return cls(
+            config.model_path.absolute(),
+            config.rollout,
+            config.model.dtype,
+            config.max_model_len,
+            config.seed,
+            config.algorithm.routing_replay == "rollout",
+        )

@@ -1,0 +1,36 @@
+"""Host memory of recorded routes."""
+
+import pytest
+
+from megatron_bapo.planning.plan import Plan
+from tests.unit.planning.examples import recipe
+
+REPLAY = ("algorithm.behaviour_policy=recomputed", "algorithm.routing_replay=trainer")
+
+
+def plan(*overrides: str) -> Plan:
+    return recipe("qwen3-30b-a3b_16gpus", *overrides)
+
+
+def test_a_rank_holds_the_routes_of_its_trajectories_and_of_its_stage() -> None:
+    without, replaying = plan(), plan(*REPLAY)
+    assert replaying.architecture.route_bytes == 48 * 8  # int8, for 128 experts
+    assert without.route_bytes == 0
+    parallel = replaying.config.parallel
+    ranks = min(parallel.world_size, replaying.assumptions.gpus_per_node)
+    assert replaying.host_bytes - without.host_bytes == pytest.approx(ranks * replaying.route_bytes, abs=1)
+    assert round(replaying.route_bytes / 2**30, 1) == 0.4  # the figure of docs/algorithms/routing_replay.md
+
+
+def test_with_the_engines_routes_the_main_node_holds_those_of_whole_batches() -> None:
+    trainers, engines = plan(*REPLAY), plan("algorithm.routing_replay=rollout")
+    stale = plan("algorithm.routing_replay=rollout", "rollout.mode=async", "rollout.max_staleness=3")
+    assert trainers.service_route_bytes == 0
+    assert engines.route_bytes == trainers.route_bytes
+    ranks = engines.config.parallel.data_parallel_size * engines.config.parallel.pipeline_model_parallel_size
+    assert engines.service_route_bytes == pytest.approx(2 * ranks * engines.route_bytes, rel=1e-6)
+    assert stale.service_route_bytes == pytest.approx(5 * ranks * engines.route_bytes, rel=1e-6)
+    num_engines = 8 // engines.config.rollout.ranks_per_engine  # on a node
+    assert engines.engine_route_bytes == engines.engine.kv_tokens * 48 * 8
+    added = engines.service_route_bytes + num_engines * engines.engine_route_bytes
+    assert engines.host_bytes - trainers.host_bytes == pytest.approx(added, abs=1)
