@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -115,11 +117,14 @@ def test_chosen_groups_take_no_memory_until_they_are_written(tmp_path: Path, gro
     batch = ScoredGroups([Group(group.prompt, (trajectory,) * N) for group in make_groups(50)], 0)
     trace = TokenTrace.of([trajectory] * NUM_GROUPS * N, range(NUM_GROUPS * N))
     examples = [Example(trajectory, 0.0, 0.0)] * NUM_GROUPS * N
+    written, run.sampler._writer = Event(), ThreadPoolExecutor(1)
+    run.sampler._writer.submit(written.wait)
     tracemalloc.start()
     run.sampler.choose(1, batch)
     run.sampler.write(run.state, trace, examples)
     taken_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
+    written.set()
     run.sampler.flush()
     run.sampler.close()
 
