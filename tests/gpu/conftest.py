@@ -30,6 +30,7 @@ ORDER = (
     "transformer_engine",
     "host_chain",
     "weight_sync",
+    "engine_nodes",
     "train_step",
 )
 """Test files in the order in which they run: what tells most about a new machine first, measurements last."""
