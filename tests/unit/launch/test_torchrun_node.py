@@ -41,6 +41,13 @@ def ray_of(node: subprocess.Popen) -> psutil.Process:
     return next(each for each in psutil.Process(node.pid).children(recursive=True) if "start" in command_line(each))
 
 
+def wait_until_made(request: StopRequest) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not request.is_made:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -104,7 +111,7 @@ def test_a_signal_to_a_torchrun_node_reaches_the_run_once_and_ray_runs_until_it_
         wait_for(tmp_path / "trains")
         wait_for(tmp_path / "ray_starts")
         os.killpg(node.pid, number)  # as a terminal does
-        assert node.wait(timeout=30) == 130
+        assert node.wait(timeout=LIMIT_S) == 130
     assert [path.name for path in tmp_path.glob("SIG*")] == ["SIGTERM"]
     calls = (tmp_path / "calls").read_text()
     assert f"start --node-ip-address={own_address()} " in calls
@@ -147,7 +154,7 @@ def test_a_run_on_one_node_whose_name_is_a_loopback_address_uses_localhost(tmp_p
         wait_for(tmp_path / "trains")
         wait_for(tmp_path / "ray_starts")
         node.terminate()
-        assert node.wait(timeout=30) == 130
+        assert node.wait(timeout=LIMIT_S) == 130
     assert "start --node-ip-address=127.0.0.1 " in (tmp_path / "calls").read_text()
 
 
@@ -163,7 +170,7 @@ def test_a_node_joins_by_the_address_from_which_it_reaches_the_head(tmp_path: Pa
     with running([LAUNCH / "ray_node.sh"], node_zero(tmp_path, **reachable_head(tmp_path))) as node:
         wait_for(tmp_path / "calls")
         node.terminate()
-        node.wait(timeout=30)
+        node.wait(timeout=LIMIT_S)
     calls = (tmp_path / "calls").read_text()
     assert "--node-ip-address=192.0.2.7 " in calls
     assert "--address=192.0.2.2:16391" in calls
@@ -183,7 +190,7 @@ def test_the_files_of_a_killed_torchrun_node_are_removed_by_the_next_one(tmp_pat
         wait_for(tmp_path / "trains")
         wait_for(tmp_path / "ray_starts")
         node.terminate()
-        assert node.wait(timeout=30) == 130
+        assert node.wait(timeout=LIMIT_S) == 130
     assert list(tmp_path.glob("bapo-*")) == []
 
 
@@ -197,7 +204,7 @@ def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_
         ray = ray_of(node)
         monkeypatch.setenv(FILE, ray.environ()[FILE])  # as in the actors that Ray starts there
         RunEnd().write(exit_code)
-        assert node.wait(timeout=30) == exit_code
+        assert node.wait(timeout=LIMIT_S) == exit_code
         assert not ray.is_running()
         assert node.stderr is not None
         assert f"the run has ended with exit code {exit_code}" in node.stderr.read()
@@ -216,14 +223,11 @@ def test_another_node_of_a_torchrun_run_that_gets_a_signal_keeps_ray_until_the_r
         request = StopRequest()
         assert not request.is_made
         node.send_signal(number)
-        deadline = time.monotonic() + LIMIT_S
-        while not request.is_made:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_made(request)
         assert node.poll() is None
         assert ray.is_running()
         RunEnd().write(130)
-        assert node.wait(timeout=30) == 130
+        assert node.wait(timeout=LIMIT_S) == 130
         assert not ray.is_running()
 
 
@@ -235,11 +239,10 @@ def test_another_node_of_a_torchrun_run_ends_at_once_by_a_signal_before_the_run_
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "ray_starts")
         if num_signals == 2:
-            ray = ray_of(node)
-            monkeypatch.setenv(FILE, ray.environ()[FILE])
-            StopRequest()
-        for _ in range(num_signals):
+            monkeypatch.setenv(FILE, ray_of(node).environ()[FILE])
+            request = StopRequest()
             node.terminate()
-            time.sleep(1)
-        assert node.wait(timeout=30) == 143
+            wait_until_made(request)
+        node.terminate()
+        assert node.wait(timeout=LIMIT_S) == 143
     assert list(tmp_path.glob("bapo-*")) == []
