@@ -10,10 +10,10 @@ BESIDE_RUNS = (
 )
 
 
-class FewRunsAtATime(LoadScopeScheduling):
-    """Each file has one worker; those of a folder that starts whole runs have the same one: deadlines are theirs."""
+class OneRunAtATime(LoadScopeScheduling):
+    """Each file has one worker, and all that starts whole runs has the same one: deadlines are theirs."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])
         starts_runs = file.parent.name in ("e2e", "cluster") and file.name not in BESIDE_RUNS
-        return str(file.parent) if starts_runs else str(file)
+        return "runs" if starts_runs else str(file)
