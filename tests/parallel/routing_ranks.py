@@ -7,6 +7,7 @@ routes and log-probs of each example; the main rank scatters the routes with `re
 """
 
 import json
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ from megatron_bapo.trainer import rollout_batch
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_trace import TokenTrace
+from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
 from megatron_bapo.trainer.worker import create_worker
 
 NOISE = 0.5
@@ -100,9 +102,10 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     traced = {index: trace.gather(index, groups) for index in chosen}
     held = [0 if e.routes is None else len(e.routes) for e in examples]
     held_by_rank = gather_objects(held, groups.data)
+    own = set(indices_with_tokens(trajectories)).intersection(chosen if "behaviour" not in case else [])
+    recomputed = gather_objects({str(i): np.array(examples[i].proximal_log_probs) for i in own}, groups.data)
     if groups.is_main:
-        recomputed = {str(i): examples[i].proximal_log_probs for i in chosen if "behaviour" not in case}
-        save_file(recomputed, out / "recomputed.safetensors")
+        save_file(dict(ChainMap(*recomputed)), out / "recomputed.safetensors")
         updated_log_probs = {str(i): np.array(traced[i].figures["log_probs"]) for i in chosen}
         save_file(updated_log_probs, out / "updated.safetensors")
         (out / "metrics.json").write_text(json.dumps({"update": metrics, "held": held_by_rank}))
