@@ -103,6 +103,11 @@ class RunDirectory:
         return self.root / "engine_events.jsonl"
 
     @property
+    def starts(self) -> Path:
+        """Times at which a trainer started, with its version, commit and hardware."""
+        return self.root / "starts.jsonl"
+
+    @property
     def restarts(self) -> Path:
         """Times and reasons of the launcher's restarts of the run."""
         return self.root / "restarts.jsonl"
@@ -125,6 +130,16 @@ class RunDirectory:
     def wandb_id(self) -> Path:
         """Id of the Weights & Biases run, which a resumed run continues."""
         return self.root / "wandb_id"
+
+    @property
+    def mlflow_id(self) -> Path:
+        """Our id of the MLflow run, one of its tags, which a resumed run continues."""
+        return self.root / "mlflow_id"
+
+    @property
+    def mlflow_database(self) -> Path:
+        """Database of MLflow, if no other one and no server is configured."""
+        return self.root / "mlflow.db"
 
     @property
     def checkpoints(self) -> Path:

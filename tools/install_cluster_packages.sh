@@ -11,7 +11,7 @@ if dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/de
     exit 0
 fi
 if ((EUID != 0)); then
-    echo "tests/cluster and tests/unit/viewer/test_page.py will be skipped: they need root and the packages ${packages[*]}" >&2
+    echo "tests/cluster and tests/unit/viewer/test_*page.py will be skipped: they need root and the packages ${packages[*]}" >&2
     exit 0
 fi
 command -v apt-get >/dev/null || { echo "no apt-get: install ${packages[*]} by hand" >&2; exit 2; }

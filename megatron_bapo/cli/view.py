@@ -9,37 +9,38 @@ import typer
 
 from megatron_bapo.cli.app import app, messages
 from megatron_bapo.errors import UserError
-from megatron_bapo.run_directory import RunDirectory
 
 
 @app.command(
-    epilog="Example: [bold]megatron-bapo view runs/quickstart[/]\n\n"
-    "Exit codes: 0 done, 2 the folder has no sampled rollouts or the input is wrong."
+    epilog="Examples: [bold]megatron-bapo view runs/quickstart[/], [bold]megatron-bapo view runs/a runs/b[/]\n\n"
+    "Exit codes: 0 done, 2 a folder holds no run or the input is wrong."
 )
 def view(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, such as runs/quickstart.")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, such as runs/quickstart.")
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
     export: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a self-contained page of one step instead.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step for --export; default: the last one.")] = None,
 ) -> None:
-    """Show the sampled rollouts of RUN_DIR in a browser, token by token.
+    """Show runs in a browser: sampled rollouts token by token, and figures and timeline as the runs write them.
 
-    The page is served on this machine only, at a URL with a secret token.
+    The pages are served on this machine only, at a URL with a secret token. Several runs share each figure.
     """
     with messages():
-        from megatron_bapo.viewer.samples import Samples
+        from megatron_bapo.viewer.server import opened, serve
 
         if step is not None and export is None:
             raise UserError("--step is for --export; add --export FILE, or choose the step on the page")
-        samples = Samples(RunDirectory(run_dir))
+        if export is not None and len(run_dirs) > 1:
+            raise UserError(f"--export writes a step of one run, but {len(run_dirs)} were given; give one RUN_DIR")
+        runs = opened(run_dirs)
         if export is not None:
             from megatron_bapo.viewer.export import export as write_page
 
-            written = write_page(samples, export, step)
+            written = write_page(runs[0].samples, export, step)
             typer.echo(f"{export} shows step {written}")
             return
-        from megatron_bapo.viewer.server import serve
-
-        serve(samples, port, lambda url: typer.echo(f"Open {url}\nCtrl-C ends the viewer."))
+        serve(runs, port, lambda url: typer.echo(f"Open {url}\nFigures: {url}run.html\nCtrl-C ends the viewer."))

@@ -31,6 +31,7 @@ os.environ.update(
     }
 )
 
+import psutil
 import ray
 from ray.exceptions import (
     ActorUnavailableError,
@@ -64,6 +65,9 @@ DIED = (
     *(NodeDiedError, LocalRayletDiedError, RpcError),
 )
 """Ray's errors of a call whose actor has ended or cannot be reached."""
+START_TRIES = 3
+START_TIMEOUT = "timed out during startup"
+"""Part of Ray's message when a node's processes have not started in time."""
 MAX_CALLS = 100_000
 """Concurrent calls of one actor whose methods are coroutines."""
 
@@ -83,7 +87,7 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
     os.environ["RAY_AUTH_TOKEN"] = _token()
     os.environ.pop("RAY_ADDRESS", None)
     with ray_folder() as folder:
-        ray.init(
+        _start(
             address="local",  # starts a new cluster even if another one runs on this machine
             num_cpus=num_actors,
             object_store_memory=object_store_mib << 20,
@@ -98,6 +102,26 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
             yield ray.get_runtime_context().gcs_address
         finally:
             ray.shutdown()
+
+
+def _start(**options: Any) -> None:
+    """Start Ray's processes, which may take Ray's 30 s on a busy machine, so this is tried again."""
+    own, others = psutil.Process(), psutil.Process().children(recursive=True)
+    for _ in range(START_TRIES):
+        try:
+            ray.init(**options)
+        except Exception as error:  # Ray raises this very class
+            for process in own.children(recursive=True):
+                if process not in others:
+                    process.kill()
+            if START_TIMEOUT not in str(error):
+                raise
+        else:
+            return
+    raise RunError(
+        f"Ray did not start on this machine within 30 s, {START_TRIES} times in a row. The machine may be too busy: "
+        "end other processes, and run the same command again"
+    )
 
 
 @cache

@@ -39,6 +39,8 @@ from megatron_bapo.trainer.worker import Worker
 LEARNING_RATE = 1e-6
 MEMORY_TOLERANCE, BYTES_TOLERANCE = 0.05, 0.01
 """Allowed relative differences between a rehearsal and the estimate."""
+ONE_AXIS = {"all-to-all": "expert", "send": "pipeline", "receive": "pipeline"}
+"""Kinds of communication of an update that cross only one axis."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,11 @@ def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:
 
 
 def _traffic(played: FakeRank, groups: ParallelGroups) -> Iterator[Traffic]:
-    """Name the groups of a rank's collectives. Where axes have the same ranks, only experts exchange tokens."""
+    """Name the groups of a rank's collectives.
+
+    Where axes have the same ranks, only experts exchange tokens. Only pipeline stages send to one rank; of two stages,
+    Megatron-Core lets one send in the group of all ranks.
+    """
     named = {
         "expert": groups.expert,
         "expert data": groups.expert_data,
@@ -234,7 +240,7 @@ def _traffic(played: FakeRank, groups: ParallelGroups) -> Iterator[Traffic]:
     }
     axes = {tuple(axis.global_ranks): name for name, axis in named.items()}
     for (ranks, kind), num_calls in sorted(played.calls.items()):
-        axis = "expert" if kind == "all-to-all" else axes.get(ranks, "other")
+        axis = ONE_AXIS.get(kind) or axes.get(ranks, "other")
         yield Traffic(axis, kind, len(ranks), num_calls, played.sent_bytes[ranks, kind])
 
 

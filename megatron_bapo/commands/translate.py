@@ -234,8 +234,9 @@ def _tidy(result: Translation) -> None:
         _leave_out(result, left)
     if not config.get("rollout.colocate"):
         _leave_out(result, ("trainer.offload", "rollout.sleep_level"), "engines have GPUs of their own")
-    if "logging.wandb.project" not in config:
-        _leave_out(result, ("logging.wandb.name",))
+    for needed, name in (("wandb.project", "wandb.name"), ("mlflow.experiment", "mlflow.run_name")):
+        if f"logging.{needed}" not in config:
+            _leave_out(result, (f"logging.{name}",))
     if config.get("algorithm.overlong.mode") != "penalty":
         _leave_out(result, ("algorithm.overlong.buffer_length", "algorithm.overlong.penalty_factor"))
     if config.get("algorithm.rollout_correction.rollout_rs") is not None:

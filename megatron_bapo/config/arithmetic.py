@@ -62,6 +62,7 @@ def _trainer_layout(config: Config) -> str:
     more = {
         "sequence parallel": parallel.sequence_parallel,
         f"{vpp} virtual stages per rank": vpp > 1,
+        "uneven pipeline stages": parallel.pipeline_model_parallel_layout is not None,
         f"{ep} expert parallel": ep > 1,
     }
     return ", ".join([text, *(name for name, holds in more.items() if holds)])

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_bapo.config.colocation_checks import colocation_problems
 from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.idle_keys import idle_key_warnings
+from megatron_bapo.config.logging_checks import logging_problems, missing_packages
 from megatron_bapo.config.model_checks import model_problems, shape_problems
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
@@ -47,7 +47,7 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError that lists all broken rules.
     """
-    missing = chain(_missing_prompt_files(config), _missing_variables(config), _missing_packages(config))
+    missing = chain(_missing_prompt_files(config), _missing_variables(config), missing_packages(config))
     return _checked(config, chain(missing, model_problems(config)))
 
 
@@ -74,7 +74,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     """Yield every broken rule that needs neither files nor the model, one line each."""
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
-        *(algorithm_problems, _data_problems, _logging_problems, colocation_problems, transformer_engine_problems),
+        *(algorithm_problems, _data_problems, logging_problems, colocation_problems, transformer_engine_problems),
     )
     return chain.from_iterable(rule(config) for rule in rules)
 
@@ -232,15 +232,6 @@ def _multiples(value: int, of: int) -> str:
     return f"{below} or {below + of}" if below else str(of)
 
 
-def _logging_problems(config: Config) -> Iterator[str]:
-    ranks, world = config.logging.profile_ranks, config.parallel.world_size
-    if not all(rank < world for rank in ranks):
-        yield (
-            f"logging.profile_ranks={list(ranks)} must be trainer ranks, which are 0 to {world - 1} "
-            f"(parallel.world_size={world}); remove the others"
-        )
-
-
 def _data_problems(config: Config) -> Iterator[str]:
     train, validation = config.data.train, config.data.validation
     for key, source in _prompt_sources(config).items():
@@ -292,12 +283,6 @@ def _missing_variables(config: Config) -> Iterator[str]:
             f"reward.remote.authorization_env={name} names an environment variable that is not set; set it to the "
             "whole Authorization header, such as 'Bearer ...'"
         )
-
-
-def _missing_packages(config: Config) -> Iterator[str]:
-    # A folder `wandb`, which wandb leaves where programs run, is found too, as a namespace package without an origin.
-    if config.logging.wandb is not None and getattr(find_spec("wandb"), "origin", None) is None:
-        yield "logging.wandb needs the package wandb, which is not installed: pip install wandb, or remove the section"
 
 
 def _prompt_sources(config: Config) -> dict[str, PromptSourceConfig]:

@@ -14,7 +14,7 @@ FOLDERS = ("models", "model", "checkpoints", "checkpoint", "ckpts", "ckpt", "wei
 """Names before the slash that belong to folders rather than to organisations."""
 RECOMPUTED = ("core_attn", "mlp", "moe")
 """Modules that parallel.recompute_modules accepts."""
-TRACKERS = ("console", "file", "tensorboard", "wandb")
+TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
 
 
 class NoCounterpart(Exception):
@@ -234,6 +234,25 @@ def _modules(foreign: Foreign) -> Converted:
     return _all(foreign, taken, f"without {', '.join(left)}" if left else "")
 
 
+def _first_stage(foreign: Foreign) -> Converted:
+    return _all(foreign, [_number(foreign.value), None if foreign.other is None else _number(foreign.other)])
+
+
+def _last_stage(foreign: Foreign) -> Converted:
+    return _all(foreign, [None if foreign.other is None else _number(foreign.other), _number(foreign.value)])
+
+
+def _stage_contents(foreign: Foreign) -> Converted:
+    """Count the layers of every model chunk in Megatron's notation, such as `Et*3|(tt|)*2t,L`."""
+    text = str(foreign.value).replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+    counts = [chunk.count("t") for chunk in text.split("|")]
+    if set(text) - set("EtL|") or not all(counts):
+        raise NoCounterpart("every model chunk has layers here, and nothing else beside the embedding and the loss")
+    return _all(foreign, counts)
+
+
 def _any(foreign: Foreign) -> Converted:
     return _all(foreign, True) if foreign.value else Converted({})
 
@@ -243,13 +262,24 @@ def _given(foreign: Foreign) -> Converted:
 
 
 def _loggers(foreign: Foreign) -> Converted:
-    names = [foreign.value] if isinstance(foreign.value, str) else list(foreign.value)
+    names = _names(foreign.value)
     absent = [name for name in names if name not in TRACKERS]
     if absent:
         raise NoCounterpart(
-            f"{', '.join(absent)} is not here; logging.wandb, logging.tensorboard and metrics.jsonl are"
+            f"{', '.join(absent)} is not here; logging.wandb, logging.mlflow, logging.tensorboard and metrics.jsonl are"
         )
     return _all(foreign, "tensorboard" in names)
+
+
+def _by_tracker(foreign: Foreign) -> Converted:
+    """Give a name to each tracker that the list beside it has."""
+    trackers, names = [ours.split(".")[1] for ours in foreign.ours], _names(foreign.other)
+    named = zip(trackers, foreign.ours, strict=True)
+    return Converted({ours: foreign.value for tracker, ours in named if tracker in names})
+
+
+def _names(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _file(foreign: Foreign) -> Converted:
@@ -334,6 +364,9 @@ CONVERSIONS: dict[str, Conversion] = {
     "two_or_more": Conversion(_two_or_more),
     "tensor_parallel_only": Conversion(_tensor_parallel_only, "true needs tensor parallelism", 1),
     "modules": Conversion(_modules, "of `core_attn`, `mlp`, `moe`"),
+    "first_stage": Conversion(_first_stage, "`[first, last]`, null where only the other is given"),
+    "last_stage": Conversion(_last_stage, "`[first, last]`, null where only the other is given"),
+    "stage_contents": Conversion(_stage_contents, "the number of `t` in every model chunk"),
     "any": Conversion(_any, "one key for parameters, gradients and optimizer"),
     "given": Conversion(_given, "a path there, true or false here"),
     "loggers": Conversion(_loggers),
@@ -341,6 +374,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "model": Conversion(_model, "a Hugging Face folder on disk, not a name on the Hub"),
     "function": Conversion(_function, "`module:function`, with `reward.type: function`"),
     "function_name": Conversion(_function_name, "`module:function`"),
+    "by_tracker": Conversion(_by_tracker, "for each of `wandb` and `mlflow` in `trainer.logger`"),
     "leave_one_out": Conversion(_leave_one_out, "`rloo` without `grpo.normalize_rewards`, else `grpo`"),
     "mib": Conversion(_mib, "/ 2^20"),
     "switch": Conversion(_by_hand),

@@ -137,5 +137,5 @@ def _fp8_shape_problems(config: Config, architecture: Architecture, where: str) 
         if number > per_stage:
             yield (
                 f"fp8.num_layers_at_{side}_in_bf16={number} must not exceed the {per_stage} layers of a pipeline "
-                "stage; lower it"
+                "stage in an even division; lower it"
             )

@@ -97,6 +97,11 @@ _CONDITIONS = (
         "parallel.overlap_grad_reduce=true",
     ),
     _Condition(
+        ("parallel.pipeline_model_parallel_layout",),
+        lambda c: c.parallel.pipeline_model_parallel_size > 1,
+        "parallel.pipeline_model_parallel_size of 2 or more",
+    ),
+    _Condition(
         ("parallel.cp_comm_type",),
         lambda c: c.parallel.context_parallel_size > 1,
         "parallel.context_parallel_size of 2 or more",

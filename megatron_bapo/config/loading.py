@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from megatron_bapo.config.schema import Config, Section
 from megatron_bapo.config.yaml_text import parse_yaml
 from megatron_bapo.errors import UserError
+from megatron_bapo.text import without_credentials
 
 EXTENDS = "extends"
 TO_SET = "???"
@@ -78,7 +79,7 @@ def load_section(section: type[AnySection], path: str | Path, overrides: Sequenc
         problems = [f"  {problem}" for problem in problems_of(error, section, document)]
     source = " ".join([str(path), *(f"with {override}" for override in overrides)])
     plural = "s" if len(problems) > 1 else ""
-    raise UserError("\n".join([f"{source}: {len(problems)} problem{plural}", *problems]))
+    raise UserError(without_credentials("\n".join([f"{source}: {len(problems)} problem{plural}", *problems])))
 
 
 def dump_config(config: Section) -> str:

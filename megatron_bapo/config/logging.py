@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from megatron_bapo.config.section import NonNegativeInt, Section
+from megatron_bapo.run_directory import RunDirectory
+
+MLFLOW_SCHEMES: Final = ("http", "https", "databricks", "sqlite", "postgresql", "mysql", "mssql")
+"""Kinds of tracking servers and databases that MLflow writes to."""
 
 
 class MismatchAlarmsConfig(Section):
@@ -42,6 +49,49 @@ class WandbConfig(Section):
     mode: Literal["online", "offline"] | None = None
     """`online` uploads metrics during the run; `offline` writes them to wandb/ in the run directory for a later
     `wandb sync`; null: the environment variable WANDB_MODE, else `online`."""
+    rollouts: bool = False
+    """Send the responses of `logging.rollouts`, too, as tables of at most 128 responses a step and 4,000 characters a
+    text. Prompts and responses then leave the machine."""
+
+
+class MlflowConfig(Section):
+    """Metrics and configuration to MLflow, in addition to the run directory; needs the package mlflow-skinny or mlflow.
+
+    Credentials come from the environment variables MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or
+    MLFLOW_TRACKING_TOKEN, where `train` runs. A resumed run continues its MLflow run.
+    """
+
+    experiment: Annotated[str, Field(min_length=1)]
+    """Name of the MLflow experiment, which is created if it is missing."""
+    tracking_uri: str | None = None
+    """URI of the tracking server (http:// or https://), `databricks`, or a database such as sqlite:////folder/file.db,
+    without credentials; null: the environment variable MLFLOW_TRACKING_URI, else mlflow.db in the run directory."""
+    run_name: str | None = None
+    """Name of the MLflow run; null: the name of the run directory."""
+    tags: dict[Annotated[str, Field(pattern=r"^[\w.\- :]+$", max_length=250)], str] = Field(default_factory=dict)
+    """MLflow tags of the run, by name."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _has_no_credentials(cls, uri: str | None) -> str | None:
+        if uri is None:
+            return None
+        if re.match(rf"({'|'.join(MLFLOW_SCHEMES)})\b", uri) is None:
+            raise ValueError(
+                f"logging.mlflow.tracking_uri must start with one of {', '.join(MLFLOW_SCHEMES)}. MLflow has given up "
+                "folders of files: use sqlite:////folder/file.db"
+            )
+        if "@" in uri or "?" in uri:
+            raise ValueError(
+                "logging.mlflow.tracking_uri has a user or a query, which config.yaml and logs would show; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or give the whole URI as MLFLOW_TRACKING_URI"
+            )
+        return uri
+
+    def resolved_uri(self, run_dir: Path) -> str:
+        """Return the URI of the tracking server or database, which has credentials if the environment's has."""
+        database = RunDirectory(run_dir).mlflow_database
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{database}"
 
 
 class RolloutSamplesConfig(Section):
@@ -62,6 +112,7 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     """Write metrics for TensorBoard to tensorboard/."""
     wandb: WandbConfig | None = None
+    mlflow: MlflowConfig | None = None
     memory_snapshot_step: PositiveInt | None = None
     """Step in which the GPU allocations are recorded with their stacks, to `memory/rank-*.pickle` for
     pytorch.org/memory_viz; null: none. Recording slows the step down."""

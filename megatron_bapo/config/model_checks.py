@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
+from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.errors import UserError
 
@@ -91,16 +92,10 @@ def _index_problems(folder: Path, index: Path) -> Iterator[str]:
 def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     """Yield the broken rules that depend on the architecture; `where` names its source in messages."""
     parallel = config.parallel
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tp = parallel.tensor_model_parallel_size
     yield from split_problems(architecture, where, "parallel.tensor_model_parallel_size", tp)
     yield from split_problems(architecture, where, "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
-    vpp = parallel.virtual_pipeline_model_parallel_size
-    if architecture.num_hidden_layers % (pp * vpp):
-        virtual = f" x virtual_pipeline_model_parallel_size={vpp}" if vpp > 1 else ""
-        yield (
-            f"{where}: num_hidden_layers={architecture.num_hidden_layers} must be a multiple of "
-            f"parallel.pipeline_model_parallel_size={pp}{virtual}, which splits them; choose a size that divides it"
-        )
+    yield from division_problems(architecture, parallel, where)
     yield from _expert_problems(config, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
     heads = architecture.num_attention_heads

@@ -89,6 +89,10 @@ class ParallelConfig(Section):
     """Pipeline parallelism: the number of stages that the layers are split into."""
     virtual_pipeline_model_parallel_size: PositiveInt = 1
     """Number of model chunks per pipeline stage; more than 1 selects the interleaved schedule."""
+    pipeline_model_parallel_layout: Literal["auto"] | tuple[PositiveInt | None, ...] | None = None
+    """Layers of the pipeline stages: as many in each (null), balanced by FLOPs including the output layer's (`auto`),
+    or a list. Two numbers are the layers of the first and the last stage, null for as many as in those between, which
+    share the rest evenly; pipeline x virtual size numbers are the layers of every model chunk in model order."""
     context_parallel_size: PositiveInt = 1
     """Context parallelism: the number of ranks that each sequence is split over. Each rank holds two of its
     2 x context_parallel_size chunks (zigzag)."""

@@ -55,6 +55,7 @@ from megatron_bapo.errors import INTERRUPTED, ProbeFailed, RunError, StorageFail
 from megatron_bapo.freed_memory import HEAP_VARIABLES
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
+from megatron_bapo.metrics.mlflow_sink import following_to_mlflow
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
 from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
@@ -94,7 +95,7 @@ def run_training(config: Config, rollouts_from: Path | None = None, num_nodes: i
         warm_start_steps = config.warm_start.num_steps if config.warm_start else 0
         display = ProgressDisplay(config.trainer.total_steps, num_warm_start_steps=warm_start_steps, console=console)
         restarts = Restarts(directory, config.trainer.max_restarts)
-        with Interrupts() as interrupts, display:
+        with Interrupts() as interrupts, display, following_to_mlflow(config, directory, display.warn):
             while failure := _run_planes(config, directory, display, interrupts, restarts, rollouts_from, placement):
                 console.print(restarts.use(failure), soft_wrap=True)
                 if num_nodes is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
 from megatron_bapo.data.rollout_samples import remove_samples_after
+from megatron_bapo.data.rollout_table import COLUMNS, rollout_table
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import (
     JsonlSink,
@@ -23,6 +23,7 @@ from megatron_bapo.metrics.sinks import (
     TensorBoardSink,
     UpdateRow,
     read_rows,
+    tracker_id,
     truncate_after,
 )
 from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_after, write_token_table
@@ -70,9 +71,10 @@ class Recorder:
                 "validation": state.step,
             }
             self._tensorboard = TensorBoardSink(directory.tensorboard, resume_steps=resume_steps)
-        self._wandb = None
+        self._wandb, self._sends_rollouts = None, False
         if config.logging.wandb is not None:
-            self._wandb = WandbSink(config, _identity(directory.wandb_id), num_rows=len(rows))
+            self._sends_rollouts = config.logging.wandb.rollouts
+            self._wandb = WandbSink(config, tracker_id(directory.wandb_id), num_rows=len(rows))
         self.phase("loading")
         self.recorded = {(row["phase"], row["step"]) for row in rows}
         """Phases and steps of the rows that are already in the metrics file."""
@@ -91,7 +93,8 @@ class Recorder:
             values["training/mismatch_alarms"] = float(len(alarms))
             for alarm in alarms:
                 _log.warning("step %d: %s", step, alarm)
-        row = MetricsRow(step=step, phase=phase, time_s=time.monotonic() - self._start, metrics=values)
+        time_s, unix_s = time.monotonic() - self._start, round(time.time(), 3)
+        row = MetricsRow(step=step, phase=phase, time_s=time_s, unix_s=unix_s, metrics=values)
         self._metrics.write(row)
         if self._tensorboard is not None:
             self._tensorboard.write(row)
@@ -127,6 +130,11 @@ class Recorder:
         )
         write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 
+    def add_sampled(self, path: Path) -> None:
+        """Have the next row send the sampled rollouts in the file to wandb, if that is configured."""
+        if self._wandb is not None and self._sends_rollouts:
+            self._wandb.add_table("rollouts", COLUMNS, rollout_table(path))
+
     def write_samples(self, rows: list[SampleRow]) -> None:
         for row in rows:
             self._samples.write(row)
@@ -138,13 +146,6 @@ class Recorder:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.close()
-
-
-def _identity(file: Path) -> str:
-    """Return the identity in the file; the first call creates a random one."""
-    if not file.exists():
-        write_line(file, secrets.token_hex(4))
-    return file.read_text()
 
 
 def _outcomes(metrics: Mapping[str, float | None]) -> dict[str, Metric]:

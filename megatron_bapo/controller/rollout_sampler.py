@@ -11,20 +11,20 @@ In between the main rank keeps them in unnamed files, because they may take as m
 from __future__ import annotations
 
 import hashlib
-import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import BinaryIO
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunState
+from megatron_bapo.data.in_flight_files import read_groups, write_groups
 from megatron_bapo.data.rollout_samples import (
     TOKENIZER_FILE,
     SampledGroup,
@@ -34,11 +34,11 @@ from megatron_bapo.data.rollout_samples import (
 )
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import BufferedGroup, Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer, text_of
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.token_trace import TokenTrace
+from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 
 
 @dataclass
@@ -48,10 +48,12 @@ class RolloutSampler:
     config: Config
     folder: Path
     groups: ParallelGroups
+    on_written: Callable[[Path], None] | None = None
+    """Called in the thread with each complete file, on the main rank."""
     _chosen: list[int] = field(default_factory=list)
     """Indices of the current step's groups in the batch, on the main rank."""
-    _groups_file: IO[bytes] | None = None
-    """These groups, pickled, on the main rank in a step that is due."""
+    _groups_file: BinaryIO | None = None
+    """These groups, with their indices as serial numbers, on the main rank in a step that is due."""
     _writer: ThreadPoolExecutor | None = None
     _written: Future[None] | None = None
     _decode: Callable[[list[list[int]]], list[str]] | None = None
@@ -64,7 +66,8 @@ class RolloutSampler:
         # A prompt that was chosen once is chosen again in a later epoch, so that its responses can be compared.
         order = sorted(range(len(scored.groups)), key=lambda i: self._rank_of(scored.groups[i]))
         self._chosen = sorted(order[: self.config.logging.rollouts.num_prompts])
-        self._groups_file = self._pickled(scored.groups[index] for index in self._chosen)
+        self._groups_file = self._file()
+        write_groups(self._groups_file, (BufferedGroup(index, scored.groups[index]) for index in self._chosen))
 
     def trace(self, step: int, trajectories: Sequence[Trajectory]) -> TokenTrace:
         """Return an empty trace of the chosen prompts' trajectories in the batch. Collective in a step that is due."""
@@ -76,12 +79,15 @@ class RolloutSampler:
         """Gather the figures and have the main rank's thread write them as those of the next step. Collective."""
         if not trace.starts:
             return
-        figures = (self._gathered(trace, index, examples[index]) for index in trace.starts)
-        if not self.groups.is_main:
-            for _ in figures:
-                pass
+        figures_file = self._file() if self.groups.is_main else None
+        for index in trace.starts:
+            traced = trace.gather(index, self.groups)
+            if traced is not None and figures_file is not None:
+                for array in (traced.columns, np.asarray(examples[index].advantage)):
+                    np.save(figures_file, array, allow_pickle=False)
+        if figures_file is None:
             return
-        figures_file, groups_file, config = self._pickled(figures), self._groups_file, self.config
+        groups_file, config = self._groups_file, self.config
         assert groups_file is not None, "the main rank has chosen groups"
         header = SampleHeader(
             step=state.step + 1,
@@ -94,27 +100,13 @@ class RolloutSampler:
         self.flush()
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, "sampled-rollouts")
-        self._written = self._writer.submit(self._write, header, self._chosen, groups_file, figures_file)
+        self._written = self._writer.submit(self._write, header, groups_file, figures_file)
         self._chosen, self._groups_file = [], None
 
-    def _gathered(self, trace: TokenTrace, index: int, example: Example) -> dict[str, Any]:
-        """Return the fields of a `SampledResponse` except its trajectory, on the main rank. Collective."""
-        traced, fields = trace.gather(index, self.groups), {"advantages": example.advantage}
-        if traced is None or not traced.update:
-            return fields
-        if self.config.algorithm.behaviour_policy == "recomputed":
-            fields["proximal_log_probs"] = traced.figures["ratio_log_probs"]
-        bounds = {"clip_low": traced.clip_low, "clip_high": traced.clip_high}
-        return fields | {"update": traced.update, "figures": traced.figures, **bounds}
-
-    def _pickled(self, values: Iterator[Any]) -> IO[bytes]:
-        """Return an unnamed file in the run directory that has the values, one after the other."""
+    def _file(self) -> BinaryIO:
+        """Return an unnamed file in the run directory."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115, the thread that reads it closes it
-        for value in values:
-            pickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
-        file.seek(0)
-        return file
+        return tempfile.TemporaryFile(dir=self.folder)
 
     def flush(self) -> None:
         """Return when the last file is complete; raises the error that its thread met."""
@@ -127,13 +119,35 @@ class RolloutSampler:
         if self._writer is not None:
             self._writer.shutdown()
 
-    def _write(
-        self, header: SampleHeader, chosen: Sequence[int], groups_file: IO[bytes], figures_file: IO[bytes]
-    ) -> None:
+    def _write(self, header: SampleHeader, groups_file: BinaryIO, figures_file: BinaryIO) -> None:
         if self._decode is None:
             self._decode = _decoder(self.config.model_path, self.folder)
         with groups_file, figures_file:
-            write_samples(self.folder, header, _sampled(chosen, groups_file, figures_file), self._decode)
+            groups_file.seek(0)
+            figures_file.seek(0)
+            groups = (
+                self._sampled(group, figures_file)
+                for group in read_groups(groups_file)
+                if isinstance(group, BufferedGroup)
+            )
+            written = write_samples(self.folder, header, groups, self._decode)
+        if self.on_written is not None:
+            self.on_written(written)
+
+    def _sampled(self, saved: BufferedGroup, figures_file: BinaryIO) -> SampledGroup:
+        """Return the group with the figures of its responses, which come next in the file."""
+        recomputed = self.config.algorithm.behaviour_policy == "recomputed"
+
+        def response(trajectory: Trajectory) -> SampledResponse:
+            traced = TracedTrajectory(np.load(figures_file, allow_pickle=False))
+            advantages = np.broadcast_to(np.load(figures_file, allow_pickle=False), trajectory.num_sampled)
+            if not traced.update:
+                return SampledResponse(trajectory, advantages)
+            figures, (low, high) = traced.figures, traced.clip_bounds
+            log_probs = figures["ratio_log_probs"] if recomputed else None
+            return SampledResponse(trajectory, advantages, log_probs, traced.update, low, high, figures)
+
+        return SampledGroup(saved.serial, saved.group, tuple(map(response, saved.group.trajectories)))
 
     def _is_due(self, step: int) -> bool:
         every = self.config.logging.rollouts.every_steps
@@ -142,19 +156,6 @@ class RolloutSampler:
     def _rank_of(self, group: Group) -> bytes:
         """Return a random number that depends on the prompt and the seed only."""
         return hashlib.sha256(f"{self.config.seed} {group.prompt.prompt_id!a}".encode()).digest()
-
-
-def _sampled(chosen: Sequence[int], groups_file: IO[bytes], figures_file: IO[bytes]) -> Iterator[SampledGroup]:
-    """Yield the groups with the indices `chosen` in the batch from the files of `RolloutSampler`."""
-
-    def response(trajectory: Trajectory) -> SampledResponse:
-        fields = pickle.load(figures_file)
-        advantages = np.broadcast_to(fields.pop("advantages"), trajectory.num_sampled)
-        return SampledResponse(trajectory, advantages, **fields)
-
-    for index in chosen:
-        group: Group = pickle.load(groups_file)
-        yield SampledGroup(index, group, tuple(map(response, group.trajectories)))
 
 
 def _decoder(model_path: Path, folder: Path) -> Callable[[list[list[int]]], list[str]]:

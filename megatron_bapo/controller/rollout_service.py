@@ -291,7 +291,9 @@ class RolloutService:
         return await score_group(group, self._scorer)
 
     def _record_request(self, request: CompletedRequest) -> None:
-        self._rows.write(self._directory.requests, {"step": self._scheduler.num_batches + 1, **vars(request)})
+        start_s = time.time() - asyncio.get_running_loop().time()
+        unix_s = {name: round(start_s + vars(request)[name], 6) for name in ("sent_s", "answered_s")}
+        self._rows.write(self._directory.requests, {"step": self._scheduler.num_batches + 1, **vars(request)} | unix_s)
 
     def _quarantine(self, reason: QuarantinedPrompt) -> None:
         self._rows.write(self._directory.quarantined, {"prompt_id": reason.prompt_id, "failures": reason.failures})

@@ -34,7 +34,8 @@ def write_run_report(run_dir: Path) -> Path:
         f"DP {parallel.data_parallel_size}; {config.rollout.num_engines} vLLM engine(s)",
         "steps": f"{len(train)} of {config.trainer.total_steps}, {config.trainer.updates_per_step} updates each",
         "minutes": f"{rows[-1]['time_s'] / 60:.1f}" if rows else "0",
-    }
+        "seed": config.seed,
+    } | _starts(directory)
     return write_report(
         run_dir,
         title=f"{config.algorithm.objective.upper()} run {run_dir.name}",
@@ -43,6 +44,16 @@ def write_run_report(run_dir: Path) -> Path:
         samples=read_rows(directory.samples) if directory.samples.is_file() else [],
         config_yaml=dump_config(config),
     )
+
+
+def _starts(directory: RunDirectory) -> dict[str, str]:
+    """Return commit and hardware of all starts of the run, each once; nothing for a run of an earlier version."""
+    rows = read_rows(directory.starts) if directory.starts.is_file() else []
+    facts = {
+        "commit": dict.fromkeys(row["commit"] or f"version {row['version']}" for row in rows),
+        "hardware": dict.fromkeys(row["hardware"] for row in rows),
+    }
+    return {name: ", then ".join(values) for name, values in facts.items() if values}
 
 
 def accuracies(rows: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:

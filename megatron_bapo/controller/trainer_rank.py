@@ -19,6 +19,7 @@ with collector_paused():
     from megatron_bapo.config.loading import load_config
     from megatron_bapo.config.schema import Config
     from megatron_bapo.controller.colocation import ColocationManager
+    from megatron_bapo.controller.provenance import record_start
     from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
     from megatron_bapo.controller.recorder import Recorder
     from megatron_bapo.controller.rollout_client import RolloutClient
@@ -28,7 +29,7 @@ with collector_paused():
     from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
     from megatron_bapo.parallel.device_check import check_device
     from megatron_bapo.parallel.groups import create_groups
-    from megatron_bapo.parallel.platform import set_host_threads, start_distributed
+    from megatron_bapo.parallel.platform import device_name, set_host_threads, start_distributed
     from megatron_bapo.parallel.telemetry import start_telemetry
     from megatron_bapo.run_directory import RunDirectory
     from megatron_bapo.trainer.checkpoint import load_checkpoint
@@ -72,6 +73,7 @@ def start_run(config: Config, args: RankArgs) -> Run:
     worker = create_worker(config, config.model_path, groups)
     if groups.is_main:
         paths = fused_paths(worker.model, worker.optimizer, fused_kernels=worker.fused_kernels)
+        record_start(directory, device_name(), config.parallel.world_size)
         print("fused paths:", ", ".join(f"{operation} by {path}" for operation, path in paths.items()), flush=True)
     saved = broadcast_object(directory.newest_checkpoint, groups)
     state = RunState() if saved is None else RunState.from_json(load_checkpoint(worker, saved))
@@ -84,7 +86,7 @@ def start_run(config: Config, args: RankArgs) -> Run:
     transport = None
     if isinstance(source, str):
         transport = weight_transport(worker, args.store_folder, sender_hosts, args.engine_hosts)
-    sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
+    sampler = RolloutSampler(config, directory.sampled_rollouts, groups, recorder and recorder.add_sampled)
     return Run(config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, start_telemetry())
 
 

@@ -96,12 +96,25 @@ class _Joined:
         return self._buffered[index] if index < num else self._unfinished[index - num]
 
 
-def _write_shard(path: Path, groups: _Joined, indices: Iterable[int]) -> None:
+def write_groups(file: BinaryIO, groups: Iterable[_Saved]) -> None:
+    """Write a record for each group that has tokens, and the last line."""
+    num_groups = sum(_write_group(file, group) for group in groups)
+    _write_line(file, {"kind": "end", "num_groups": num_groups})
+
+
+def read_groups(file: BinaryIO) -> Iterator[_Saved]:
+    """Yield what `write_groups` wrote, bit-identical. Raises ValueError, KeyError or TypeError if it is damaged."""
     num_groups = 0
+    while (head := json.loads(file.readline()))["kind"] != "end":
+        yield _read_group(file, head)
+        num_groups += 1
+    if head["num_groups"] != num_groups:
+        raise ValueError(f"it has {num_groups} groups, and its end says {head['num_groups']}")
+
+
+def _write_shard(path: Path, groups: _Joined, indices: Iterable[int]) -> None:
     with path.open("wb") as file:
-        for index in indices:
-            num_groups += _write_group(file, groups[index])
-        _write_line(file, {"kind": "end", "num_groups": num_groups})
+        write_groups(file, (groups[index] for index in indices))
         file.flush()
         os.fsync(file.fileno())
 
@@ -173,16 +186,11 @@ def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:
 
 
 def _read_shard(path: Path) -> list[_Saved]:
-    groups: list[_Saved] = []
     try:
         with path.open("rb") as file:
-            while (head := json.loads(file.readline()))["kind"] != "end":
-                groups.append(_read_group(file, head))
-        if head["num_groups"] != len(groups):
-            raise ValueError(f"it has {len(groups)} groups, and its end says {head['num_groups']}")
+            return [*read_groups(file)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged: {error}. Delete it; its rollouts are then generated again") from None
-    return groups
 
 
 def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:

@@ -1,4 +1,4 @@
-"""Questions from reasoning-gym's procedural generators (https://github.com/open-thought/reasoning-gym)."""
+"""Questions from reasoning-gym's procedural generators (https://github.com/open-thought/reasoning-gym) and our own."""
 
 from __future__ import annotations
 
@@ -85,6 +85,8 @@ def _entries(name: str, params: dict[str, Any], seed: int) -> Iterator[dict[str,
 def _create_dataset(name: str, params: dict[str, Any], seed: int) -> Any:
     # The import takes a second, so it is deferred to runs that need it.
     from reasoning_gym.factory import DATASETS, create_dataset
+
+    from megatron_bapo.tasks import grid_walk as grid_walk  # registers the task
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1, cutoff=0.0)[0]

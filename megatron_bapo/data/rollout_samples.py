@@ -123,8 +123,8 @@ def write_samples(
     header: SampleHeader,
     groups: Iterable[SampledGroup],
     texts: Callable[[list[list[int]]], list[str]],
-) -> None:
-    """Write `folder/step-00000012.parquet` atomically, one row group after the other as `groups` are read.
+) -> Path:
+    """Write `folder/step-00000012.parquet` atomically, one row group after the other as `groups` are read; return it.
 
     `texts` decodes the responses whose text was dropped.
     """
@@ -148,7 +148,7 @@ def write_samples(
             for row, text in zip(missing, texts([row["response_token_ids"].tolist() for row in missing]), strict=True):
                 row["text"] = without_lone_surrogates(text)
             writer.write_table(pa.Table.from_pylist(part, schema))
-    partial.replace(path)
+    return partial.replace(path)
 
 
 def sample_files(folder: Path) -> dict[int, Path]:

@@ -21,6 +21,10 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 
 _INK, _QUIET, _GRID = "#33383D", "#6B7278", "#E7E9EB"
 _FEW_POINTS = 16
+_STRIPE = 4.0
+"""Length of a stripe in widths of the line."""
+_SAME = 0.005
+"""Share of the range of all values by which curves that coincide may differ."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": ["sans-serif"],
@@ -86,7 +90,7 @@ def curve_figure(
         if stacked:
             _plot_areas(axes, series)
         else:
-            _plot_curves(axes, series, smoothing)
+            _plot_curves(axes, series, smoothing, log_y=log_y)
         if target is not None:
             axes.axhline(target, color=_QUIET, linewidth=1.1, dashes=(4, 3), label=f"target {target:.3g}")
         if log_y and any(value > 0 for curve in series for value in curve.y):
@@ -103,14 +107,45 @@ def curve_figure(
         return _svg(figure)
 
 
-def _plot_curves(axes: Axes, series: Sequence[Series], smoothing: float) -> None:
-    for index, curve in enumerate(series):
+def _plot_curves(axes: Axes, series: Sequence[Series], smoothing: float, *, log_y: bool) -> None:
+    """Plot the curves. Where one would hide earlier ones, it is striped, and its points are rings around theirs."""
+    shown = [np.array(_moving_average(curve.y, smoothing) if smoothing else curve.y, float) for curve in series]
+    under = _num_hidden([curve.x for curve in series], shown, log_y=log_y)
+    for index, (curve, y) in enumerate(zip(series, shown, strict=True)):
         colour = PALETTE[index % len(PALETTE)]
-        marker = "o" if len(curve.x) <= _FEW_POINTS else None
+        marker = "o" if np.isfinite(y).sum() <= _FEW_POINTS else None
         if smoothing:
             axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.35)
-        y = _moving_average(curve.y, smoothing) if smoothing else curve.y
-        axes.plot(curve.x, y, color=colour, marker=marker, markersize=4, label=curve.name)
+        # A segment is striped if both of its ends coincide with those of earlier curves.
+        segments = np.minimum(under[index][:-1], under[index][1:]) if len(y) > 1 else under[index]
+        for num in sorted({0, *segments.tolist()}):
+            kept = np.zeros(len(y), bool)
+            kept[: len(segments)] |= segments == num
+            kept[len(y) - len(segments) :] |= segments == num
+            axes.plot(
+                curve.x,
+                np.where(kept, y, np.nan),
+                color=colour,
+                marker=marker,
+                markersize=4 + 3 * min(num, 2),
+                markerfacecolor="none" if num else colour,
+                linestyle=(0, (_STRIPE, _STRIPE * num)) if num else "-",
+                label=None if num else curve.name,
+            )
+
+
+def _num_hidden(xs: Sequence[Sequence[float]], ys: Sequence[np.ndarray], *, log_y: bool) -> list[np.ndarray]:
+    """Return, for each point of each curve, how many earlier curves have nearly the same value there."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heights = [np.where(y > 0, np.log10(y), np.nan) if log_y else y for y in ys]
+    finite = np.concatenate([height[np.isfinite(height)] for height in heights])
+    tolerance = _SAME * float(np.ptp(finite)) if len(finite) else 0.0
+    found, earlier = list[np.ndarray](), list[dict[float, float]]()
+    for x, height in zip(xs, heights, strict=True):
+        others = np.array([[known.get(each, math.nan) for each in x] for known in earlier]).reshape(-1, len(x))
+        found.append((np.abs(others - height) <= tolerance).sum(axis=0))
+        earlier.append(dict(zip(x, height.tolist(), strict=True)))
+    return found
 
 
 def _plot_areas(axes: Axes, series: Sequence[Series]) -> None:

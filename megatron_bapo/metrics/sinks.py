@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, NotRequired, Self, TypedDict
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -30,6 +31,8 @@ class MetricsRow(TypedDict):
     phase: Phase
     time_s: float
     """Seconds since the run started."""
+    unix_s: NotRequired[float]
+    """Unix time at which the row was written; absent in rows of earlier versions."""
     metrics: Mapping[str, float | None]
 
 
@@ -134,6 +137,26 @@ class TensorBoardSink:
         return writer
 
 
+def tracker_values(row: MetricsRow) -> dict[str, float]:
+    """Return a row's values under the names of trackers that have one space of names for all phases.
+
+    Metrics of training and `val/*` keep their names; the others get their phase as prefix.
+    """
+    phase, metrics = row["phase"], row["metrics"]
+    return {
+        name if phase == "train" or name.startswith("val/") else f"{phase}/{name}": value
+        for name, value in metrics.items()
+        if value is not None
+    }
+
+
+def tracker_id(file: Path) -> str:
+    """Return the id of the run at a tracker, which a file keeps; the first call creates a random one."""
+    if not file.exists():
+        replace_text(file, secrets.token_hex(4))
+    return file.read_text()
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all complete rows of a file that a JsonlSink wrote; an incomplete last line is ignored.
 
@@ -142,11 +165,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _lines_and_rows(path)]
 
 
-def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete rows from byte `offset` on and the offset after them, to follow a growing file."""
+def read_new_rows(path: Path, offset: int, max_bytes: int = -1) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete rows from byte `offset` on and the offset after them, to follow a growing file.
+
+    At most `max_bytes` are read, if the number is not negative.
+    """
     with path.open("rb") as file:
         file.seek(offset)
-        complete, newline, _ = file.read().rpartition(b"\n")
+        complete, newline, _ = file.read(max_bytes).rpartition(b"\n")
     return [json.loads(line) for line in complete.splitlines()], offset + len(complete) + len(newline)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.metrics.sinks import MetricsRow, Phase
+from megatron_bapo.metrics.sinks import MetricsRow, Phase, tracker_values
 
 STEP_AXES: Final[dict[Phase, str]] = {
     "warm_start": "warm_start/global_step",
@@ -24,8 +26,8 @@ FINISH_TIMEOUT_S: Final = 120.0
 class WandbSink:
     """Writes all phases to one wandb run, which is created or continued by its id.
 
-    Metrics of training and `val/*` keep their names; the others get their phase as prefix. The index of a row among all
-    rows is wandb's step, also in a resumed run, so that wandb ignores rows that it already has.
+    The index of a row among all rows is wandb's step, also in a resumed run, so that wandb ignores rows that it already
+    has.
 
     Raises UserError if wandb's server rejects the API key or wandb rejects an environment variable such as WANDB_MODE,
     RunError if the server cannot be reached.
@@ -47,7 +49,7 @@ class WandbSink:
                 name=settings.name or config.run_dir.name,
                 config=config.model_dump(mode="json"),
                 settings=wandb.Settings(console="off", finish_timeout=FINISH_TIMEOUT_S),
-                **settings.model_dump(exclude={"name", "mode"}),
+                **settings.model_dump(exclude={"name", "mode", "rollouts"}),
             )
         except ValidationError as error:  # of wandb's settings, such as WANDB_MODE=of
             raise UserError(f"logging.wandb: {error}") from error
@@ -58,21 +60,34 @@ class WandbSink:
         except CommError as error:
             raise RunError(f"logging.wandb: {error}; logging.wandb.mode=offline trains without its server") from error
         self._num_rows, self._defined = num_rows, set[str]()
+        self._waiting: SimpleQueue[tuple[str, Sequence[str], Sequence[Sequence[Any]]]] = SimpleQueue()
 
     def write(self, row: MetricsRow) -> None:
-        phase, axis = row["phase"], STEP_AXES[row["phase"]]
-        values: dict[str, float] = {axis: row["step"]}
-        for name, value in row["metrics"].items():
-            if value is None:
-                continue
-            if phase != "train" and not name.startswith("val/"):
-                name = f"{phase}/{name}"
-            if name not in self._defined:
-                self._run.define_metric(name, step_metric=axis)
-                self._defined.add(name)
-            values[name] = value
-        self._run.log(values, step=self._num_rows)
+        axis = STEP_AXES[row["phase"]]
+        values = tracker_values(row)
+        for name in values.keys() - self._defined:
+            self._run.define_metric(name, step_metric=axis)
+        self._defined |= values.keys()
+        self._run.log({axis: row["step"], **values, **self._tables()}, step=self._num_rows)
         self._num_rows += 1
 
+    def add_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Have the next row log a table; any thread may call this."""
+        self._waiting.put((name, columns, rows))
+
     def close(self) -> None:
+        if self._num_rows and (tables := self._tables()):
+            self._run.log(tables, step=self._num_rows - 1)  # another step would be the next row's of a resumed run
         self._run.finish()
+
+    def _tables(self) -> dict[str, Any]:
+        """Return the tables that wait, by name; two of one name become one."""
+        from wandb import Table
+
+        found: dict[str, Any] = {}
+        while not self._waiting.empty():
+            name, columns, rows = self._waiting.get()
+            table = found.setdefault(name, Table(columns=list(columns), allow_mixed_types=True))
+            for row in rows:
+                table.add_data(*row)
+        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.fp8 import Fp8Config
+from megatron_bapo.config.pipeline_layers import chunk_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.precision import fp8_settings
 from megatron_bapo.parallel.megatron import TransformerConfig
@@ -62,13 +64,13 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_layout(parallel),
+        **_layout(architecture, parallel),
         **_experts(architecture, grouped=fused),
         **fp8_settings(fp8),
     )
 
 
-def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+def _layout(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
         "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
@@ -85,11 +87,22 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
+    chunks = chunk_layers(architecture, parallel)
+    if len({len(layers) for layers in chunks}) > 1:
+        settings["pipeline_model_parallel_layout"] = _chunk_contents(chunks)
     if parallel.recompute_granularity == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif parallel.recompute_granularity == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)}
     return settings
+
+
+def _chunk_contents(chunks: Sequence[range]) -> list[list[str]]:
+    """Return what each model chunk computes, in Megatron's words."""
+    contents = [["decoder"] * len(layers) for layers in chunks]
+    contents[0].insert(0, "embedding")
+    contents[-1].append("loss")
+    return contents
 
 
 def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:

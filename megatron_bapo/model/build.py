@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.model.hf_mapping import global_name
@@ -24,7 +25,6 @@ from megatron_bapo.parallel.megatron import (
     GPTModel,
     TransformerConfig,
     finalize_model_grads,
-    get_transformer_layer_offset,
 )
 from megatron_bapo.parallel.platform import has_gpu, local_device
 
@@ -99,8 +99,10 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
     parallel = config.parallel
     megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
     ddp = DistributedDataParallelConfig() if frozen else ddp_config(parallel, fp8_param=megatron.fp8_param)
+    layers = stage_layers(architecture, parallel, groups.pipeline.rank)
     chunks = tuple(
-        _build_chunk(architecture, megatron, ddp, groups, index, frozen) for index in range(groups.num_virtual_stages)
+        _build_chunk(architecture, megatron, ddp, groups, index, layers[index], frozen)
+        for index in range(groups.num_virtual_stages)
     )
     num_local_experts = architecture.num_experts // groups.expert.size
     routing = None
@@ -118,10 +120,11 @@ def _build_chunk(
     ddp_config: DistributedDataParallelConfig,
     groups: ParallelGroups,
     index: int,
+    layers: range,
     frozen: bool,
 ) -> Chunk:
     vp_stage = index if groups.num_virtual_stages > 1 else None
-    spec: Any = block_spec(config, architecture.moe_layers, vp_stage)
+    spec: Any = block_spec(config, architecture.moe_layers, layers)
     # With gradients enabled, Megatron would keep a copy of the initial values of FP8 weights, which are loaded next.
     with torch.set_grad_enabled(not config.fp8_param):
         gpt = GPTModel(
@@ -135,6 +138,9 @@ def _build_chunk(
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
+    decoder: Any = gpt.decoder
+    numbers = [layer.layer_number - 1 for layer in decoder.layers]
+    assert numbers == [*layers], f"Megatron-Core numbers the layers {layers} as {numbers}"
     frequencies, _ = rotary(architecture)
     rotary_embedding: Any = PackedRotaryEmbedding(frequencies.to(local_device()))
     gpt.rotary_pos_emb = rotary_embedding
@@ -150,7 +156,7 @@ def _build_chunk(
         Float16Module(config, gpt) if config.bf16 else gpt,
         disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
-    return Chunk(gpt, ddp, get_transformer_layer_offset(config, vp_stage=vp_stage))
+    return Chunk(gpt, ddp, layers.start)
 
 
 def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

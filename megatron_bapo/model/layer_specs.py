@@ -14,8 +14,6 @@ from megatron_bapo.parallel.megatron import (
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
-    get_num_layers_to_build,
-    get_transformer_layer_offset,
 )
 
 
@@ -49,12 +47,8 @@ def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None
     return spec
 
 
-def block_spec(
-    config: TransformerConfig, moe_layers: frozenset[int], vp_stage: int | None
-) -> TransformerBlockSubmodules:
-    """Return the spec of one chunk of this pipeline stage; `moe_layers` are numbers of the whole model, from 0."""
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+def block_spec(config: TransformerConfig, moe_layers: frozenset[int], layers: range) -> TransformerBlockSubmodules:
+    """Return the spec of consecutive layers; `layers` and `moe_layers` are numbers of the whole model, from 0."""
     fused = config.transformer_impl == "transformer_engine"
     make_layer = _transformer_engine_layer if fused else _local_layer
     norm: Any = TENorm if fused else RMSNorm

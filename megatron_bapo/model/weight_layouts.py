@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
@@ -30,13 +31,20 @@ def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, li
 
     The copy of the embedding in a tied output layer on the last pipeline stage is omitted.
     """
-    return {name: shards for entry in entries(arch) for name, shards in _entry_shards(entry, arch, parallel)}
+    stages = layer_stages(arch, parallel)
+    return {
+        name: shards
+        for entry in entries(arch)
+        for name, shards in _entry_shards(entry, arch, parallel, _stage(entry, stages))
+    }
 
 
-def _entry_shards(entry: Entry, arch: Architecture, parallel: ParallelConfig) -> Iterator[tuple[str, list[Shard]]]:
+def _entry_shards(
+    entry: Entry, arch: Architecture, parallel: ParallelConfig, stage_number: int
+) -> Iterator[tuple[str, list[Shard]]]:
     row, pp, tp = entry.row, parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
     num_ranks = parallel.world_size // pp
-    stage = range(_stage(entry, arch, parallel) * num_ranks, (_stage(entry, arch, parallel) + 1) * num_ranks)
+    stage = range(stage_number * num_ranks, (stage_number + 1) * num_ranks)
     if row.is_expert:
         ep, size = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size or tp
         first, stride = entry.expert // (arch.num_experts // ep) * size, size * ep
@@ -58,11 +66,10 @@ def _entry_shards(entry: Entry, arch: Architecture, parallel: ParallelConfig) ->
     yield from found.items()
 
 
-def _stage(entry: Entry, arch: Architecture, parallel: ParallelConfig) -> int:
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+def _stage(entry: Entry, layer_stages: Sequence[int]) -> int:
     if entry.row.is_in_layers:
-        return entry.layer // (arch.num_hidden_layers // (pp * vpp)) % pp
-    return 0 if entry.row.megatron[0].startswith("embedding.") else pp - 1
+        return layer_stages[entry.layer]
+    return layer_stages[0 if entry.row.megatron[0].startswith("embedding.") else -1]
 
 
 @dataclass(frozen=True)

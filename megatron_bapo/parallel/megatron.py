@@ -66,9 +66,8 @@ with warnings.catch_warnings(), _without_wandb():
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module, MegatronModule
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 # Megatron-Core 0.16.1 calls collectives by names that are deprecated in torch 2.13.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
@@ -101,8 +100,6 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
-    "get_num_layers_to_build",
-    "get_transformer_layer_offset",
     "is_float8tensor",
     "model_parallel_cuda_manual_seed",
     "parallel_state",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
+from megatron_bapo.planning.collectives import FORWARD_UNITS, hidden_bytes, key_value_bytes
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.layer_time import ExpertSplit
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -55,8 +56,8 @@ def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
     tp = config.parallel.tensor_model_parallel_size
     if tp == 1:
         return 0.0
-    num_bytes = 4 * tokens * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * (tp - 1) / tp
-    return links.seconds(num_bytes, tp, num_messages=4) * (1 - links.assumptions.tensor_overlap)
+    num_bytes = FORWARD_UNITS * hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * (tp - 1) / tp
+    return links.seconds(num_bytes, tp, num_messages=FORWARD_UNITS) * (1 - links.assumptions.tensor_overlap)
 
 
 def context_seconds(config: Config, arch: Architecture, links: Links, tokens: float, attention: float) -> float:
@@ -68,7 +69,7 @@ def context_seconds(config: Config, arch: Architecture, links: Links, tokens: fl
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if cp == 1:
         return 0.0
-    keys = 2 * tokens * max(1, arch.num_key_value_heads // tp) * arch.head_dim * DTYPE_BYTES[config.model.dtype]
+    keys = key_value_bytes(arch, parallel, tokens, DTYPE_BYTES[config.model.dtype])
     seconds = links.seconds(keys * (cp - 1), tp * cp, num_messages=cp - 1)
     is_ring = parallel.cp_comm_type == "p2p" and config.model.transformer_impl == "transformer_engine"
     return max(0.0, seconds - attention * links.assumptions.overlap) if is_ring else seconds
@@ -90,7 +91,7 @@ def expert_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
         hosts, ranks = ep / ranks_on_host, float(ep)
         far = (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
         near = (ranks_on_host - 1) * (1 - (1 - 1 / ranks) ** chosen)
-    sent = tokens * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * links.assumptions.expert_imbalance
+    sent = hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * links.assumptions.expert_imbalance
     seconds = 2 * max(sent * (near + chosen * (etp - 1)) / links.inside, sent * far / links.across)
     latency = NETWORK_LATENCY_S if far else LATENCY_S
     return (seconds + 2 * latency) * (1 - links.assumptions.expert_overlap)
@@ -103,7 +104,7 @@ def stage_seconds(config: Config, arch: Architecture, links: Links, tokens: floa
     if pp == 1:
         return 0.0
     split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    num_bytes = tokens / split * arch.hidden_size * DTYPE_BYTES[config.model.dtype] * vpp
+    num_bytes = hidden_bytes(arch, tokens / split, DTYPE_BYTES[config.model.dtype]) * vpp
     seconds = links.seconds(num_bytes, _span(parallel), num_messages=vpp)
     return seconds * (1 - links.assumptions.overlap) if vpp > 1 else seconds
 

@@ -10,6 +10,7 @@ again for the gradients of the weights (arXiv 2205.05198).
 from __future__ import annotations
 
 from collections import Counter
+from typing import TypeVar
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -21,6 +22,21 @@ OUTPUT_STATISTICS = 4
 """Numbers per response token that tensor-parallel ranks exchange to compute a log-prob (`model/vocab_parallel.py`)."""
 FORWARD_UNITS = 4
 """Units that a layer's forward pass sends."""
+
+
+Amount = TypeVar("Amount", int, float)
+"""Tokens and their bytes; a plan's mean micro-batch has a fractional number of tokens."""
+
+
+def hidden_bytes(architecture: Architecture, tokens: Amount, dtype_bytes: int) -> Amount:
+    """Return the bytes of the hidden states of tokens."""
+    return tokens * architecture.hidden_size * dtype_bytes
+
+
+def key_value_bytes(architecture: Architecture, parallel: ParallelConfig, tokens: Amount, dtype_bytes: int) -> Amount:
+    """Return the bytes of a layer's keys and values on one tensor-parallel rank."""
+    heads = max(1, architecture.num_key_value_heads // parallel.tensor_model_parallel_size)
+    return 2 * tokens * heads * architecture.head_dim * dtype_bytes
 
 
 def sent_bytes(
@@ -35,9 +51,9 @@ def sent_bytes(
     parallel, arch = config.parallel, architecture
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens, b = batch.tokens(parallel), batch.dtype_bytes
-    unit = tokens * arch.hidden_size * b * (tp - 1) // tp
-    keys = 2 * tokens * max(1, arch.num_key_value_heads // tp) * arch.head_dim * b * (cp - 1)
-    hidden = batch.split_tokens(parallel) * arch.hidden_size * b
+    unit = hidden_bytes(arch, tokens, b) * (tp - 1) // tp
+    keys = key_value_bytes(arch, parallel, tokens, b) * (cp - 1)
+    hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
     chunks = [chunk_parameters(arch, Split.of(parallel), chunk) for chunk in stage_chunks(arch, parallel, stage)]

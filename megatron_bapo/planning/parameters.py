@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
 
 
@@ -40,12 +41,10 @@ class ChunkShape:
 
 def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[ChunkShape]:
     """Return the chunks of a pipeline stage in model order."""
-    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    size = architecture.num_hidden_layers // (pp * vpp)
-    firsts = [(chunk * pp + stage) * size for chunk in range(vpp)]
+    last = architecture.num_hidden_layers
     return [
-        ChunkShape(range(first, first + size), first == 0, first + size == architecture.num_hidden_layers)
-        for first in firsts
+        ChunkShape(layers, layers.start == 0, layers.stop == last)
+        for layers in stage_layers(architecture, parallel, stage)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Literal
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
+from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.response_lengths import mean_length
@@ -147,9 +149,11 @@ class Plan:
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of the recorded routes of a rollout batch on one trainer rank: its trajectories, its stage's layers."""
-        parallel = self.config.parallel
-        return self._batch_route_bytes // (parallel.data_parallel_size * parallel.pipeline_model_parallel_size)
+        """Bytes of the recorded routes of a rollout batch on the fullest rank: its trajectories, its stage's layers."""
+        parallel, moe_layers = self.config.parallel, self.architecture.moe_layers
+        stages = layer_stages(self.architecture, parallel)
+        busiest = max(Counter(stages[layer] for layer in moe_layers).values(), default=0)
+        return self._batch_route_bytes * busiest // (parallel.data_parallel_size * max(1, len(moe_layers)))
 
     @property
     def service_route_bytes(self) -> int:

@@ -155,7 +155,7 @@ def _blocks(stages: Sequence[StageMemory], width: int) -> list[Sequence[StageMem
 
 
 def _stage_table(plan: Plan, stages: Sequence[StageMemory]) -> Table:
-    """Return the table of some stages, with every row that is not 0 in all stages of the plan."""
+    """Return the table of some stages: layers if they differ, and every row that is not 0 in all stages of the plan."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("stage", no_wrap=True)
     for stage in stages:
@@ -173,6 +173,8 @@ def _stage_table(plan: Plan, stages: Sequence[StageMemory]) -> Table:
         f"training, of {plan.gpu.memory_gib}": plan.while_training,
         f"generating, of {plan.gpu.memory_gib}": plan.while_generating,
     }
+    if len({stage.num_layers for stage in plan.stages}) > 1:
+        table.add_row("layers", *(str(stage.num_layers) for stage in stages))
     for name, num_bytes in parts.items():
         if any(map(num_bytes, plan.stages)):
             table.add_row(name, *(f"{num_bytes(stage) / GIB:.1f}" for stage in stages))
@@ -275,6 +277,7 @@ def layout_name(config: Config) -> str:
         "DP": parallel.data_parallel_size,
     }
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    parts += ["uneven stages"] if parallel.pipeline_model_parallel_layout is not None else []
     parts += [f"FP8 {config.fp8.recipe}"] if config.fp8 is not None else []
     parts += [f"{parallel.recompute_granularity} recompute"] if parallel.recompute_granularity else []
     parts += ["offload"] if config.optimizer.cpu_offload else []

@@ -117,6 +117,7 @@ def _layouts(plan: Plan, num_gpus: int) -> Iterator[dict[str, dict[str, Any]]]:
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
+            "pipeline_model_parallel_layout": "auto" if plan.architecture.num_hidden_layers % pp else None,
             "context_parallel_size": cp,
             "expert_model_parallel_size": ep,
             "expert_tensor_parallel_size": 1 if ep > 1 else None,
@@ -167,4 +168,6 @@ def _changes(prefix: str, old: Section, new: Section) -> Iterator[str]:
 
 def _written(value: Any) -> str:
     """Return the value as YAML on the command line."""
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else json.dumps(value, default=str).strip('"')
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_written, value))}]"
+    return json.dumps(value, default=str).strip('"')

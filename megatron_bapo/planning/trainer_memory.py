@@ -30,6 +30,7 @@ class StageMemory:
     """Bytes of the fullest rank of one pipeline stage."""
 
     stage: int
+    num_layers: int
     state: ModelState
     in_flight: tuple[int, ...]
     """Micro-batches whose activations each model chunk holds at its peak."""
@@ -125,7 +126,8 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
         output_layer = max(0, kept + workspace - backward)
     reserved = assumptions.reserved_gib * GIB + assumptions.fragmentation * sum(activations.values())
     state = model_state(config, architecture, stage, assumptions=assumptions)
-    return StageMemory(stage, state, counts, activations, backward, output_layer, int(reserved))
+    num_layers = sum(len(chunk.layers) for chunk in chunks)
+    return StageMemory(stage, num_layers, state, counts, activations, backward, output_layer, int(reserved))
 
 
 def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:

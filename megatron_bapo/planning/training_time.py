@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.pipeline_layers import stage_layers
+from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning import collective_time
 from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.hardware import Assumptions, Gpu
@@ -81,13 +83,15 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
     batch = _micro_batch(config, assumptions, count)
     passes = _MicroBatchPasses(config, arch, gpu, assumptions, *batch)
     scored = scoring_passes(config)
-    layers = _weighted(passes.layers, 1 + scored + passes.recomputed) * arch.num_hidden_layers / stages
-    output = _weighted(passes.output, 1 + scored)
-    compute = layers + output / stages
-    longest = compute if assumptions.balances_stages else layers + output
+    layers = [_num_layers(arch, parallel, stage) for stage in range(stages)]
+    by_stage = [passes.of_layers(*numbers, 1 + scored) for numbers in layers]
+    by_stage[-1] += _weighted(passes.output, 1 + scored)
+    compute = sum(by_stage) / stages
+    slowest = max(range(stages), key=by_stage.__getitem__)
+    longest = compute if assumptions.balances_stages else by_stage[slowest]
     done, filling = updates * count, updates * (stages - 1) / parallel.virtual_pipeline_model_parallel_size
     # A layer's collectives, in forward passes and in backward passes, which repeat them.
-    often = (2 + scored + passes.recomputed_collectives) * arch.num_hidden_layers / stages
+    often = (2 + scored + passes.recomputed_collectives) * sum(layers[slowest])
     tensor, context, expert = (seconds * often for seconds in passes.collectives)
     hop = (2 + scored) * collective_time.stage_seconds(config, arch, passes.links, passes.tokens)
     communication = tensor + context + expert + hop
@@ -109,6 +113,13 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
 
 def _weighted(seconds: Passes, num_forward: float) -> float:
     return seconds.forward * num_forward + seconds.backward
+
+
+def _num_layers(arch: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Return the number of a stage's layers as (dense, with experts)."""
+    layers = [layer for chunk in stage_layers(arch, parallel, stage) for layer in chunk]
+    num_moe = len(arch.moe_layers.intersection(layers))
+    return len(layers) - num_moe, num_moe
 
 
 def _micro_batch(config: Config, assumptions: Assumptions, count: int) -> tuple[float, float]:
@@ -150,24 +161,30 @@ class _MicroBatchPasses:
         def attention(kernels: Kernels) -> Passes:
             return attention_block(kernels, arch, tp, sp, cp, self.tokens, square)
 
-        def feed_forward(kernels: Kernels) -> Passes:
-            dense = mlp_block(kernels, arch, tp, self.tokens) if num_moe < num_layers else Passes()
-            experts = expert_block(kernels, arch, split, routed) if num_moe else Passes()
-            return dense * (1 - num_moe / num_layers) + experts * (num_moe / num_layers)
+        def mlp(kernels: Kernels) -> Passes:
+            return mlp_block(kernels, arch, tp, self.tokens) if num_moe < num_layers else Passes()
+
+        def experts(kernels: Kernels) -> Passes:
+            return expert_block(kernels, arch, split, routed) if num_moe else Passes()
 
         share = num_bf16 / num_layers
-        attended = attention(wide) * share + attention(narrow) * (1 - share)
-        fed = feed_forward(wide) * share + feed_forward(narrow) * (1 - share)
-        self.layers = attended + fed
-        """Of the mean layer."""
+
+        def mean(block: Callable[[Kernels], Passes]) -> Passes:
+            return block(wide) * share + block(narrow) * (1 - share)
+
+        attended, fed = mean(attention), (mean(mlp), mean(experts))
+        self.layers = [attended + part for part in fed]
+        """Of a dense layer and of one with experts."""
         self.output = output_block(wide, arch, tp, self.tokens)
         scores = 2.0 * arch.num_attention_heads * arch.head_dim * square / (tp * cp)
         scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
-        self.recomputed = self.recomputed_collectives = float(parallel.recompute_granularity == "full")
+        self.recomputed_collectives = float(parallel.recompute_granularity == "full")
+        self.recomputed = [layer.forward * self.recomputed_collectives for layer in self.layers]
+        """Seconds of what the backward pass computes again, in the same layers."""
         if parallel.recompute_granularity == "selective":
             modules = parallel.recompute_modules
             wholly = "moe" in modules or "mlp" in modules
-            self.recomputed = (fed.forward * wholly + scores * ("core_attn" in modules)) / self.layers.forward
+            self.recomputed = [part.forward * wholly + scores * ("core_attn" in modules) for part in fed]
             self.recomputed_collectives = 0.5 * wholly
         links, tokens = self.links, self.tokens
         self.collectives = (
@@ -181,11 +198,18 @@ class _MicroBatchPasses:
         self.host_s = (dense_ms + (expert_ms - dense_ms) * num_moe / num_layers) / 1e3
         """Of the mean layer, forward and backward."""
 
+    def of_layers(self, num_dense: int, num_moe: int, num_forward: float) -> float:
+        """Return the seconds of layers' backward passes, what they compute again, and `num_forward` forward passes."""
+        each = zip((num_dense, num_moe), self.layers, self.recomputed, strict=True)
+        return sum(number * (_weighted(layer, num_forward) + again) for number, layer, again in each)
+
 
 def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions) -> tuple[float, float]:
     """Return the seconds of one update as (data-parallel communication that is not hidden, Adam)."""
     parallel = config.parallel
-    state, dense = model_state(config, arch, 0, assumptions=assumptions), data_context_size(parallel)
+    stages, dense = range(parallel.pipeline_model_parallel_size), data_context_size(parallel)
+    states = (model_state(config, arch, stage, assumptions=assumptions) for stage in stages)
+    state = max(states, key=lambda each: each.gradients)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
     link = Links(gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
     scatter, gather = state.gradients / link, state.parameters / link

@@ -18,6 +18,8 @@ from reasoning_gym import algorithmic, games
 from reasoning_gym.factory import get_score_answer_fn
 from reasoning_gym.utils import extract_answer
 
+from megatron_bapo.tasks import grid_walk as grid_walk  # registers the task
+
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 
 # reasoning-gym 0.1.25: these scorers call eval() on the answer to accept Python lists, so a model could execute code.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -296,7 +295,7 @@ async def generate_group(
     try:
         async with asyncio.TaskGroup() as tasks:
             for position in range(len(group.trajectories)):
-                tasks.create_task(finish(position, deepcopy(failures)))
+                tasks.create_task(finish(position, replace(failures, reasons=[*failures.reasons])))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 

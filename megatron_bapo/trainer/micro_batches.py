@@ -2,9 +2,10 @@
 
 Legend: T packed tokens of a micro-batch on this rank; N tokens of T whose label is a sampled token; S sampled tokens of
 a trajectory: its R response tokens without those of an environment; L layers with experts of this pipeline stage; K
-experts of a token. A sequence of P prompt and R response tokens enters
-the model as its first P+R-1 tokens, each with the next token as its label, so every computed token predicts something.
-Labels are assigned before context parallelism splits the sequence.
+experts of a token.
+
+A sequence of P prompt and R response tokens enters the model as its first P+R-1 tokens, each with the next token as its
+label, so every computed token predicts something. Labels are assigned before context parallelism splits the sequence.
 """
 
 from __future__ import annotations

@@ -23,26 +23,36 @@ from megatron_bapo.trainer.bound_scopes import Bounds
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.worker import Scores
 
-COLUMNS = (
-    *("log_probs", "entropy", "ratio", "ratio_log_probs", "correction", "marks"),
-    *("update", "clip_low", "clip_high"),
-)
-"""Columns of the trace. The first six are figures of a token: its log-prob under the trainer's weights in nats, the
-entropy of its distribution in nats, the ratio in the loss and the log-prob in its denominator, the weight of the
-rollout correction, and its marks. The others are those of the update that used it: its number in the step, starting at
-1, and its clip bounds."""
+FIGURES = ("log_probs", "entropy", "ratio", "ratio_log_probs", "correction", "marks")
+"""Columns of a token: its log-prob under the trainer's weights in nats, the entropy of its distribution in nats, the
+ratio in the loss and the log-prob in its denominator, the weight of the rollout correction, and its marks."""
+NUM_COLUMNS = len(FIGURES) + 3
+"""The other columns are those of the update that used the token: its number in the step, starting at 1, and its lower
+and upper clip bound."""
 
 
 @dataclass(frozen=True)
 class TracedTrajectory:
     """Figures of the S sampled tokens of one trajectory; they are 0 if no update used it."""
 
-    figures: dict[str, np.ndarray]
-    """float32 [S] by the name of the column."""
-    update: int
-    """Number of the update in the step, starting at 1; 0: no update used the trajectory."""
-    clip_low: float
-    clip_high: float
+    columns: np.ndarray
+    """`FIGURES` and the columns of the update, float32 [`NUM_COLUMNS`, S]."""
+
+    @property
+    def figures(self) -> dict[str, np.ndarray]:
+        """Return the figures of the tokens, [S] by the name of the column."""
+        return dict(zip(FIGURES, self.columns, strict=False))
+
+    @property
+    def update(self) -> int:
+        """Return the number of the update in the step, starting at 1; 0: no update used the trajectory."""
+        return int(self.columns[len(FIGURES), 0])
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Return the lower and the upper clip bound of the update."""
+        low, high = self.columns[-2:, 0].tolist()
+        return low, high
 
 
 @dataclass
@@ -102,13 +112,13 @@ class TokenTrace:
         Every token is on one data- and context-parallel rank of the last pipeline stage, so a sum gathers it.
         """
         start, size = self.starts[index], self.sizes[index]
-        table = torch.zeros(len(COLUMNS), size, device=local_device())
+        table = torch.zeros(NUM_COLUMNS, size, device=local_device())
         if self._parts:
             places_A, values = self._joined()
             own_A = (places_A >= start) & (places_A < start + size)
             table[:, places_A[own_A] - start] = values[:, own_A]
         sum_to_main(table, groups)
-        return _trajectory(table.cpu().numpy()) if groups.is_main else None
+        return TracedTrajectory(table.cpu().numpy()) if groups.is_main else None
 
     def _joined(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places [A] and columns of this rank's tokens; joins the parts of micro-batches once."""
@@ -117,8 +127,3 @@ class TokenTrace:
             self._parts = {(0, 0): (torch.cat(places), torch.cat(values, 1))}
         ((places_A, values),) = self._parts.values()
         return places_A, values
-
-
-def _trajectory(columns: np.ndarray) -> TracedTrajectory:
-    *figures, update, low, high = columns
-    return TracedTrajectory(dict(zip(COLUMNS, figures, strict=False)), int(update[0]), float(low[0]), float(high[0]))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.errors import UserError
-from megatron_bapo.viewer.samples import Samples, as_json
+from megatron_bapo.viewer.answers import as_json
+from megatron_bapo.viewer.samples import NO_SAMPLES, Samples
 from megatron_bapo.viewer.server import ASSETS
 
 _MODULES = ("text.js", "measures.js", "state.js", "source.js", "prompts.js", "response.js", "tooltip.js", "main.js")
@@ -19,8 +20,11 @@ _MODULES = ("text.js", "measures.js", "state.js", "source.js", "prompts.js", "re
 
 
 def export(samples: Samples, path: Path, step: int | None) -> int:
-    """Write the page of a step, by default the last one, and return the step. Raises UserError without such a step."""
+    """Write the page of a step, by default the last one, and return the step. Raises UserError without such
+    a step."""
     steps = samples.run()["steps"]
+    if not steps:
+        raise UserError(f"there is nothing to export: the run has {NO_SAMPLES}")
     if step is not None and step not in steps:
         raise UserError(f"step {step} has no sampled rollouts; the steps are {', '.join(map(str, steps))}")
     chosen = steps[-1] if step is None else step

@@ -1,11 +1,10 @@
-"""Queries on the sampled rollouts of a run, as JSON values. No answer is larger than `MAX_BYTES` as JSON."""
+"""Queries on the sampled rollouts of a run, as JSON values."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from megatron_bapo.data.rollout_samples import (
     sample_files,
     token_staleness,
 )
-from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.viewer.answers import MAX_BYTES, NotFound, fitting, number
 from megatron_bapo.viewer.token_text import TokenTexts
 
-MAX_BYTES = 1_000_000
 MAX_ROWS, MAX_TOKENS = 2000, 4096
 """Rows of a page of responses, and tokens of a page of a response."""
 _LISTED = ("group", "response", "reward", "finish_reason", "update", "clip_low", "clip_high", *SUMMARY)
@@ -35,36 +33,32 @@ _FIGURES = {"rollout": "rollout_log_probs", "trainer": "log_probs", "proximal": 
 }
 _EXCERPT, _MAX_TOKEN, _MAX_ID, _MAX_TEXT, _MAX_STEPS = 160, 2000, 200, 100_000, 100
 """Characters of an excerpt, a token, a prompt's id and a prompt, and steps of a comparison, at most."""
-_HUGE = 1e308
-"""Stands for infinity, which JSON has no number for."""
-
-
-class NotFound(Exception):
-    """There is no such step or response."""
+NO_SAMPLES = (
+    "no sampled rollouts; logging.rollouts.every_steps turns them on: a run writes them in its first step and in every "
+    "step that this number divides, unless it is 0"
+)
 
 
 class Samples:
     """Reads the files as they are now: a run that goes on adds steps."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        """Raise UserError if the run has no sampled rollouts."""
         self._name, self._folder = directory.root.resolve().name, directory.sampled_rollouts
-        if not sample_files(self._folder):
-            raise UserError(
-                f"{directory.root} has no sampled rollouts in {self._folder.name}/; a run writes them in its first "
-                "step and in every step that logging.rollouts.every_steps divides, unless that is 0"
-            )
-        self._texts = TokenTexts(self._folder / TOKENIZER_FILE)
 
     def run(self) -> dict[str, Any]:
-        """Return the name of the run and its steps with sampled rollouts."""
-        return {"name": self._name, "steps": [*sample_files(self._folder)]}
+        """Return the name of the run and its steps with sampled rollouts, or why there are none."""
+        steps = [*sample_files(self._folder)]
+        return {"name": self._name, "steps": steps, "message": "" if steps else f"This run has {NO_SAMPLES}."}
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self._folder / TOKENIZER_FILE)
 
     def step(self, step: int, start: int = 0, count: int = MAX_ROWS) -> dict[str, Any]:
         """Return the header of a step and the summaries of `count` responses from row `start`, as columns."""
         file, header = self._open(step)
         total = file.metadata.num_rows
-        return _fitting(
+        return fitting(
             min(count, MAX_ROWS), lambda num: self._step(file, header, step, range(start, start + num), total)
         )
 
@@ -109,7 +103,7 @@ class Samples:
             columns = self._token_columns(table, policy_version, rows)
             return {"start": rows.start, "end": rows.stop, "total": total, "columns": columns}
 
-        return _fitting(min(count, MAX_TOKENS), page)
+        return fitting(min(count, MAX_TOKENS), page)
 
     def search(self, step: int, text: str) -> dict[str, Any]:
         """Return the rows whose response, prompt or ground truth has the text, in any case."""
@@ -129,10 +123,10 @@ class Samples:
         """Return the steps that have responses to the same prompt, with their rows; the last `_MAX_STEPS` of them."""
         prompt_id = self._row(step, row, ("prompt_id",))["prompt_id"][0].as_py()
         steps = []
-        for number, path in sample_files(self._folder).items():
+        for each_step, path in sample_files(self._folder).items():
             rows = [i for i, each in enumerate(_prompt_ids(path, path.stat().st_mtime_ns)) if each == prompt_id]
             if rows:
-                steps.append({"step": number, "rows": rows[:1000]})
+                steps.append({"step": each_step, "rows": rows[:1000]})
         return {"prompt_id": prompt_id[:_MAX_ID], "steps": steps[-_MAX_STEPS:]}
 
     def _open(self, step: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
@@ -173,20 +167,6 @@ class Samples:
         return columns | {"sampled": sampled.astype(int).tolist()}
 
 
-def as_json(value: Any) -> bytes:
-    """Return compact JSON in ASCII, which keeps lone surrogates of prompts."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _fitting(count: int, page: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-    """Return the largest page of at most `count` entries whose JSON is not too large."""
-    found = page(count)
-    while count > 1 and len(as_json(found)) > MAX_BYTES:
-        count //= 2
-        found = page(count)
-    return found
-
-
 def _rows(file: pq.ParquetFile, rows: range, columns: list[str]) -> pa.Table:
     groups = [*range(rows.start // ROWS_PER_GROUP, -(-rows.stop // ROWS_PER_GROUP))] if rows else []
     table = file.read_row_groups(groups, columns=columns)
@@ -196,20 +176,11 @@ def _rows(file: pq.ParquetFile, rows: range, columns: list[str]) -> pa.Table:
 def _values(column: pa.ChunkedArray) -> list[Any]:
     if pa.types.is_string(column.type):
         return column.to_pylist()
-    return [None if value is None else _number(value) for value in column.to_pylist()]
+    return [None if value is None else number(value) for value in column.to_pylist()]
 
 
 def _numbers(values: np.ndarray) -> list[Any]:
-    return values.tolist() if values.dtype.kind in "iu" else [_number(value) for value in values.tolist()]
-
-
-def _number(value: float) -> float | None:
-    """Return a number that JSON has, with six digits."""
-    if isinstance(value, int):
-        return value
-    if math.isnan(value):
-        return None
-    return math.copysign(_HUGE, value) if math.isinf(value) else float(f"{value:.6g}")
+    return values.tolist() if values.dtype.kind in "iu" else [number(value) for value in values.tolist()]
 
 
 def _excerpt(messages: str) -> str:

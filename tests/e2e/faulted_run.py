@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import psutil
 import pyarrow.parquet as pq
 
+from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.controller.training_loop import WEIGHT_UPDATE
 from megatron_bapo.data.rollout_files import read_header, rollout_files
 from megatron_bapo.metrics.sinks import read_rows
@@ -107,7 +108,8 @@ def random_faults(num: int, seed: int) -> list[Fault]:
 @contextmanager
 def busy_processes(num: int) -> Iterator[None]:
     """Keep the machine's cores busy with `num` processes in this context."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num)]
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(num)]
     try:
         yield
     finally:

@@ -17,10 +17,15 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
+from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_bapo.data.rollout_table import MAX_TEXT
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.text import visible
+from megatron_bapo.viewer.timeline import Timeline
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.e2e.small_disk import fill, free, small_disk
 from tests.parallel.tensors import load_folder
@@ -50,7 +55,10 @@ optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
 logging: {{dump_rollouts: true, rollouts: {{every_steps: 1, num_prompts: 8}}}}
 """
-WANDB = ("logging.wandb.project=e2e", "logging.wandb.mode=offline")
+TRACKERS = (
+    *("logging.wandb.project=e2e", "logging.wandb.mode=offline", "logging.wandb.rollouts=true"),
+    "logging.mlflow.experiment=e2e",
+)
 RUN_LIMIT_S = 600
 ENGINE_AND_TIMING_METRICS = (
     "rollout/",
@@ -145,7 +153,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     trained on twice.
     """
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *WANDB)
+    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *TRACKERS)
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening, stores = open_to_the_network(family), weight_stores(family)
@@ -161,7 +169,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
         "steps_before": train_steps(run_dir),
         "left": leftovers(family, stores),
         "second": finish(
-            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *WANDB)
+            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *TRACKERS)
         ),
     }
 
@@ -362,6 +370,23 @@ def test_report_and_tensorboard_show_the_run(resumed: dict) -> None:
     assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2, 3, 4]
 
 
+def test_starts_steps_and_requests_have_times_of_one_clock(resumed: dict) -> None:
+    directory = RunDirectory(resumed["run_dir"])
+    starts, requests = read_rows(directory.starts), read_rows(directory.requests)
+    rows = {row["step"]: row for row in read_rows(directory.metrics) if row["phase"] == "train"}
+    assert len(starts) == 2
+    assert all(re.fullmatch(r"[0-9]+ × .+|[0-9]+ CPU cores.*", start["hardware"]) for start in starts)
+    assert starts[0]["time_s"] < rows[1]["unix_s"] < starts[1]["time_s"] < rows[4]["unix_s"] <= time.time()
+    trained = [request for request in requests if request["prompt_serial"] >= 0]
+    assert all(starts[0]["time_s"] < request["sent_s"] < request["answered_s"] for request in trained)
+    assert all(
+        request["answered_s"] < rows[request["step"]]["unix_s"] for request in trained if request["step"] in rows
+    )
+    lanes = Timeline(directory).answer("", None, None)
+    assert [engine["num"] for engine in lanes["engines"]] == [len(requests)]
+    assert [step["step"] for step in lanes["trainer"]["steps"]] == [1, 2, 3, 4]
+
+
 def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: dict) -> None:
     rows, found = read_rows(resumed["run_dir"] / "metrics.jsonl"), read_wandb(resumed["run_dir"])
     assert found.runs == [("e2e", (resumed["run_dir"] / "wandb_id").read_text(), "run")] * 2
@@ -370,6 +395,32 @@ def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: 
         if row["phase"] == "train":
             assert values["training/global_step"] == row["step"]
             assert values["critic/score/mean"] == row["metrics"]["critic/score/mean"]
+
+
+def test_weights_and_biases_gets_the_sampled_rollouts_of_every_step(resumed: dict) -> None:
+    tables = [table for _, name, table in read_wandb(resumed["run_dir"]).tables if name == "rollouts"]
+    shown = {(row["step"], row["response"], row["reward"]) for table in tables for row in table}
+    stored = [
+        (int(path.stem.removeprefix("step-")), row["text"], row["reward"])
+        for path in (resumed["run_dir"] / "sampled_rollouts").glob("step-*.parquet")
+        for row in pq.read_table(path, columns=["text", "reward"]).to_pylist()
+    ]
+    assert {step for step, _, _ in shown} == {1, 2, 3, 4}
+    assert shown == {(step, visible(text, MAX_TEXT), reward) for step, text, reward in stored}
+
+
+def test_mlflow_gets_each_step_of_both_halves_once_and_the_end(resumed: dict) -> None:
+    run_dir = resumed["run_dir"]
+    client = MlflowClient(tracking_uri=f"sqlite:///{run_dir}/mlflow.db")
+    experiment = client.get_experiment_by_name("e2e")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["weight_sync.transport"] == "nccl"
+    rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
+    expected = {row["step"]: row["metrics"]["critic/score/mean"] for row in rows}
+    found = client.get_metric_history(run.info.run_id, "critic/score/mean")
+    assert [(metric.step, metric.value) for metric in found] == sorted(expected.items())
 
 
 def test_a_changed_configuration_is_refused_for_an_existing_run(resumed: dict) -> None:

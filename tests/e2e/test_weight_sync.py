@@ -48,7 +48,13 @@ MODELS = {
     ),
 }  # fmt: skip
 TRAINERS = {
-    "tp2-pp2": ("dense", {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "tp2-pp2-uneven": (
+        "dense",
+        {
+            "world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": (3, 1),
+        },
+    ),
     "pp2-vpp2": (
         "dense",
         {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

@@ -160,6 +160,11 @@ def test_the_recorded_parameters_match_the_installed_version(family: str) -> Non
     one_rank()
     config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=False)
     build = partial(GPTModel, position_embedding_type="rope", share_embeddings_and_output_weights=False)
-    gpt = build(config, block_spec(config, arch.moe_layers, None), arch.vocab_size, arch.max_position_embeddings)
+    gpt = build(
+        config,
+        block_spec(config, arch.moe_layers, range(arch.num_hidden_layers)),
+        arch.vocab_size,
+        arch.max_position_embeddings,
+    )
     found = {name: list(parameter.shape) for name, parameter in gpt.named_parameters()}
     assert found == json.loads(RECORD.read_text())[family]

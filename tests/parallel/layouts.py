@@ -24,21 +24,25 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_MOE = {
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True, rope_parameters=_LLAMA3),
-    "qwen3_moe": Qwen3MoeConfig(
-        **_SHAPE,
-        head_dim=16,
-        tie_word_embeddings=False,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**_SHAPE, **_MOE, mlp_only_layers=[1]),
+    "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
+SMALL = ("qwen3", "qwen2", "llama", "qwen3_moe")
+DEEP_DENSE, DEEP_MOE = "qwen3-61-layers", "qwen3_moe-94-layers"
+"""Models with the number of layers of DeepSeek-V3 and Kimi K2, and of Qwen3-235B-A22B."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    layers: str | tuple[int | None, ...] | None = None
+    """Layers of the pipeline stages."""
     cp: int = 1
     ep: int = 1
     etp: int | None = None
@@ -59,7 +65,7 @@ class Layout:
     recompute: str | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     dtype: str = "float32"
-    models: tuple[str, ...] = tuple(MODELS)
+    models: tuple[str, ...] = SMALL
     resume_from: str | None = None
     """Layout whose checkpoint this one resumes from; it precedes this one in the table."""
 
@@ -71,6 +77,7 @@ class Layout:
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
             "virtual_pipeline_model_parallel_size": self.vpp,
+            "pipeline_model_parallel_layout": self.layers,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
@@ -89,12 +96,14 @@ _MOE = ("qwen3_moe",)
 _BF16 = ("qwen3", "qwen3_moe")
 
 LAYOUTS = {
-    "one-process": Layout(1),
+    "one-process": Layout(1, models=tuple(MODELS)),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
     "tp2": Layout(2, tp=2, models=_DENSE),
     "tp2-sp": Layout(2, tp=2, sp=True),
     "pp2": Layout(2, pp=2, resume_from="tp2-sp"),
+    "pp2-uneven": Layout(2, pp=2, layers=(3, 1), distributed_optimizer=True, resume_from="pp2"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
+    "pp2-vpp2-uneven": Layout(2, pp=2, vpp=2, layers=(16, 15, 16, 14), models=(DEEP_DENSE,), recompute="full"),
     "cp2": Layout(2, cp=2, resume_from="pp2-vpp2"),
     "dp2": Layout(2, recompute="full"),
     "dp2-distopt": Layout(2, distributed_optimizer=True),
@@ -104,6 +113,9 @@ LAYOUTS = {
     "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
     "tp4-sp": Layout(4, tp=4, sp=True),  # more ranks than key/value heads, except for llama
     "pp4": Layout(4, pp=4),
+    "pp4-auto": Layout(4, pp=4, layers="auto", models=(DEEP_DENSE,), resume_from="one-process"),
+    "pp4-vpp2-auto": Layout(4, pp=4, vpp=2, layers="auto", models=(DEEP_DENSE,), resume_from="pp4-auto"),
+    "ep2-pp2-vpp2-uneven": Layout(4, ep=2, pp=2, vpp=2, layers=(48, 46), models=(DEEP_MOE,), overlap=True),
     "cp4": Layout(4, cp=4),
     "dp4-distopt": Layout(4, distributed_optimizer=True),
     "tp2-pp2": Layout(4, tp=2, pp=2, models=_DENSE),
@@ -128,6 +140,7 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
     "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_MOE),
+    "pp8-auto": Layout(8, pp=8, layers="auto", models=(DEEP_MOE,), resume_from="ep2-pp2-vpp2-uneven"),
     "one-process-bf16": Layout(1, dtype="bfloat16", models=_BF16),
     "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=_BF16),
     "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),

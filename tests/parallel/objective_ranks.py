@@ -56,7 +56,7 @@ def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
 def described(found: TracedTrajectory) -> dict:
     """Return a traced trajectory as JSON values."""
     figures = {name: values.tolist() for name, values in found.figures.items()}
-    return {"update": found.update, "bounds": [found.clip_low, found.clip_high], **figures}
+    return {"update": found.update, "bounds": [*found.clip_bounds], **figures}
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:

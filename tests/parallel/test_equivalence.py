@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from tests.parallel.examples import make_examples
-from tests.parallel.launching import launch
-from tests.parallel.layouts import CASES, LAYOUTS, MODELS, Layout
+from tests.parallel.launching import GPU_MEGATRON_SITE, launch_all, launch_with_gpu_megatron
+from tests.parallel.layouts import CASES, DEEP_DENSE, LAYOUTS, MODELS, Layout
 from tests.parallel.tensors import largest_difference, load_folder, same_bits, save_random_model
 from tests.tolerances import (
     BF16_GRADIENT,
@@ -29,8 +30,9 @@ from tests.tolerances import (
 )
 
 ROOT = Path(__file__).parents[2]
-GPU_MEGATRON_SITE = ROOT / "build" / "megatron-gpu-site"
-"""Site folder with the Megatron-Core version of the GPU lock, created by the Makefile."""
+GPU_MEGATRON_CASES = [
+    *(("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp"), ("qwen3_moe", "pp2-uneven"), (DEEP_DENSE, "pp2-vpp2-uneven")),
+]
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]
 FAULTY_CASES = {
     "labels-rolled-after-the-context-split": "cp2",
@@ -47,22 +49,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_random_model(AutoModelForCausalLM.from_config(config), root / name)
     cases = [(f"{model}-{name}", model, LAYOUTS[name], None) for model, name in CASES]
     cases += [(fault, "qwen3", LAYOUTS[name], fault) for fault, name in FAULTY_CASES.items()]
-    cases.sort(key=lambda case: case[2].world_size)
-    for sizes in ((1, 2, 4), (8,)):
-        launch("ranks.py", [case_of(root, *case) for case in cases if case[2].world_size in sizes], root, max(sizes))
+    launch_all("ranks.py", [case_of(root, *case) for case in cases], root)
     return root
 
 
 @pytest.fixture(scope="module")
 def gpu_megatron(results: Path) -> Path:
-    """Return a folder with `MODEL-tp2-sp/`, run with the Megatron-Core version of the GPU lock."""
-    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} does not exist; `make test` creates it"
-    root = results / "gpu-megatron"
-    root.mkdir()
-    layout = LAYOUTS["tp2-sp"]
-    cases = [case_of(results, f"{model}-tp2-sp", model, layout, None) for model in ("qwen3", "qwen3_moe")]
-    launch("ranks.py", cases, root, 2, site=GPU_MEGATRON_SITE)
-    return root
+    """Return a folder with `MODEL-LAYOUT/` of some cases, run with the Megatron-Core version of the GPU lock."""
+    cases = [
+        case_of(results, f"{model}-{name}", model, replace(LAYOUTS[name], resume_from=None), None)
+        for model, name in GPU_MEGATRON_CASES
+    ]
+    return launch_with_gpu_megatron("ranks.py", cases, results, 2)
 
 
 def case_of(root: Path, name: str, model: str, layout: Layout, fault: str | None) -> dict:
@@ -127,13 +125,13 @@ def test_layout_matches_one_process(
     assert moved > 100 * PARAMETER
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("model", "layout"), GPU_MEGATRON_CASES)
 def test_megatron_of_the_gpu_lock_matches_one_process_of_the_cpu_lock(
-    results: Path, gpu_megatron: Path, model: str, record_property: Callable[[str, object], None]
+    results: Path, gpu_megatron: Path, model: str, layout: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Run the same code under both versions."""
-    found = differences(gpu_megatron / f"{model}-tp2-sp", results / f"{model}-one-process")
-    record_property("matrix", (f"{model} tp2-sp, the GPU lock's Megatron-Core", found))
+    found = differences(gpu_megatron / f"{model}-{layout}", results / f"{model}-one-process")
+    record_property("matrix", (f"{model} {layout}, the GPU lock's Megatron-Core", found))
     assert broken_limits(found, "float32") == []
 
 

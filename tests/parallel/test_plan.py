@@ -14,7 +14,7 @@ from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
 from tests.parallel.examples import make_config, with_offload_and_reference
 from tests.parallel.launching import launch
-from tests.parallel.layouts import MODELS, Layout
+from tests.parallel.layouts import MODELS, SMALL, Layout
 from tests.parallel.tensors import save_random_model
 from tests.tolerances import PLANNED_ACTIVATIONS
 
@@ -22,7 +22,7 @@ BF16 = {"dtype": "bfloat16"}
 SPREAD = {"distributed_optimizer": True}
 EXPERTS = ("qwen3_moe",)
 LAYOUTS = {
-    "one": Layout(1, models=tuple(MODELS)),
+    "one": Layout(1, models=SMALL),
     "one-full": Layout(1, recompute="full", models=EXPERTS),
     "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe")),
     "one-mlp-moe": Layout(1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=EXPERTS),
@@ -31,6 +31,7 @@ LAYOUTS = {
     "tp2": Layout(2, tp=2, **BF16, models=("qwen3",)),
     "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=("qwen2",)),
     "pp2": Layout(2, pp=2, **SPREAD, **BF16, models=("llama",)),
+    "pp2-uneven": Layout(2, pp=2, layers=(1, 3), **SPREAD, **BF16, models=("qwen2", "qwen3_moe")),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, **SPREAD, overlap=True, models=("qwen3",)),
     "cp2": Layout(2, cp=2, **SPREAD, **BF16, models=("llama", "qwen3_moe")),
     "dp2": Layout(2, **BF16, models=("qwen2",)),
@@ -54,8 +55,8 @@ def parallel(name: str) -> dict:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plan")
-    for model, shape in MODELS.items():
-        save_random_model(AutoModelForCausalLM.from_config(shape), root / model)
+    for model in SMALL:
+        save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
     cases = [
         {
             "name": f"{model}-{name}",

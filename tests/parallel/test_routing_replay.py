@@ -10,15 +10,14 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.parallel.examples import NUM_EXAMPLES, make_examples
-from tests.parallel.launching import launch
+from tests.parallel.launching import launch_all, launch_with_gpu_megatron
 from tests.parallel.layouts import LAYOUTS, MODELS
 from tests.parallel.routing import forced, input_tokens, log_probs, routers, routes_of
 from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
-from tests.parallel.test_equivalence import GPU_MEGATRON_SITE
 from tests.tolerances import GRADIENT, HUGGING_FACE_LOG_PROB, LOG_PROB
 
 LAYOUT_NAMES = (
-    *("one-process", "dp2", "pp2-vpp2", "cp2-ep2", "tp2-sp-ep2", "pp2-dp2", "ep2-pp2-vpp2"),
+    *("one-process", "dp2", "pp2-uneven", "pp2-vpp2", "cp2-ep2", "tp2-sp-ep2", "pp2-dp2", "ep2-pp2-vpp2"),
     "tp2-sp-ep2-etp1-cp2-pp2-vpp2",
 )
 """Between them: recomputation of whole layers and of experts only, and several micro-batches in flight."""
@@ -48,22 +47,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_reference(model, root)
     shared = {"model": str(root / "model"), "engine": str(root / "engine.safetensors")}
     cases = [{**settings, **shared, "name": name} for name, settings in CASES.items()]
-    cases.sort(key=lambda case: (case["parallel"]["world_size"], str(case["parallel"])))
-    for sizes in ((1, 2, 4), (8,)):
-        own = [case for case in cases if case["parallel"]["world_size"] in sizes]
-        launch("routing_ranks.py", own, root, max(sizes))
+    launch_all("routing_ranks.py", sorted(cases, key=lambda case: str(case["parallel"])), root)
     return root
 
 
 @pytest.fixture(scope="module")
 def gpu_megatron(results: Path) -> Path:
     """Return a folder with two cases, run with the Megatron-Core version of the GPU lock."""
-    assert (GPU_MEGATRON_SITE / ".complete").is_file(), f"{GPU_MEGATRON_SITE} does not exist; `make test` creates it"
-    root = results / "gpu-megatron"
-    root.mkdir()
     shared = {"model": str(results / "model"), "engine": str(results / "engine.safetensors")}
     cases = [{**CASES[name], **shared, "name": name} for name in ("rollout-pp2-dp2", "trainer-pp2-dp2")]
-    launch("routing_ranks.py", cases, root, 4, site=GPU_MEGATRON_SITE)
+    root = launch_with_gpu_megatron("routing_ranks.py", cases, results, 4)
     for name in ("forced", "engine"):
         (root / f"{name}.safetensors").symlink_to(results / f"{name}.safetensors")
     return root

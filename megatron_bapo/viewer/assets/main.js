@@ -4,7 +4,7 @@ import { LEVELS, limitOf, MARKS, MEASURES, number } from "./measures.js";
 import { PromptList, shownGroups, SORTS } from "./prompts.js";
 import { ResponseView } from "./response.js";
 import { openSource } from "./source.js";
-import { DEFAULTS, readState, writeState } from "./state.js";
+import { DEFAULTS, otherTheme, readState, showTheme, writeState } from "./state.js";
 import { appendText, element } from "./text.js";
 import { Tooltip } from "./tooltip.js";
 
@@ -236,12 +236,13 @@ const applyFilters = guarded(async () => {
 function showControls() {
   for (const [id, key] of Object.entries(FILTERS)) byId(id).value = state[key];
   for (const id of ["step", "colour", "sort"]) byId(id).value = state[id];
+  byId("run-choice").value = state.run;
   const place = steps.indexOf(Number(state.step));
   byId("previous-step").disabled = place <= 0;
   byId("next-step").disabled = place >= steps.length - 1;
   byId("by-response").setAttribute("aria-pressed", String(state.view !== "history"));
   byId("by-step").setAttribute("aria-pressed", String(state.view === "history"));
-  if (state.theme) document.documentElement.dataset.theme = state.theme;
+  showTheme(state.theme);
 }
 
 const compare = guarded(async (view) => {
@@ -293,6 +294,9 @@ function listen() {
   });
   byId("sort").addEventListener("change", guarded(async () => { set({ sort: byId("sort").value }); showList(); }));
   byId("colour").addEventListener("change", () => { set({ colour: byId("colour").value }); recolour(); });
+  byId("run-choice").addEventListener("change", () => {
+    location.hash = new URLSearchParams({ ...(state.theme && { theme: state.theme }), run: byId("run-choice").value });
+  });
   byId("step").addEventListener("change", () => chooseStep(Number(byId("step").value)));
   for (const [id, by] of [["previous-step", -1], ["next-step", 1]]) {
     byId(id).addEventListener("click", () => chooseStep(steps[steps.indexOf(Number(state.step)) + by]));
@@ -302,8 +306,7 @@ function listen() {
   byId("by-response").addEventListener("click", () => compare("step"));
   byId("by-step").addEventListener("click", () => compare("history"));
   byId("theme").addEventListener("click", () => {
-    const dark = (state.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-    set({ theme: dark ? "light" : "dark" });
+    set({ theme: otherTheme(state.theme) });
     showControls();
   });
   byId("help-button").addEventListener("click", () => byId("help").showModal());
@@ -322,9 +325,24 @@ function listen() {
   addEventListener("hashchange", guarded(open));
 }
 
+async function openRun() {
+  source.run = Number(state.run);
+  const { name, steps: found, message } = await source.rollouts();
+  steps = found;
+  data = null;
+  document.title = `${name} · rollouts`;
+  byId("run").textContent = name;
+  byId("step").replaceChildren(...steps.map((step) => new Option(step, step)));
+  document.body.classList.toggle("no-rollouts", !steps.length);
+  say(message ?? "");
+}
+
 async function open() {
   const before = state.step;
+  const { run } = state;
   state = readState();
+  if (state.run !== run || !byId("run").textContent) await openRun();
+  if (!steps.length) return;
   if (!steps.includes(Number(state.step)) || !state.step) state.step = String(steps.at(-1));
   showControls();
   if (data && before === state.step) {
@@ -333,11 +351,12 @@ async function open() {
 }
 
 const start = guarded(async () => {
-  const run = await source.run();
-  steps = run.steps;
-  document.title = `${run.name} · rollouts`;
-  byId("run").textContent = run.name;
-  byId("step").append(...steps.map((step) => new Option(step, step)));
+  const runs = await source.runs();
+  byId("run").textContent = "";
+  byId("pages").hidden = !source.isLive;
+  byId("run-choice").hidden = runs.length < 2;
+  byId("run").hidden = runs.length > 1;
+  byId("run-choice").append(...runs.map(({ name }, index) => new Option(name, index)));
   byId("colour").append(...Object.entries(MEASURES).map(([name, { label }]) => new Option(label, name)));
   byId("sort").append(...Object.entries(SORTS).map(([name, { label }]) => new Option(label, name)));
   const keys = element("dl");

@@ -2,21 +2,28 @@
 
 const PAGE = 2000;
 
+/** Ask the server; the path is below `api/`. */
+export async function ask(path, parameters = {}) {
+  const query = new URLSearchParams(parameters).toString();
+  const response = await fetch(`api/${path}${query ? `?${query}` : ""}`);
+  if (!response.ok) throw new Error(`${response.status}: ${(await response.text()).trim()}`);
+  return response.json();
+}
+
 class ServerSource {
-  constructor() {
-    this.cache = new Map();
+  isLive = true;
+  run = 0;
+
+  async runs() {
+    return (await ask("runs")).runs;
   }
 
-  async get(path, parameters = {}) {
-    const query = new URLSearchParams(parameters).toString();
-    const url = `api/${path}${query ? `?${query}` : ""}`;
-    const response = await fetch(url);
-    if (!response.ok) throw new Error(`${response.status}: ${(await response.text()).trim()}`);
-    return response.json();
+  get(path, parameters) {
+    return ask(`runs/${this.run}${path && `/${path}`}`, parameters);
   }
 
-  run() {
-    return this.get("run");
+  rollouts() {
+    return this.get("");
   }
 
   /** Yields pages of the step; the first one is small, so that something is seen at once. */
@@ -58,7 +65,13 @@ class EmbeddedSource {
     this.data = data;
   }
 
-  async run() {
+  isLive = false;
+
+  async runs() {
+    return [this.data.run];
+  }
+
+  async rollouts() {
     return this.data.run;
   }
 

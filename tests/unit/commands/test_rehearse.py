@@ -74,6 +74,21 @@ def test_a_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
     check(name)
 
 
+@pytest.mark.parametrize(("num_layers", "virtual_size", "layout"), [(5, 1, "[3,2]"), (7, 2, "auto")])
+def test_stages_of_unequal_size_allocate_and_send_what_is_planned(
+    num_layers: int, virtual_size: int, layout: str
+) -> None:
+    plan = recipe(
+        "qwen2.5-7b_8gpus",
+        "parallel.pipeline_model_parallel_size=2",
+        f"parallel.virtual_pipeline_model_parallel_size={virtual_size}",
+        f"parallel.pipeline_model_parallel_layout={layout}",
+    )
+    architecture = replace(plan.architecture, num_hidden_layers=num_layers)
+    for rank in stage_ranks(plan.config):
+        assert rehearse_rank(plan.config, architecture, rank).differences == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*others()])
 def test_every_recipe_allocates_and_sends_what_is_planned(name: str) -> None:

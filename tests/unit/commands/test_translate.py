@@ -150,7 +150,13 @@ data:
   validation: {data_path: data/test.jsonl}
   default: {output_key: expected}
 env: {math: {num_workers: 16, math_verify_impl: hf_math_verify}}
-logger: {wandb_enabled: true, tensorboard_enabled: true, mlflow_enabled: true, wandb: {project: grpo, name: first}}
+logger:
+  wandb_enabled: true
+  tensorboard_enabled: true
+  mlflow_enabled: true
+  swanlab_enabled: true
+  wandb: {project: grpo, name: first}
+  mlflow: {experiment_name: maths, run_name: second, tracking_uri: "http://mlflow:5000"}
 cluster: {num_nodes: 3, gpus_per_node: 8}
 """
 
@@ -266,7 +272,10 @@ def test_a_configuration_of_nemo_rl_loads_in_our_keys(tmp_path: Path) -> None:
     assert (optimizer.lr, optimizer.min_lr, optimizer.clip_grad) == (3e-7, 3e-8, 1.0)
     assert (optimizer.lr_warmup_steps, optimizer.lr_decay_steps) == (52, 1600)
     assert (config.evaluation.every_steps, config.checkpoint.every_steps, config.checkpoint.keep) == (10, 10, 3)
-    assert set(settings(result.without)) == {"logger.mlflow_enabled=true"}
+    mlflow = config.logging.mlflow
+    assert mlflow is not None
+    assert (mlflow.experiment, mlflow.run_name, mlflow.tracking_uri) == ("maths", "second", "http://mlflow:5000")
+    assert set(settings(result.without)) == {"logger.swanlab_enabled=true"}
 
 
 def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
@@ -283,6 +292,22 @@ def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.rollout.filter_groups.enable) == (2e-6, False)
     assert "tools/prepare_data.py a.parquet b.parquet --output ALL.parquet" in result.to_set["data.train.path"]
     assert "path: ???" in config_text(result)
+
+
+def test_uneven_pipeline_stages_keep_their_layers(tmp_path: Path) -> None:
+    prefix = "+actor_rollout_ref.actor.megatron.override_transformer_config"
+    ends = [f"{prefix}.num_layers_in_first_pipeline_stage=15", f"{prefix}.num_layers_in_last_pipeline_stage=14"]
+    for overrides, layers in (
+        (ends, (15, 14)),
+        (ends[1:], (None, 14)),
+        ([f"{prefix}.account_for_loss_in_pipeline_split=true"], "auto"),
+        ([f"{prefix}.account_for_loss_in_pipeline_split=false"], None),
+        ([f"{prefix}.pipeline_model_parallel_layout='Et*15|(t*16|)*2t*14,L'"], (15, 16, 16, 14)),
+    ):
+        result = translate(write(tmp_path, VERL), overrides)
+        assert loaded(tmp_path, result).parallel.pipeline_model_parallel_layout == layers
+    (alone,) = translate(write(tmp_path, VERL), [f"{prefix}.pipeline_model_parallel_layout='E|t*36|L'"]).without[-1:]
+    assert alone.reason.startswith("every model chunk has layers here")
 
 
 def test_what_a_file_leaves_to_verls_defaults_is_written_where_ours_differ(tmp_path: Path) -> None:
@@ -316,6 +341,14 @@ def test_keys_that_need_one_another_are_dropped_together(tmp_path: Path) -> None
     assert config.logging.wandb is None
     assert config.data.validation is None
     assert "evaluation.every_steps=5" in result.to_set["data.validation.path"]
+
+
+def test_the_names_of_verl_go_to_the_trackers_in_its_list(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, VERL), ["trainer.logger=[console,mlflow]"])
+    logging = loaded(tmp_path, result).logging
+    assert logging.mlflow is not None
+    assert (logging.wandb, logging.tensorboard) == (None, False)
+    assert (logging.mlflow.experiment, logging.mlflow.run_name) == ("dapo", "qwen3-8b")
 
 
 def test_asynchronous_training_of_verl_becomes_our_mode(tmp_path: Path) -> None:

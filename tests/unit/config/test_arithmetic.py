@@ -20,6 +20,8 @@ def rows(**sections: dict[str, Any]) -> dict[str, str]:
 def test_everything_is_counted_in_trajectories() -> None:
     table = rows()
     assert table["trainer"] == "8 processes = 2 tensor x 1 pipeline x 4 data parallel, sequence parallel"
+    uneven = {"world_size": 2, "pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "auto"}
+    assert rows(parallel=uneven)["trainer"].endswith("2 pipeline x 1 data parallel, uneven pipeline stages")
     assert table["each step"] == "64 prompts x 16 = 1,024 trajectories"
     assert table["updates per step"] == "2 passes x 1,024 / 256 trajectories = 8"
     assert table["each update"] == "256 trajectories = 64 x 4 data-parallel ranks"

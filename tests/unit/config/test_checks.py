@@ -1,5 +1,4 @@
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,20 +249,6 @@ def test_the_files_and_variables_of_rewards_and_curriculum_must_exist(monkeypatc
     assert "set it to the whole Authorization header" in variable
     monkeypatch.setenv("REWARD_TOKEN", "Bearer word")
     assert len(problems(broken)) == 1
-
-
-def test_without_wandb_a_run_that_reports_to_it_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder of the same name, which Python takes for a namespace package, does not count."""
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (problem,) = problems(config(logging__wandb={"project": "p"}))
-    assert "logging.wandb needs the package wandb, which is not installed: pip install wandb" in problem
-
-
-def test_profiled_ranks_must_exist() -> None:
-    (problem,) = problems(config(parallel__world_size=2, logging__profile_ranks=[0, 2]))
-    assert "logging.profile_ranks=[0, 2] must be trainer ranks, which are 0 to 1" in problem
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,11 @@ def example(annotation: Any) -> Any:
     return {int: 2, float: 0.5, bool: True, str: "text", Path: "a/file.parquet"}[annotation]
 
 
-NARROW = {"algorithm.clip_ratio_c": 3.0, "reward.remote.url": "http://host/score"}
+NARROW = {
+    "algorithm.clip_ratio_c": 3.0,
+    "reward.remote.url": "http://host/score",
+    "logging.mlflow.tracking_uri": "http://host",
+}
 """Values of keys that take few of their kind."""
 
 
@@ -108,9 +112,13 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "two_or_more": (10, None),
     "tensor_parallel_only": (True, None),
     "modules": (["mlp"], None),
+    "first_stage": (11, 10),
+    "last_stage": (10, None),
+    "stage_contents": ("Et*11|(t*12|)*6t*11,L", None),
     "any": (True, None),
     "given": ("a/folder", None),
     "loggers": (["console", "wandb"], None),
+    "by_tracker": ("text", ["wandb", "mlflow"]),
     "file": (["a/train.parquet"], None),
     "model": ("Qwen/Qwen3-8B", None),
     "function": ("a/reward.py", "score"),

@@ -27,6 +27,11 @@ CONFIGS = Path(__file__).parents[3] / "configs"
             "parallel.recompute_modules=['mlp'] has no effect without parallel.recompute_granularity=selective; set",
         ),
         (
+            {"parallel__pipeline_model_parallel_layout": "auto"},
+            {"parallel__pipeline_model_parallel_size": 2, "parallel__world_size": 2},
+            "parallel.pipeline_model_parallel_layout=auto has no effect without parallel.pipeline_model_parallel_size",
+        ),
+        (
             {"optimizer__min_lr": 1e-7},
             {"optimizer__lr_decay_style": "cosine"},
             "optimizer.min_lr=1e-07 has no effect without optimizer.lr_decay_style other than constant",

@@ -79,16 +79,19 @@ def test_tensor_parallelism_need_not_divide_the_vocabulary_which_is_padded(tmp_p
     [
         ({"pipeline_model_parallel_size": 3}, "parallel.pipeline_model_parallel_size=3, which splits them"),
         (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
-            "parallel.pipeline_model_parallel_size=2 x virtual_pipeline_model_parallel_size=4, which splits them",
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            "parallel.pipeline_model_parallel_size=2 x virtual_pipeline_model_parallel_size=3, which splits them",
         ),
     ],
 )
 def test_pipeline_stages_and_their_chunks_must_divide_the_layers(
     tmp_path: Path, sizes: dict[str, int], rule: str
 ) -> None:
-    (problem,) = problems(of(hf_folder(tmp_path), **layout(sizes["pipeline_model_parallel_size"], **sizes)))
-    assert f"num_hidden_layers=4 must be a multiple of {rule}" in problem
+    folder, world_size = hf_folder(tmp_path, num_hidden_layers=7), sizes["pipeline_model_parallel_size"]
+    (problem,) = problems(of(folder, **layout(world_size, **sizes)))
+    assert f"num_hidden_layers=7 must be a multiple of {rule}" in problem
+    assert "set parallel.pipeline_model_parallel_layout=auto" in problem
+    assert check_config(of(folder, **layout(world_size, **sizes, pipeline_model_parallel_layout="auto"))) == []
 
 
 @pytest.mark.parametrize(

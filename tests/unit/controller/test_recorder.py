@@ -1,8 +1,9 @@
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import wandb
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from megatron_bapo.config.schema import Config
@@ -12,6 +13,8 @@ from megatron_bapo.metrics.sinks import JsonlSink, Phase, SampleRow, read_rows
 from megatron_bapo.metrics.token_table import COLUMNS, read_token_tables, write_token_table
 from megatron_bapo.metrics.values import Mean, Sum
 from megatron_bapo.run_directory import RunDirectory
+from tests.unit.data.test_rollout_table import response, written
+from tests.unit.metrics.wandb_files import read_wandb
 
 INTERRUPTED: list[tuple[Phase, int]] = [
     ("warm_start", 1),
@@ -50,14 +53,14 @@ def directory(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def record(directory: RunDirectory, state: RunState, *, tensorboard: bool = False) -> Recorder:
+def record(directory: RunDirectory, state: RunState, *, tensorboard: bool = False, **logging: Any) -> Recorder:
     config = Config.model_validate(
         {
             "run_dir": directory.root,
             "model": {"create": {}},
             "data": {"train": {"path": "unused.jsonl"}},
             "trainer": {"total_steps": 4, "train_batch_size": 16, "ppo_mini_batch_size": 8},
-            "logging": {"tensorboard": tensorboard},
+            "logging": {"tensorboard": tensorboard, **logging},
         }
     )
     return Recorder(config, directory, state)
@@ -213,3 +216,17 @@ def test_a_mismatch_over_its_limit_is_counted_in_the_row_and_logged_as_a_warning
     assert "training/mismatch_alarms" not in fifth["metrics"]
     (warning,) = caplog.messages
     assert warning.startswith("step 3: training/token_mult_prob_error is 1.2, ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sends_rollouts", [True, False])
+def test_wandb_gets_sampled_rollouts_only_if_it_is_to_get_them(sends_rollouts: bool, directory: RunDirectory) -> None:
+    wandb_section = {"project": "p", "mode": "offline", "rollouts": sends_rollouts}
+    recorder = record(directory, RunState(step=1), wandb=wandb_section)
+    recorder.add_sampled(written(directory.sampled_rollouts, [response("two")]))
+    recorder.write("train", 2, {"actor/loss": Mean(1.0, 1.0)})
+    recorder.close()
+    wandb.teardown()
+    found = read_wandb(directory.root)
+    assert [values["actor/loss"] for _, values in found.rows] == [1.0]
+    assert [rows[0]["response"] for _, _, rows in found.tables] == (["two"] if sends_rollouts else [])

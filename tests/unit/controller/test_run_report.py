@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,20 @@ def test_the_report_shows_the_configuration_metrics_and_samples_of_the_run(run_d
     ):
         assert expected in html, expected
     assert "<script>" not in html
+
+
+def test_the_report_names_seed_commits_and_hardware(run_dir):
+    starts = [("c0ffee-dirty", "2 CPU cores"), (None, "2 CPU cores"), ("c0ffee-dirty", "8 × GPU")]
+    rows = [{"time_s": 1.0, "version": "1.2", "commit": commit, "hardware": where} for commit, where in starts]
+    RunDirectory(run_dir).starts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    html = write_run_report(run_dir).read_text()
+    for fact in (
+        "<dt>seed</dt><dd>0</dd>",
+        "<dd>c0ffee-dirty, then version 1.2</dd>",
+        "<dd>2 CPU cores, then 8 × GPU</dd>",
+    ):
+        assert fact in html, fact
 
 
 def test_a_run_without_samples_still_has_a_report(run_dir):

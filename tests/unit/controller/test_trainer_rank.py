@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-UNUSED = ("matplotlib", "pandas", "transformers", "vllm", "wandb")
+UNUSED = ("matplotlib", "mlflow", "pandas", "transformers", "vllm", "wandb")
 """Packages that take a second or more to import, in each rank and after each restart."""
 
 

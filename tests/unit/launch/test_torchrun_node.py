@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -194,55 +195,54 @@ def test_the_files_of_a_killed_torchrun_node_are_removed_by_the_next_one(tmp_pat
     assert list(tmp_path.glob("bapo-*")) == []
 
 
-@pytest.mark.parametrize("exit_code", [0, 130])
-def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_it_is_told(
-    exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
-    with running(TORCHRUN_NODE, environment) as node:
+@pytest.fixture
+def other_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen, psutil.Process]]:
+    """A node of a run whose head is another one, and the process that starts Ray there."""
+    with running(TORCHRUN_NODE, node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))) as node:
         wait_for(tmp_path / "ray_starts")
         ray = ray_of(node)
         monkeypatch.setenv(FILE, ray.environ()[FILE])  # as in the actors that Ray starts there
-        RunEnd().write(exit_code)
-        assert node.wait(timeout=LIMIT_S) == exit_code
-        assert not ray.is_running()
-        assert node.stderr is not None
-        assert f"the run has ended with exit code {exit_code}" in node.stderr.read()
+        yield node, ray
+
+
+@pytest.mark.parametrize("exit_code", [0, 130])
+def test_another_node_of_a_torchrun_run_ends_with_the_runs_exit_code_as_soon_as_it_is_told(
+    exit_code: int, tmp_path: Path, other_node: tuple[subprocess.Popen, psutil.Process]
+) -> None:
+    node, ray = other_node
+    RunEnd().write(exit_code)
+    assert node.wait(timeout=LIMIT_S) == exit_code
+    assert not ray.is_running()
+    assert node.stderr is not None
+    assert f"the run has ended with exit code {exit_code}" in node.stderr.read()
     assert list(tmp_path.glob("bapo-*")) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=str)
 def test_another_node_of_a_torchrun_run_that_gets_a_signal_keeps_ray_until_the_run_has_saved(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, other_node: tuple[subprocess.Popen, psutil.Process]
 ) -> None:
-    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
-    with running(TORCHRUN_NODE, environment) as node:
-        wait_for(tmp_path / "ray_starts")
-        ray = ray_of(node)
-        monkeypatch.setenv(FILE, ray.environ()[FILE])
-        request = StopRequest()
-        assert not request.is_made
-        node.send_signal(number)
-        wait_until_made(request)
-        assert node.poll() is None
-        assert ray.is_running()
-        RunEnd().write(130)
-        assert node.wait(timeout=LIMIT_S) == 130
-        assert not ray.is_running()
+    node, ray = other_node
+    request = StopRequest()
+    assert not request.is_made
+    node.send_signal(number)
+    wait_until_made(request)
+    assert node.poll() is None
+    assert ray.is_running()
+    RunEnd().write(130)
+    assert node.wait(timeout=LIMIT_S) == 130
+    assert not ray.is_running()
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_another_node_of_a_torchrun_run_ends_at_once_by_a_signal_before_the_run_starts_or_by_a_second_one(
-    num_signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_signals: int, tmp_path: Path, other_node: tuple[subprocess.Popen, psutil.Process]
 ) -> None:
-    environment = node_zero(tmp_path, NNODES="2", NODE_RANK="1", **reachable_head(tmp_path))
-    with running(TORCHRUN_NODE, environment) as node:
-        wait_for(tmp_path / "ray_starts")
-        if num_signals == 2:
-            monkeypatch.setenv(FILE, ray_of(node).environ()[FILE])
-            request = StopRequest()
-            node.terminate()
-            wait_until_made(request)
+    node, _ = other_node
+    if num_signals == 2:
+        request = StopRequest()
         node.terminate()
-        assert node.wait(timeout=LIMIT_S) == 143
+        wait_until_made(request)
+    node.terminate()
+    assert node.wait(timeout=LIMIT_S) == 143
     assert list(tmp_path.glob("bapo-*")) == []

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_bapo.metrics.plots import Series, curve_figure
+from megatron_bapo.metrics.plots import PALETTE, Series, curve_figure
 
 STEPS = [1.0, 2.0, 3.0, 4.0]
 CURVE = Series("reward", STEPS, [0.1, 0.2, 0.4, 0.8])
@@ -85,3 +85,22 @@ def test_names_are_escaped(name: str):
 def test_stacked_series_need_not_have_the_same_steps():
     svg = draw(Series("update", [1, 2], [1, 1]), Series("checkpoint", [2], [math.nan]), stacked=True)
     assert {"update", "checkpoint"} <= set(texts(svg))
+
+
+def styles(svg: str, colour: str) -> list[str]:
+    """The styles of the lines in a colour of the palette."""
+    elements = [each for each in ElementTree.fromstring(svg).iter(f"{SVG}path") if "L" in each.get("d", "")]
+    return [each.get("style", "") for each in elements if f"stroke: {colour.lower()}; stroke-" in each.get("style", "")]
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_a_curve_over_another_is_striped_where_they_coincide(log_y: bool):
+    steps = [float(step) for step in range(1, 41)]
+    first = [0.1 + step for step in steps]
+    same, half = first, [value if step <= 20 else 2 * value for step, value in zip(steps, first, strict=True)]
+    covered, partly = (draw(Series("a", steps, first), Series("b", steps, y), log_y=log_y) for y in (same, half))
+    assert ["dasharray" in style for style in styles(covered, PALETTE[0])] == [False, False]  # and in the legend
+    assert ["dasharray" in style for style in styles(covered, PALETTE[1])] == [True, False]
+    assert ["dasharray" in style for style in styles(partly, PALETTE[1])] == [False, True, False]
+    apart = draw(Series("a", steps, first), Series("b", steps, [-1.0 + value / 2 for value in first]))
+    assert "dasharray" not in "".join(styles(apart, PALETTE[1]))

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_bapo.metrics.report import SECTIONS, write_report
+from megatron_bapo.metrics.figures import SECTIONS
+from megatron_bapo.metrics.report import write_report
 from megatron_bapo.metrics.sinks import JsonlSink, MetricsRow, SampleRow, read_rows
 
 TITLES = {figure.title for section in SECTIONS for figure in section.figures}
@@ -171,3 +172,23 @@ def test_rows_from_disk_make_the_same_page_twice(tmp_path: Path):
     page(tmp_path, rows=rows)
     assert (tmp_path / "report.html").read_bytes() == first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("start", "shares", "seen"),
+    [
+        ([1.0, 0.25, 0.25], [0.45, 0.38, 0.37], "Here they moved in 50% of the updates."),
+        ([1.0, 1.0, 1.0], [0.5, 0.4, 0.45], "Here they did not move: the positive share, 0.45 on average, was above"),
+    ],
+)
+def test_the_page_says_whether_the_clip_bounds_moved(
+    tmp_path: Path, start: list[float], shares: list[float], seen: str
+):
+    bounds = {"actor/bapo_clip_high": 1.2, "actor/bapo_clip_low": 0.6, "actor/bapo_outcome/no_signal": 0.0}
+    rows = [
+        row(step, bounds | {"actor/bapo_outcome/start": each, "actor/bapo_initial_positive_share": share})
+        for step, (each, share) in enumerate(zip(start, shares, strict=True), 1)
+    ]
+    assert sum(seen in text for text in page(tmp_path, rows=rows).texts) == 1
+    fixed = [row(1, {"actor/bapo_clip_high": 1.2, "actor/bapo_clip_low": 0.6})]
+    assert not any("Here they" in text for text in page(tmp_path, rows=fixed).texts)

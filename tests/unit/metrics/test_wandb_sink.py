@@ -20,6 +20,13 @@ ROWS: list[tuple[Phase, int, dict[str, float | None]]] = [
     ("train", 1, {"actor/loss": 0.5, "response_length/mean": 9.0, "actor/bapo_clip_low": None}),
     ("train", 2, {"actor/loss": math.nan, "response_length/mean": 8.0}),
 ]
+HOSTILE = "<img src=x onerror=alert(1)> \\u202e & [a](javascript:b) ]]>"
+COLUMNS = ("step", "response", "reward")
+TABLES: dict[int, list[list[list[int | str | float | None]]]] = {
+    2: [[[1, HOSTILE, 1.0]], [[2, "", None]]],
+    4: [[[3, "last", 0.5]]],
+}
+"""Tables by the number of the row before which they come."""
 
 
 def settings(run_dir: Path, **values: str | None) -> Config:
@@ -38,8 +45,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("WANDB_API_KEY", KEY)
         for start, end in ((0, 3), (3, 4)):
             sink = WandbSink(settings(folder, name="first"), "abcd1234", num_rows=start)
-            for each in ROWS[start:end]:
-                sink.write(row(*each))
+            for number in range(start, end + 1):
+                for rows in TABLES.get(number, ()):
+                    sink.add_table("rollouts", COLUMNS, rows)
+                if number < end:
+                    sink.write(row(*ROWS[number]))
             sink.close()
         wandb.teardown()  # as at a process's end: files are complete
     return folder
@@ -65,6 +75,13 @@ def test_rows_are_read_back_in_order_with_their_phases_steps(written: WandbFiles
 def test_a_metrics_x_axis_is_its_phases_steps(written: WandbFiles) -> None:
     assert written.axes["actor/loss"] == written.axes["val/mean@4"] == "training/global_step"
     assert written.axes["warm_start/actor/loss"] == "warm_start/global_step"
+
+
+def test_a_table_goes_with_the_next_row_or_at_the_end_with_the_last_one(written: WandbFiles) -> None:
+    assert [(step, name) for step, name, _ in written.tables] == [(2, "rollouts"), (3, "rollouts")]
+    (_, _, two_steps), (_, _, at_the_end) = written.tables
+    assert two_steps == [{"step": 1, "response": HOSTILE, "reward": 1.0}, {"step": 2, "response": "", "reward": None}]
+    assert at_the_end == [{"step": 3, "response": "last", "reward": 0.5}]
 
 
 def test_the_key_is_nowhere_in_the_run_directory(run_dir: Path) -> None:

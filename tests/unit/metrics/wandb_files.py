@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -24,12 +25,15 @@ class WandbFiles:
     axes: dict[str, str] = field(default_factory=dict)
     """x axis of each metric."""
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Logged values by wandb's step, without the keys that wandb adds."""
+    """Logged values by wandb's step, without the keys that wandb adds and without tables."""
+    tables: list[tuple[int, str, list[dict[str, Any]]]] = field(default_factory=list)
+    """(wandb's step, name, rows by column) of each logged table."""
 
 
 def read_wandb(run_dir: Path) -> WandbFiles:
     found = WandbFiles()
-    for record in (r for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")) for r in _records(file)):
+    files = sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))
+    for path, record in ((file, each) for file in files for each in _records(file)):
         match record.WhichOneof("record_type"):
             case "run":
                 found.runs.append((record.run.project, record.run.run_id, record.run.display_name))
@@ -38,7 +42,13 @@ def read_wandb(run_dir: Path) -> WandbFiles:
             case "history":
                 items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
                 values = {name: json.loads(value) for name, value in items.items() if not name.startswith("_")}
-                found.rows.append((record.history.step.num, values))
+                names = {name.removesuffix("._type") for name, kind in values.items() if kind == "table-file"}
+                step = record.history.step.num
+                for name in sorted(names):
+                    content = json.loads((path.parent / "files" / values[f"{name}.path"]).read_text())
+                    rows = [dict(zip(content["columns"], row, strict=True)) for row in content["data"]]
+                    found.tables.append((step, name, rows))
+                found.rows.append((step, {k: v for k, v in values.items() if k.partition(".")[0] not in names}))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture
+from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.hf_mapping import global_name
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
@@ -77,14 +78,14 @@ def parameter_shapes(
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Return (global name, shape) of every parameter of one rank, in Megatron's order of chunks, layers and modules."""
     num_chunks, stage = groups.num_virtual_stages, groups.pipeline
-    layers_per_chunk = arch.num_hidden_layers // (num_chunks * stage.size)
+    layers = stage_layers(arch, parallel, stage.rank)
     tp, hidden = groups.tensor.size, arch.hidden_size
     vocab = (arch.padded_vocab_size(tp) // tp, hidden)
     for chunk in range(num_chunks):
-        offset = (chunk * stage.size + stage.rank) * layers_per_chunk
+        offset = layers[chunk].start
         if groups.is_first_stage and chunk == 0:
             yield "embedding.word_embeddings.weight", vocab
-        for layer in range(layers_per_chunk):
+        for layer in range(len(layers[chunk])):
             has_experts = offset + layer in arch.moe_layers
             for name, shape in _layer(arch, groups, has_experts, transformer_engine):
                 experts_per_rank = arch.num_experts // groups.expert.size

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeTopKRouter
 
 from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.parallel.megatron import TransformerConfig
@@ -159,3 +161,47 @@ def test_recomputation_reaches_megatron(settings, expected):
     assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == expected
     if "recompute_modules" in settings:
         assert config.recompute_modules == ["mlp", "moe"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "vpp"), [(11, 11, 1), (None, 10, 1), (12, 10, 2), (24, 22, 2), (None, 10, 2)]
+)
+def test_the_layers_of_first_and_last_stage_are_divided_as_megatrons_own_keys_do(
+    first: int | None, last: int | None, vpp: int
+) -> None:
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    pp = 4 if first == 24 else 8
+    sizes = {"pipeline_model_parallel_size": pp, "virtual_pipeline_model_parallel_size": vpp}
+    parallel = ParallelConfig(world_size=pp, pipeline_model_parallel_layout=(first, last), **sizes)
+    arch = architecture("llama", num_hidden_layers=94)
+    theirs = TransformerConfig(
+        num_layers=94,
+        hidden_size=16,
+        num_attention_heads=8,
+        pipeline_model_parallel_size=pp,
+        pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+    )
+    for stage in range(pp):
+        for index, layers in enumerate(stage_layers(arch, parallel, stage)):
+            vp_stage = index if vpp > 1 else None
+            offset = get_transformer_layer_offset(theirs, vp_stage, stage)
+            assert layers == range(offset, offset + get_num_layers_to_build(theirs, vp_stage, stage))
+
+
+def test_an_uneven_division_is_handed_to_megatron_and_an_even_one_leaves_its_default():
+    sizes = {"world_size": 2, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    listed = ParallelConfig(pipeline_model_parallel_layout=(2, 2, 2, 1), **sizes)
+    layout: Any = config_of("llama", listed, num_hidden_layers=7).pipeline_model_parallel_layout
+    even = config_of("llama", ParallelConfig(pipeline_model_parallel_layout="auto", **sizes), num_hidden_layers=4)
+
+    assert config_of("llama", ParallelConfig(**sizes)).pipeline_model_parallel_layout is None
+    assert even.pipeline_model_parallel_layout is None
+    assert [[[layer.name for layer in chunk] for chunk in stage] for stage in layout.layout] == [
+        [["embedding", "decoder", "decoder"], ["decoder", "decoder"]],
+        [["decoder", "decoder"], ["decoder", "loss"]],
+    ]

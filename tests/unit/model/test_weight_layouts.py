@@ -31,8 +31,10 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout, Placement, bool]:
     """A model, a trainer's mesh for it, engines, and hosts."""
     family = draw(st.sampled_from(FAMILIES))
+    num_layers = draw(st.sampled_from([4, 5]))
     arch = architecture(
         family,
+        num_hidden_layers=num_layers,
         vocab_size=draw(st.sampled_from([22, 130])),
         num_key_value_heads=draw(st.sampled_from([1, 2, 4, 8])),
         tie_word_embeddings=draw(st.booleans()),
@@ -47,6 +49,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
     parallel = ParallelConfig(
         world_size=stage * pp, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=draw(st.sampled_from([1, 2])) if pp > 1 else 1,
+        pipeline_model_parallel_layout="auto" if num_layers % 2 else None,
         context_parallel_size=cp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
     )  # fmt: skip
     engine = EngineLayout(draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3])), draw(st.booleans()))

@@ -37,4 +37,4 @@ def test_the_pages_table_holds_the_plans_numbers(row: tuple[str, ...]) -> None:
 
 
 def test_the_page_has_runs_and_rows() -> None:
-    assert (len(RUNS), len(ROWS)) == (3, 9)
+    assert (len(RUNS), len(ROWS)) == (4, 9)

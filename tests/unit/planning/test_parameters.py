@@ -29,6 +29,7 @@ BILLIONS = {
     "Qwen3-14B": 14.768,
     "Qwen3-32B": 32.762,
     "Qwen3-30B-A3B": 30.532,
+    "Qwen3-235B-A22B": 235.094,
 }
 """Parameter counts on the models' Hugging Face pages."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2507)(?=-|$)")

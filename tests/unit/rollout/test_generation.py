@@ -55,6 +55,17 @@ def generate(num_engines: int, groups: list[InFlightGroup]) -> tuple[list[Group]
     return run_in_virtual_time(finished(groups, engines)), engines
 
 
+async def updated_twice(router: Router, engine: FaultyEngine, *, every_s: float) -> None:
+    """Abort the requests and load newer weights, twice, each time after `every_s` seconds."""
+    for version in (1, 2):
+        await asyncio.sleep(every_s)
+        router.pause()
+        await router.abort(1.0)
+        await router.drain(1.0)
+        await engine.load_weights(version)
+        router.resume()
+
+
 def tokens(groups: list[Group]) -> list[list[list[int]]]:
     return [[t.response_token_ids.tolist() for t in group.trajectories] for group in groups]
 
@@ -80,13 +91,7 @@ def test_a_response_continues_under_the_newer_policy_and_every_token_keeps_its_v
         router, engine, (group,) = Router(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
         router.add(engine.name, engine, 10**9)
         task = asyncio.ensure_future(generate_group(group, router.generate, decode, max_failures=1))
-        for version in (1, 2):
-            await asyncio.sleep(20.5 * TOKEN_S)  # the step under way is finished
-            router.pause()
-            await router.abort(1.0)
-            await router.drain(1.0)
-            await engine.load_weights(version)
-            router.resume()
+        await updated_twice(router, engine, every_s=20.5 * TOKEN_S)  # the step under way is finished
         await task
         return await group.group(decode)
 

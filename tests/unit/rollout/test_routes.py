@@ -17,7 +17,7 @@ from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, Ge
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.config.test_model_checks import EXPERTS, hf_folder
-from tests.unit.rollout.test_generation import GREEDY, in_flight
+from tests.unit.rollout.test_generation import GREEDY, in_flight, updated_twice
 from tests.unit.simulation.modelled_engines import TOKEN_S, FaultyEngine, decode
 
 
@@ -61,13 +61,7 @@ def generated_over_versions(loses: int = 0) -> tuple[Group, RoutedRouter]:
         router.loses = loses
         router.add(engine.name, engine, 10**9)
         task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=3))
-        for version in (1, 2):
-            await asyncio.sleep(15.5 * TOKEN_S)
-            router.pause()
-            await router.abort(1.0)
-            await router.drain(1.0)
-            await engine.load_weights(version)
-            router.resume()
+        await updated_twice(router, engine, every_s=15.5 * TOKEN_S)
         await task
         return await group.group(decode), router
 

@@ -18,7 +18,7 @@ def document(tmp_path: Path) -> dict[str, Any]:
     return {
         "run_dir": str(tmp_path / "runs"),
         "output": str(tmp_path / "output"),
-        "base": str(ROOT / "configs/quickstart.yaml"),
+        "base": str(ROOT / "configs/spell_backward.yaml"),
         "seeds": [1, 2],
         "updates_per_step": [4, 1],
         "num_updates": NUM_UPDATES,

@@ -1,13 +1,8 @@
-"""What the viewer's page shows, in a real browser: Debian's Chromium, driven by Playwright.
-
-With `SCREENSHOTS=FOLDER` the tests write the pictures of the documentation there.
-"""
+"""What the page of rollouts shows in a real browser."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,28 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_bapo.run_directory import RunDirectory
+from tests.unit.viewer.browsers import IN_A_BROWSER, served, shoot
 from tests.unit.viewer.made_runs import HOSTILE, group, prompt, sampled, small_run, write_step
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-CHROMIUM = shutil.which("chromium")
-SCREENSHOTS = os.environ.get("SCREENSHOTS")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium; tools/install_cluster_packages.sh installs it"),
-]
-
-
-def served(run: Path) -> Iterator[str]:
-    """Run `megatron-bapo view` and yield its URL."""
-    command = [sys.executable, "-m", "megatron_bapo", "view", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            yield server.stdout.readline().removeprefix("Open ").strip()
-        finally:
-            server.terminate()
+pytestmark = IN_A_BROWSER
 
 
 @pytest.fixture(scope="module")
@@ -52,44 +32,10 @@ def url(run: Path) -> Iterator[str]:
     yield from served(run)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page that fails the test if a script fails, or if anything but the viewer is asked for."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light")
-    page, faults = context.new_page(), list[str]()
-    page.set_default_timeout(20_000)
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: faults.append(request.url) if not is_own(request.url) else None)
-    page.on("dialog", lambda dialog: faults.append(dialog.message))
-    yield page
-    context.close()
-    assert faults == []
-
-
-def is_own(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "file://", "blob:"))
-
-
 def opened(page: Page, url: str, state: str = "") -> Page:
     page.goto(f"{url}#{state}")
     page.locator("#prompt-text .id").wait_for()
     return page
-
-
-def shoot(page: Page, name: str) -> None:
-    if SCREENSHOTS:
-        page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png")
 
 
 def rows_of(run: Path, step: int) -> list[dict]:
@@ -105,7 +51,10 @@ def excerpts(page: Page) -> list[str]:
 
 
 def tokens(page: Page, response: int) -> Locator:
-    return responses(page).nth(response).locator(".t")
+    """Return the tokens of a response, once the page has them."""
+    found = responses(page).nth(response).locator(".t")
+    found.first.wait_for()
+    return found
 
 
 def expect_count(page: Page, text: str) -> None:
@@ -326,7 +275,7 @@ def test_replies_of_a_tool_are_set_apart(page: Page, url: str) -> None:
 
 def test_a_character_of_several_tokens_is_shown_once(page: Page, url: str) -> None:
     opened(page, url, "step=1&row=4")
-    texts = responses(page).first.locator(".t").all_text_contents()
+    texts = tokens(page, 0).all_text_contents()
     place = texts.index("😀")
     assert texts[place : place + 4] == ["😀", "◂", "◂", "◂"]
     assert "<|end|>" in texts

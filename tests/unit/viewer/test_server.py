@@ -12,16 +12,12 @@ from starlette.testclient import TestClient
 from megatron_bapo.data.rollout_samples import TOKENIZER_FILE
 from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
-from megatron_bapo.viewer.samples import MAX_BYTES, MAX_TOKENS, Samples
-from megatron_bapo.viewer.server import application, listen
+from megatron_bapo.viewer.answers import MAX_BYTES
+from megatron_bapo.viewer.export import _MODULES, export
+from megatron_bapo.viewer.samples import MAX_TOKENS, Samples
+from megatron_bapo.viewer.server import listen, opened
+from tests.unit.viewer.clients import SECRET, client_of
 from tests.unit.viewer.made_runs import HOSTILE, group, prompt, sampled, small_run, write_step
-
-SECRET = "a-secret-token"
-
-
-def client_of(root: Path) -> TestClient:
-    app = application(Samples(RunDirectory(root)), SECRET)
-    return TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def client(run: Path) -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/wrong/", "/wrong/api/run", f"/{SECRET}", f"/{SECRET}x/", "/api/run", "//", "/é/"]
+    "path", ["/", "/wrong/", "/wrong/api/runs/0", f"/{SECRET}", f"/{SECRET}x/", "/api/runs/0", "//", "/é/"]
 )
 def test_a_url_without_the_token_is_forbidden(client: TestClient, path: str) -> None:
     answer = client.get(path)
@@ -56,14 +52,16 @@ def test_no_path_leads_out_of_the_assets(client: TestClient, name: str) -> None:
 
 def test_another_host_name_is_refused(client: TestClient) -> None:
     """A page of another site whose name was pointed at this machine must not read the answers."""
-    assert client.get(f"/{SECRET}/api/run", headers={"host": "evil.example"}).status_code == 400
+    assert client.get(f"/{SECRET}/api/runs/0", headers={"host": "evil.example"}).status_code == 400
 
 
 def test_only_reading_is_possible(client: TestClient) -> None:
-    assert client.post(f"/{SECRET}/api/run").status_code == 405
+    assert client.post(f"/{SECRET}/api/runs/0").status_code == 405
 
 
-@pytest.mark.parametrize("path", ["/", f"/{SECRET}/", f"/{SECRET}/main.js", f"/{SECRET}/api/run", f"/{SECRET}/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", f"/{SECRET}/", f"/{SECRET}/main.js", f"/{SECRET}/api/runs/0", f"/{SECRET}/nothing"]
+)
 def test_every_answer_has_the_security_headers(client: TestClient, path: str) -> None:
     headers = client.get(path).headers
     policy = headers["content-security-policy"]
@@ -81,7 +79,9 @@ def test_the_server_listens_on_the_loopback_interface_only() -> None:
 
 
 def test_a_step_is_listed_in_pages(client: TestClient) -> None:
-    pages = [client.get(f"/{SECRET}/api/steps/1", params={"start": s, "count": 5}).json() for s in (0, 5, 10, 15)]
+    pages = [
+        client.get(f"/{SECRET}/api/runs/0/steps/1", params={"start": s, "count": 5}).json() for s in (0, 5, 10, 15)
+    ]
     assert [(page["start"], page["end"], page["total"]) for page in pages] == [
         (0, 5, 12),
         (5, 10, 12),
@@ -94,18 +94,18 @@ def test_a_step_is_listed_in_pages(client: TestClient) -> None:
 
 
 def test_tokens_have_their_text_figures_and_marks(client: TestClient) -> None:
-    columns = client.get(f"/{SECRET}/api/steps/1/responses/4/tokens").json()["columns"]
+    columns = client.get(f"/{SECRET}/api/runs/0/steps/1/responses/4/tokens").json()["columns"]
     assert "".join(columns["text"]) == 'calc("3*7")\ntool: 21\nSo it is 21, né? 😀<|end|>'
     replied = "".join(text for text, sampled in zip(columns["text"], columns["sampled"], strict=True) if not sampled)
     assert replied == "tool: 21\n"
     for name in ("ratio", "rollout", "trainer", "entropy", "advantage", "staleness", "version", "marks"):
         assert [value is None for value in columns[name]] == [not sampled for sampled in columns["sampled"]]
     assert set(columns["marks"]) == {0, 1, None}
-    assert "correction" in client.get(f"/{SECRET}/api/steps/1/responses/2/tokens").json()["columns"]
+    assert "correction" in client.get(f"/{SECRET}/api/runs/0/steps/1/responses/2/tokens").json()["columns"]
 
 
 def test_a_response_that_no_update_used_has_no_figures(client: TestClient) -> None:
-    columns = client.get(f"/{SECRET}/api/steps/1/responses/9/tokens").json()["columns"]
+    columns = client.get(f"/{SECRET}/api/runs/0/steps/1/responses/9/tokens").json()["columns"]
     assert {"ratio", "trainer", "marks"} & columns.keys() == set()
     assert {"rollout", "advantage", "staleness"} <= columns.keys()
 
@@ -122,11 +122,11 @@ def test_a_response_that_no_update_used_has_no_figures(client: TestClient) -> No
     ],
 )
 def test_texts_of_prompts_and_responses_are_searched(client: TestClient, text: str, rows: list[int]) -> None:
-    assert client.get(f"/{SECRET}/api/steps/1/search", params={"text": text}).json() == {"rows": rows}
+    assert client.get(f"/{SECRET}/api/runs/0/steps/1/search", params={"text": text}).json() == {"rows": rows}
 
 
 def test_the_steps_with_a_prompt_are_found(client: TestClient) -> None:
-    found = client.get(f"/{SECRET}/api/steps/10/responses/1/history").json()
+    found = client.get(f"/{SECRET}/api/runs/0/steps/10/responses/1/history").json()
     assert found == {
         "prompt_id": "task:7",
         "steps": [{"step": 1, "rows": [0, 1, 2, 3]}, {"step": 10, "rows": [0, 1, 2, 3]}],
@@ -148,7 +148,7 @@ def test_the_steps_with_a_prompt_are_found(client: TestClient) -> None:
     ],
 )
 def test_questions_without_an_answer_are_refused(client: TestClient, path: str, code: int) -> None:
-    assert client.get(f"/{SECRET}/api/{path}").status_code == code
+    assert client.get(f"/{SECRET}/api/runs/0/{path}").status_code == code
 
 
 def test_no_answer_is_larger_than_a_megabyte(tmp_path: Path) -> None:
@@ -158,11 +158,13 @@ def test_no_answer_is_larger_than_a_megabyte(tmp_path: Path) -> None:
     write_step(tmp_path, 1, [group(index, hostile, [made] * 8) for index in range(100)])
     with client_of(tmp_path) as client:
         for path in ("steps/1", "steps/1/responses/0", "steps/1/responses/799/tokens", "steps/1/responses/0/history"):
-            answer = client.get(f"/{SECRET}/api/{path}", params={"count": 10**6} if path.endswith(("1", "s")) else {})
+            answer = client.get(
+                f"/{SECRET}/api/runs/0/{path}", params={"count": 10**6} if path.endswith(("1", "s")) else {}
+            )
             assert answer.status_code == 200
             assert len(answer.content) <= MAX_BYTES
-        assert client.get(f"/{SECRET}/api/steps/1/responses/0/tokens").json()["end"] <= MAX_TOKENS
-        search = client.get(f"/{SECRET}/api/steps/1/search", params={"text": "long"})
+        assert client.get(f"/{SECRET}/api/runs/0/steps/1/responses/0/tokens").json()["end"] <= MAX_TOKENS
+        search = client.get(f"/{SECRET}/api/runs/0/steps/1/search", params={"text": "long"})
         assert search.json()["rows"] == [*range(800)]
 
 
@@ -183,9 +185,19 @@ def test_a_run_that_goes_on_adds_steps(tmp_path: Path) -> None:
     assert samples.step(1)["total"] == 2
 
 
-def test_a_folder_without_sampled_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no sampled rollouts in sampled_rollouts/; a run writes them"):
-        Samples(RunDirectory(tmp_path))
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run: it has no config\.yaml; give the folder of a run"):
+        opened([tmp_path])
+
+
+def test_a_run_without_sampled_rollouts_says_which_key_turns_them_on(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    with client_of(tmp_path) as client:
+        found = client.get(f"/{SECRET}/api/runs/0").json()
+    assert (found["name"], found["steps"]) == (tmp_path.name, [])
+    assert "logging.rollouts.every_steps turns them on" in found["message"]
+    with pytest.raises(UserError, match="there is nothing to export: the run has no sampled rollouts; logging"):
+        export(Samples(RunDirectory(tmp_path)), tmp_path / "page.html", None)
 
 
 def test_the_scripts_of_an_exported_page_are_all_of_them(client: TestClient) -> None:
@@ -195,7 +207,5 @@ def test_the_scripts_of_an_exported_page_are_all_of_them(client: TestClient) -> 
         seen.add(name := names.pop())
         script = client.get(f"/{SECRET}/{name}").text
         names += [each for each in re.findall(r'from "\./([\w.]+)"', script) if each not in seen]
-    from megatron_bapo.viewer.export import _MODULES
-
     assert seen == set(_MODULES)
     assert json.dumps("http") not in page

@@ -1,0 +1,375 @@
+// The page of runs: asks for what is new every two seconds, and draws what has changed.
+
+import { Chart, released } from "./chart.js";
+import { number } from "./measures.js";
+import { ask } from "./source.js";
+import { otherTheme, readState, showTheme, writeState } from "./state.js";
+import { appendText, element, plainText } from "./text.js";
+import { clock, describe, Timeline } from "./timeline.js";
+
+const POLL_MS = 2000;
+const NOTHING = { steps: "", warm: "", time: "", hidden: "", timeline: "0", theme: "" };
+const AXES = { step: "steps", "warm-start step": "warm" };
+const byId = (id) => document.getElementById(id);
+
+const tooltip = {
+  show(title, content, event, paragraphs = []) {
+    const box = byId("tooltip");
+    box.replaceChildren(element("p", "token", title), content);
+    for (const [what, reason] of paragraphs) {
+      box.append(element("p", "mark", plainText(what)), appendText(element("p", "reason"), reason));
+    }
+    box.hidden = false;
+    const { offsetWidth: width, offsetHeight: height } = box;
+    const left = event.clientX + 16 + width < innerWidth ? event.clientX + 16 : event.clientX - width - 16;
+    box.style.left = `${Math.max(8, left)}px`;
+    box.style.top = `${Math.max(8, Math.min(event.clientY + 14, innerHeight - height - 8))}px`;
+  },
+  hide() {
+    byId("tooltip").hidden = true;
+  },
+};
+
+let state = readState(NOTHING);
+let runs = [];
+let palette = [];
+const charts = new Map();
+const timeline = new Timeline(byId("timeline"), tooltip, (start, stop) => {
+  set({ time: start === undefined ? "" : `${start.toFixed(3)}_${stop.toFixed(3)}` });
+  shownTime = "";
+  soon();
+});
+let shownTime = "";
+
+function set(changes) {
+  Object.assign(state, changes);
+  writeState(state, NOTHING);
+}
+
+function rangeOf(key) {
+  const found = state[key].split("_").map(Number);
+  return found.length === 2 && found.every(Number.isFinite) && found[0] < found[1] ? found : null;
+}
+
+function isHidden(index) {
+  return state.hidden.split(",").includes(String(index));
+}
+
+function zoom(axis, start, stop) {
+  set({ [AXES[axis]]: start === undefined ? "" : `${start.toFixed(2)}_${stop.toFixed(2)}` });
+  for (const run of runs) run.version = "";
+  soon();
+}
+
+async function loadFigures(run, index) {
+  const parameters = { version: run.version };
+  for (const [key, prefix] of [["steps", ""], ["warm", "warm_"]]) {
+    const range = rangeOf(key);
+    if (range) Object.assign(parameters, { [`${prefix}start`]: range[0], [`${prefix}stop`]: range[1] });
+  }
+  const asked = JSON.stringify([state.steps, state.warm]);
+  const found = await ask(`runs/${index}/figures`, parameters);
+  if (asked !== JSON.stringify([state.steps, state.warm])) return false;
+  const isNew = found.version !== run.version;
+  Object.assign(run, found);
+  showState(run);
+  return isNew || !found.is_all;
+}
+
+/** Whether a file has more rows than were read at once. */
+let unread = false;
+
+async function poll() {
+  let isNew = false;
+  unread = false;
+  for (const [index, run] of runs.entries()) {
+    isNew = (await loadFigures(run, index)) || isNew;
+    unread ||= !run.is_all;
+  }
+  await released();
+  if (isNew) showFigures();
+  await loadTimeline();
+}
+
+async function loadTimeline() {
+  const index = Number(state.timeline);
+  const range = rangeOf("time");
+  const wanted = `${index} ${state.time}`;
+  const version = shownTime.startsWith(`${wanted} `) ? shownTime.slice(wanted.length + 1) : "";
+  const found = await ask(`runs/${index}/timeline`, { version, ...(range && { start: range[0], stop: range[1] }) });
+  if (wanted !== `${Number(state.timeline)} ${state.time}`) return;
+  unread ||= !found.is_all;
+  if (version === found.version) return;
+  shownTime = `${wanted} ${found.version}`;
+  await released();
+  byId("whole-time").hidden = !range;
+  showTimeline(found);
+}
+
+let timer = 0;
+let isPolling = false;
+let isWanted = false;
+
+/** Ask at once, or after what is asked now. */
+async function soon() {
+  isWanted = true;
+  if (isPolling) return;
+  isPolling = true;
+  clearTimeout(timer);
+  try {
+    while (isWanted || unread) {
+      isWanted = false;
+      await poll();
+    }
+    byId("message").textContent = "";
+  } catch (error) {
+    unread = false;
+    byId("message").textContent = error instanceof TypeError ? "The viewer does not answer any more." : plainText(String(error.message));
+  }
+  isPolling = false;
+  timer = setTimeout(soon, POLL_MS);
+}
+
+function showState(run) {
+  const { state: is } = run;
+  const row = is.row.step === undefined ? "no step yet" : is.row.phase === "warm_start" ? `warm-start step ${is.row.step}` : `step ${is.row.step}${is.total_steps ? ` of ${is.total_steps}` : ""}`;
+  const minutes = is.row.time_s === undefined ? "" : ` · ${number(Math.round(is.row.time_s / 6) / 10)} min`;
+  const written = is.written_s && !is.is_finished ? ` · last row ${clock(is.written_s, Date.now() / 1000 - is.written_s > 43200)}` : "";
+  run.about.textContent = plainText(`${row}${minutes}${is.phase ? ` · ${is.phase}` : ""}${written}`);
+}
+
+/** The curves of a figure in all runs that are shown; `run` is empty if there is only one. */
+function curvesOf(key) {
+  const found = [];
+  const many = runs.length > 1;
+  runs.forEach((run, index) => {
+    if (isHidden(index)) return;
+    const figure = run.figures.get(key);
+    if (!figure) return;
+    const name = many ? run.name : "";
+    const own = figure.curves.map((curve, i) => ({ ...curve, run: name, colour: palette[(many ? index : i) % palette.length], dash: many ? i : 0 }));
+    found.push(...(many && figure.stacked ? [total(own)] : own));
+  });
+  return found;
+}
+
+/** The parts of several runs cannot be stacked in one figure; their sums can be compared. */
+function total(curves) {
+  const y = curves[0].x.map((_, i) => curves.reduce((sum, curve) => sum + (curve.y[i] ?? 0), 0));
+  return { ...curves[0], name: "total", y, dash: 0 };
+}
+
+function showFigures() {
+  const sections = new Map();
+  for (const run of runs) {
+    run.figures = new Map();
+    for (const section of run.sections ?? []) {
+      if (!sections.has(section.title)) sections.set(section.title, new Map());
+      for (const figure of section.figures) {
+        run.figures.set(figure.title, figure);
+        sections.get(section.title).set(figure.title, figure);
+      }
+    }
+  }
+  byId("whole").hidden = !(state.steps || state.warm);
+  const keep = new Set([...sections.values()].flatMap((figures) => [...figures.keys()]));
+  if (keep.size && ![...charts.keys()].every((key) => keep.has(key))) charts.clear();
+  if (charts.size !== keep.size) layOut(sections);
+  for (const figures of sections.values()) {
+    for (const [key, figure] of figures) {
+      const curves = curvesOf(key);
+      const chart = charts.get(key);
+      chart.element.hidden = !curves.length;
+      const spec = { ...figure, stacked: figure.stacked && runs.length === 1 };
+      if (curves.length) chart.draw(spec, curves, rangeOf(AXES[figure.x_label]));
+    }
+  }
+  showPrompts();
+}
+
+function layOut(sections) {
+  const box = byId("figures");
+  box.replaceChildren();
+  for (const [title, figures] of sections) {
+    if (!figures.size) continue;
+    const grid = element("div", "grid");
+    for (const [key, figure] of figures) {
+      if (!charts.has(key)) charts.set(key, new Chart(figure, tooltip, zoom));
+      grid.append(charts.get(key).element);
+    }
+    box.append(element("h2", "", title), grid);
+  }
+}
+
+function showPrompts() {
+  const box = byId("prompt-bars");
+  box.replaceChildren();
+  runs.forEach((run, index) => {
+    const { counts, drawn, quarantined, num_quarantined: skipped } = run.prompts ?? { counts: [], quarantined: [] };
+    const shown = counts.filter(([, count]) => count > 0);
+    if (isHidden(index) || !(shown.length || quarantined.length)) return;
+    const card = element("div", "card bar-row");
+    const title = element("div", "bar-title");
+    title.append(element("b", "", plainText(run.name)), element("span", "", `${number(drawn)} prompts taken so far`));
+    const bar = element("div", "counts");
+    const legend = element("div", "legend");
+    shown.forEach(([name, count]) => {
+      const colour = [...palette, "var(--wrong)", "var(--soft)"][counts.findIndex(([each]) => each === name)];
+      const part = element("i");
+      part.style.flexGrow = count;
+      part.style.background = colour;
+      part.title = `${name}: ${count}`;
+      bar.append(part);
+      const item = element("span", "key-item");
+      const chip = element("i", "chip");
+      chip.style.background = colour;
+      item.append(chip, `${name} ${number(count)}`);
+      legend.append(item);
+    });
+    card.append(title, bar, legend);
+    if (quarantined.length) card.append(quarantine(quarantined, skipped));
+    box.append(card);
+  });
+  byId("prompt-section").hidden = !box.children.length;
+}
+
+function quarantine(rows, total) {
+  const more = element("details", "more");
+  const which = total > rows.length ? `, the last ${rows.length} of them` : "";
+  more.append(element("summary", "", `${total} quarantined${which}`));
+  more.append(table(["prompt", "failures"], rows.map(({ prompt_id: id, failures }) => [["key", id], ["pre", failures.join("\n")]])));
+  return more;
+}
+
+/** A table of foreign text; each cell is its class and its text. */
+function table(heads, rows) {
+  const made = element("table");
+  const head = made.createTHead().insertRow();
+  for (const name of heads) head.append(appendText(element("th"), name));
+  const body = made.createTBody();
+  for (const cells of rows) {
+    const row = body.insertRow();
+    for (const [kind, text] of cells) {
+      const cell = element("td", kind);
+      cell.append(appendText(element(kind === "pre" ? "pre" : "span"), text));
+      row.append(cell);
+    }
+  }
+  const box = element("div", "table card");
+  box.append(made);
+  return box;
+}
+
+function showTimeline(found) {
+  const hint = byId("timeline-hint");
+  const events = byId("events");
+  events.replaceChildren();
+  byId("timeline").hidden = found.origin === undefined;
+  const undated = found.num_undated ? ` ${number(found.num_undated)} requests are left out: their times are not Unix times, as an earlier version wrote them.` : "";
+  if (found.origin === undefined) {
+    hint.textContent = `Nothing with a time yet: requests.jsonl has a row for each request that an engine served.${undated}`;
+    return;
+  }
+  hint.textContent =
+    "Drag to zoom. The trainer waits for engines where it “waits for rollouts”; an engine waits for the trainer, or for " +
+    `requests, where its lane is empty.${undated}`;
+  timeline.draw(found);
+  if (!found.events.length) return;
+  const rows = found.events.map((event) => {
+    const [what, reason] = describe(event);
+    return [["when", clock(found.origin + event.time_s, true)], ["what", what], ["pre", reason]];
+  });
+  events.append(table(["time", "event", "reason"], rows.reverse()));
+}
+
+async function showConfigs() {
+  const box = byId("configs");
+  if (runs.length < 2) {
+    box.append(element("p", "hint", "There is one run. megatron-bapo view RUN_DIR RUN_DIR compares several."));
+    return;
+  }
+  const { rows, total } = await ask("configs");
+  const about = total ? `${total} keys differ${rows.length < total ? `; the first ${rows.length} are shown` : ""}.` : "The runs have the same configuration.";
+  box.append(element("p", "hint", about));
+  if (!total) return;
+  box.append(table(["key", ...runs.map((run) => run.name)], rows.map(([key, values]) => [["key", key], ...values.map((value) => ["", value])])));
+}
+
+function redraw() {
+  if (!runs.every((run) => run.figures)) return;
+  showFigures();
+  shownTime = "";
+  soon();
+}
+
+function showControls() {
+  showTheme(state.theme);
+  runs.forEach((run, index) => run.button.setAttribute("aria-pressed", String(!isHidden(index))));
+  byId("timeline-run").value = state.timeline;
+}
+
+function toggle(index) {
+  const hidden = new Set(state.hidden.split(",").filter(Boolean));
+  if (!hidden.delete(String(index))) hidden.add(String(index));
+  set({ hidden: [...hidden].join(",") });
+  showControls();
+  showFigures();
+}
+
+function listen() {
+  byId("theme").addEventListener("click", () => {
+    set({ theme: otherTheme(state.theme) });
+    showControls();
+  });
+  byId("whole").addEventListener("click", () => {
+    set({ warm: "" });
+    zoom("step");
+  });
+  byId("whole-time").addEventListener("click", () => timeline.zoom());
+  byId("timeline-run").addEventListener("change", () => {
+    set({ timeline: byId("timeline-run").value, time: "" });
+    soon();
+  });
+  let resizing = 0;
+  addEventListener("resize", () => {
+    clearTimeout(resizing);
+    resizing = setTimeout(redraw, 150);
+  });
+  addEventListener("hashchange", () => {
+    state = readState(NOTHING);
+    for (const run of runs) run.version = "";
+    shownTime = "";
+    showControls();
+    soon();
+  });
+}
+
+async function start() {
+  const found = await ask("runs");
+  ({ palette } = found);
+  runs = found.runs.map(({ name }, index) => {
+    const button = element("button", "run");
+    const chip = element("i", "chip");
+    chip.style.background = palette[index];
+    const about = element("span", "about");
+    if (found.runs.length > 1) button.append(chip);
+    button.append(element("span", "name", plainText(name)), about);
+    button.title = found.runs.length > 1 ? "Show or hide the run" : "";
+    if (found.runs.length > 1) button.addEventListener("click", () => toggle(index));
+    byId("runs").append(button);
+    return { name, button, about, version: "", figures: new Map() };
+  });
+  document.title = `${runs.map((run) => run.name).join(", ")} · run`;
+  if (!runs[Number(state.timeline)]) set({ timeline: "0" });
+  const choice = byId("timeline-run");
+  choice.hidden = runs.length < 2;
+  choice.append(...runs.map((run, index) => new Option(run.name, index)));
+  listen();
+  showControls();
+  soon();
+  await showConfigs();
+}
+
+start().catch((error) => {
+  byId("message").textContent = plainText(String(error.message ?? error));
+});

@@ -1,0 +1,28 @@
+import subprocess
+import sys
+
+SCRIPT = """
+import threading, time
+import psutil
+from megatron_bapo.cluster.ray_cluster import local_cluster, nodes
+
+def stop_the_first_raylet():
+    while not (found := [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]):
+        time.sleep(0.001)
+    found[0].suspend()
+    print("stopped", found[0].pid, flush=True)
+
+threading.Thread(target=stop_the_first_raylet).start()
+with local_cluster(1, 80, "test"):
+    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+    print("started", len(nodes()), *[p.pid for p in raylets if p.status() != psutil.STATUS_ZOMBIE], flush=True)
+"""
+
+
+def test_ray_is_started_again_if_its_processes_are_too_slow():
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    stopped, started = (line.split() for line in run.stdout.splitlines())
+    assert started[:2] == ["started", "1"]
+    assert len(started) == 3
+    assert stopped[1] != started[2]

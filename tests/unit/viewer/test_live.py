@@ -1,0 +1,335 @@
+"""The server's answers about a run that may still be running."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from megatron_bapo.cli.main import app
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.metrics.figures import SECTIONS
+from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.viewer.answers import MAX_BYTES
+from megatron_bapo.viewer.follower import Follower
+from megatron_bapo.viewer.live import MAX_POINTS, config_differences, extremes
+from megatron_bapo.viewer.server import opened
+from megatron_bapo.viewer.timeline import MAX_BARS, NUM_BUCKETS, loads, union_s
+from tests.unit.viewer.clients import SECRET, client_of
+from tests.unit.viewer.made_live_runs import (
+    LOST_STEP,
+    NUM_STEPS,
+    RESTART_STEP,
+    START_S,
+    STEP_S,
+    append,
+    live_run,
+    requests_of,
+    step_metrics,
+    train_row,
+)
+
+
+def ask(client: TestClient, path: str, **parameters: Any) -> dict[str, Any]:
+    answer = client.get(f"/{SECRET}/api/{path}", params=parameters)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.content) <= MAX_BYTES
+    return answer.json()
+
+
+def figure(answer: dict[str, Any], title: str) -> dict[str, Any]:
+    return next(each for section in answer["sections"] for each in section["figures"] if each["title"] == title)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return live_run(tmp_path_factory.mktemp("live") / "run")
+
+
+@pytest.fixture(scope="module")
+def client(run: Path) -> Iterator[TestClient]:
+    with client_of(run) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["run.html", "api/runs", "api/configs", "api/runs/0/figures", "api/runs/0/timeline"])
+def test_the_run_page_needs_the_token(client: TestClient, path: str) -> None:
+    assert client.get(f"/{SECRET}/{path}").status_code == 200
+    assert client.get(f"/wrong/{path}").status_code == 403
+    assert client.get(f"/{path}").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        ("runs/1/figures", 404),
+        ("runs/-1/figures", 404),
+        ("runs/..%2f0/figures", 404),
+        ("runs/0/figures?start=x", 400),
+        ("runs/0/figures?stop=1e9", 400),
+        ("runs/0/timeline?start=nan", 400),
+    ],
+)
+def test_questions_without_an_answer_are_refused(client: TestClient, path: str, code: int) -> None:
+    assert client.get(f"/{SECRET}/api/{path}").status_code == code
+
+
+def test_the_figures_are_those_of_the_report(client: TestClient) -> None:
+    answer = ask(client, "runs/0/figures")
+    specs = {spec.title: spec for section in SECTIONS for spec in section.figures}
+    found = [each for section in answer["sections"] for each in section["figures"]]
+    assert [each["title"] for each in found] == [
+        t for t in specs if t not in ("Multi-turn responses", "Warm-start loss")
+    ]
+    for each in found:
+        assert each["healthy"] == specs[each["title"]].healthy
+        assert each["y_label"] == specs[each["title"]].y_label
+    reward = figure(answer, "Mean reward of the sampled responses")["curves"][0]
+    assert reward["x"] == [*range(1, NUM_STEPS + 1)]
+    assert reward["y"] == pytest.approx([step_metrics(step)["critic/score/mean"] for step in reward["x"]], rel=1e-5)
+    assert figure(answer, "Positive share of the policy loss")["target"] == 0.4
+    assert figure(answer, "Held-out accuracy")["curves"][0]["x"] == [0, 10, 20, 30, 40, 50, 60]
+
+
+def test_the_state_and_the_prompts_of_a_run_are_told(client: TestClient, run: Path) -> None:
+    answer = ask(client, "runs/0/figures")
+    assert answer["state"]["row"] == {"step": NUM_STEPS, "phase": "validation", "time_s": STEP_S * NUM_STEPS}
+    assert (answer["state"]["total_steps"], answer["state"]["is_finished"]) == (NUM_STEPS, False)
+    assert dict(answer["prompts"]["counts"]) == {
+        "in flight": 8,
+        "buffered": 3,
+        "to be generated again": 0,
+        "trained on": 940,
+        "dropped, uniform": 20,
+        "dropped, stale": 0,
+        "quarantined": 1,
+    }
+    assert sum(count for _, count in answer["prompts"]["counts"]) == answer["prompts"]["drawn"]
+    assert answer["prompts"]["quarantined"] == [{"prompt_id": "train:17", "failures": ["the reward is not a number"]}]
+
+
+def test_a_growing_run_is_read_on(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=5)
+    with client_of(root) as client:
+        first = ask(client, "runs/0/figures")
+        assert ask(client, "runs/0/figures", version=first["version"]).keys() == {"version", "is_all", "state"}
+        append(RunDirectory(root).metrics, [train_row(6)])
+        second = ask(client, "runs/0/figures", version=first["version"])
+        assert figure(second, "Entropy of the policy")["curves"][0]["x"] == [1, 2, 3, 4, 5, 6]
+        timeline = ask(client, "runs/0/timeline")
+        append(RunDirectory(root).requests, requests_of(6))
+        later = ask(client, "runs/0/timeline", version=timeline["version"])
+        assert [each["num"] for each in later["engines"]] == [48, 48]
+
+
+def test_rows_of_a_resumed_run_replace_the_earlier_ones(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=8)
+    path = RunDirectory(root).metrics
+    with client_of(root) as client:
+        ask(client, "runs/0/figures")
+        kept = [row for row in path.read_text().splitlines(keepends=True) if json.loads(row)["step"] <= 3]
+        path.write_text("".join(kept))
+        row = train_row(4)
+        append(path, [{**row, "metrics": {"actor/entropy": 7.0}}])
+        curve = figure(ask(client, "runs/0/figures"), "Entropy of the policy")["curves"][0]
+        assert (curve["x"], curve["y"][-1]) == ([1, 2, 3, 4], 7.0)
+
+
+def test_a_finished_part_is_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, ({"step": step} for step in range(1000)))
+    follower = Follower(path)
+    assert len(follower.read().rows) == 1000
+    with path.open("r+") as file:  # what was read is no JSON any more
+        file.write("x" * 5000)
+    append(path, [{"step": 1000}])
+    with path.open("a") as file:
+        file.write('{"step": 10')
+    new = follower.read()
+    assert (new.rows, new.from_start, new.is_all) == ([{"step": 1000}], False, True)
+    with path.open("a") as file:
+        file.write("01}\n")
+    assert follower.read().rows == [{"step": 1001}]
+
+
+def test_a_file_that_was_cut_and_written_on_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    append(path, ({"step": step} for step in range(100)))
+    follower = Follower(path)
+    version = follower.read() and follower.version
+    path.write_text("")
+    append(path, ({"step": step, "again": True} for step in range(200)))
+    new = follower.read()
+    assert (len(new.rows), new.from_start) == (200, True)
+    assert follower.version != version
+    path.unlink()
+    assert (follower.read().from_start, follower.read().rows) == (True, [])
+
+
+@pytest.mark.parametrize("line", ["{", "[1]"])
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl has a line after byte 0 that is not"):
+        Follower(path).read()
+
+
+def test_a_broken_row_is_told_until_it_is_repaired(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3, with_faults=False)
+    directory = RunDirectory(root)
+    whole = {path: path.read_text() for path in (directory.metrics, directory.requests)}
+    with client_of(root) as client:
+        for path, kind, message in (
+            (directory.metrics, "figures", "a row that is none of metrics"),
+            (directory.requests, "timeline", "a row that is none of a request"),
+        ):
+            append(path, [{"step": 4, "sent_s": START_S}])
+            for _ in range(2):
+                answer = client.get(f"/{SECRET}/api/runs/0/{kind}")
+                assert (answer.status_code, message in answer.text) == (400, True)
+            path.write_text(whole[path])
+            assert ask(client, f"runs/0/{kind}")["is_all"]
+
+
+def test_of_a_long_curve_the_extremes_of_each_part_are_kept() -> None:
+    values = np.sin(np.arange(100_000) / 5000)
+    values[54_321], values[77_777], values[10_000:10_400] = 9.0, -9.0, np.nan
+    places = extremes(values, MAX_POINTS)
+    assert len(places) <= MAX_POINTS
+    assert {54_321, 77_777} <= set(places.tolist())
+    assert (np.diff(places) > 0).all()
+    assert np.isnan(values[places]).any()
+    assert extremes(values[:MAX_POINTS], MAX_POINTS).tolist() == [*range(MAX_POINTS)]
+
+
+def test_a_long_run_is_thinned_and_zooming_shows_every_step(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3)
+    rows = (
+        {**train_row(1), "step": s, "metrics": {"actor/entropy": float(s), "timing_s/a": 1.0}} for s in range(4, 5000)
+    )
+    append(RunDirectory(root).metrics, rows)
+    with client_of(root) as client:
+        whole = ask(client, "runs/0/figures")
+        curve = figure(whole, "Entropy of the policy")["curves"][0]
+        assert 400 < len(curve["x"]) <= MAX_POINTS
+        assert (curve["x"][0], curve["x"][-1]) == (1, 4999)
+        part = ask(client, "runs/0/figures", start="100.5", stop="200.5")
+        curve = figure(part, "Entropy of the policy")["curves"][0]
+        assert curve["x"] == [*range(100, 202)]
+        assert curve["y"] == curve["x"]
+
+
+def test_an_answer_with_many_curves_is_not_larger_than_a_megabyte(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=1)
+    names = [f"val/{number}{'long' * 100}/mean@4" for number in range(300)]
+    metrics = dict.fromkeys(names, 0.123456789)
+    row = {"phase": "validation", "time_s": 1.0, "metrics": metrics}
+    append(RunDirectory(root).metrics, ({"step": step, **row} for step in range(400)))
+    with client_of(root) as client:
+        assert len(figure(ask(client, "runs/0/figures"), "Held-out accuracy")["curves"]) == 100
+
+
+def test_the_load_and_the_busy_time_of_intervals() -> None:
+    starts, stops = np.array([0.0, 1.0, 6.0]), np.array([4.0, 3.0, 20.0])
+    edges = np.array([0.0, 2.0, 4.0, 6.0, 10.0])
+    assert loads(starts, stops, edges).tolist() == pytest.approx([1.5, 1.5, 0.0, 1.0])
+    assert union_s(starts, stops, edges) == pytest.approx(8.0)
+    assert union_s(starts, stops, np.array([2.0, 3.5])) == pytest.approx(1.5)
+    assert union_s(np.empty(0), np.empty(0), edges) == 0.0
+
+
+def test_the_timeline_has_requests_waiting_faults_and_restarts_on_one_axis(client: TestClient) -> None:
+    found = ask(client, "runs/0/timeline")
+    assert found["origin"] == pytest.approx(START_S, abs=10)
+    engine_0, engine_1 = found["engines"]
+    assert (engine_0["name"], engine_1["name"]) == ("engine 0", "engine 1")
+    assert (engine_0["num"], engine_1["num"]) == (8 * NUM_STEPS, 8 * (NUM_STEPS - 3))
+    assert len(engine_0["load"]) == NUM_BUCKETS
+    assert engine_1["busy"] > engine_0["busy"]
+    lost_s = START_S + STEP_S * (LOST_STEP - 1) + 2 - found["origin"]
+    assert engine_0["down"] == []
+    assert engine_1["down"] == [pytest.approx([lost_s, lost_s + 25])]
+    assert [(each["kind"], each["text"]) for each in found["events"]] == [
+        ("start", "the trainer started"),
+        ("engine", "lost"),
+        ("engine", "serves"),
+        ("restart", f"the run restarted after step {RESTART_STEP}"),
+        ("start", "the trainer started"),
+    ]
+    shares = {each["name"]: each["share"] for each in found["trainer"]["phases"]}
+    assert list(shares) == ["generate", "transfer", "update", "weight_sync"]
+    assert shares["generate"] == pytest.approx(0.33, abs=0.03)
+    steps = {each["step"]: each for each in found["trainer"]["steps"]}
+    assert steps[5]["last"]["engine"] == "engine 1"
+    assert steps[5]["last"]["serial"] == 16 * 4 + 15
+    assert steps[LOST_STEP]["last"]["engine"] == "engine 0"
+
+
+def test_a_part_of_the_timeline_has_its_requests_one_by_one(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=10, with_faults=False)
+    many = [
+        {**row, "sent_s": row["sent_s"] + k / 1000} for k in range(40) for s in range(1, 11) for row in requests_of(s)
+    ]
+    append(RunDirectory(root).requests, many)
+    with client_of(root) as client:
+        whole = ask(client, "runs/0/timeline")
+        assert sum(each["num"] for each in whole["engines"]) > MAX_BARS
+        assert [each["bars"] for each in whole["engines"]] == [None, None]
+        part = ask(client, "runs/0/timeline", start=str(START_S + 10), stop=str(START_S + 20))
+        sent, answered, step, serial, tokens, responses = part["engines"][0]["bars"]
+        assert len(sent) == 41 * 8
+        assert (set(step), set(responses)) == ({2}, {4})
+        assert sent == sorted(sent)
+        assert all(a < b for a, b in zip(sent, answered, strict=True))
+        assert min(serial) == 16
+        assert tokens[serial.index(18)] == 115
+
+
+def test_requests_without_a_date_are_counted(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=0, with_faults=False)
+    RunDirectory(root).starts.unlink()
+    append(RunDirectory(root).requests, [{**row, "sent_s": 5.0, "answered_s": 6.0} for row in requests_of(1)])
+    with client_of(root) as client:
+        found = ask(client, "runs/0/timeline")
+    assert found["num_undated"] == 16
+    assert "origin" not in found
+
+
+def test_differences_of_configurations_are_listed_by_key(tmp_path: Path) -> None:
+    one = {"run_dir": "a", "seed": 1, "optimizer": {"lr": 1e-4, "betas": [0.9, 0.99]}, "fp8": None}
+    other = {"run_dir": "b", "seed": 1, "optimizer": {"lr": 2e-4, "betas": [0.9, 0.99]}, "fp8": {"recipe": "x"}}
+    assert config_differences([one, other]) == [
+        ("fp8", ["null", "–"]),
+        ("fp8.recipe", ["–", "x"]),
+        ("optimizer.lr", ["0.0001", "0.0002"]),
+    ]
+    assert config_differences([one, one]) == []
+    roots = [live_run(tmp_path / name, num_steps=1, seed=seed) for seed, name in enumerate(["a", "b"])]
+    with client_of(*roots) as client:
+        commits = ["(started with).commit", ["c0ffee0", "c0ffee1"]]
+        assert ask(client, "configs") == {"total": 2, "rows": [commits, ["seed", ["0", "1"]]]}
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    roots = [live_run(tmp_path / group / "run", num_steps=1) for group in ("a", "b")]
+    roots.append(live_run(tmp_path / "c", num_steps=1))
+    with client_of(*roots) as client:
+        assert [each["name"] for each in ask(client, "runs")["runs"]] == [str(roots[0]), str(roots[1]), "c"]
+
+
+def test_a_page_of_several_runs_is_not_exported(run: Path, tmp_path: Path) -> None:
+    arguments = ["view", str(run), str(run), "--export", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "--export writes a step of one run, but 2 were given; give one RUN_DIR" in result.output
+
+
+def test_more_runs_than_colours_are_refused(run: Path) -> None:
+    with pytest.raises(UserError, match="8 runs cannot be told apart on one page, which has 7 colours; give fewer"):
+        opened([run] * 8)
