@@ -12,6 +12,13 @@ def command_line(process: psutil.Process) -> list[str]:
     return []
 
 
+def title(process: psutil.Process) -> str:
+    """Return the title of a process, "" once it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
 def status(process: psutil.Process) -> str:
     """Return psutil's status of a process, STATUS_DEAD once its entry is gone."""
     with suppress(psutil.NoSuchProcess):

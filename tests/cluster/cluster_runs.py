@@ -20,7 +20,7 @@ from tests.cluster.test_two_hosts import HETEROGENEOUS, TWO_NODES, submitted
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
 from tests.e2e.small_disk import small_disk
 from tests.e2e.test_training import weight_stores
-from tests.processes import command_line
+from tests.processes import command_line, is_alive, title
 
 Way = Literal["torchrun", "Slurm", "heterogeneous Slurm"]
 DISK_MIB = 64
@@ -59,17 +59,11 @@ class ClusterRun(ABC):
 
     def own_processes(self, host: int) -> dict[int, psutil.Process]:
         """Return the run's processes on a host."""
-        found = {}
-        for pid in self.hosts.processes(host):
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found[pid] = process
-        return found
+        return {pid: process for pid, process in self.hosts.processes(host).items() if is_alive(process)}
 
     def kill(self, host: int, matches: Callable[[psutil.Process], bool]) -> None:
         """Send SIGKILL to the only process on a host that matches."""
-        (process,) = [each for each in self.own_processes(host).values() if _matches(each, matches)]
+        (process,) = [each for each in self.own_processes(host).values() if matches(each)]
         process.kill()
 
     def furthest_step(self) -> int:
@@ -93,7 +87,7 @@ class ClusterRun(ABC):
     def wait_for_agents(self) -> None:
         """Wait until the launcher has begun to start the run's parts on both hosts."""
         wait_until(
-            lambda: all(any(_matches(each, is_agent) for each in self.own_processes(host).values()) for host in (0, 1)),
+            lambda: all(any(is_agent(each) for each in self.own_processes(host).values()) for host in (0, 1)),
             "the launcher has agents on both hosts",
         )
         self._find_stores()
@@ -129,23 +123,16 @@ class ClusterRun(ABC):
             token.unlink()
 
 
-def _matches(process: psutil.Process, matches: Callable[[psutil.Process], bool]) -> bool:
-    try:
-        return matches(process)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def is_launcher(process: psutil.Process) -> bool:
     return command_line(process)[1:4] == ["-m", "megatron_bapo", "train"]
 
 
 def is_raylet(process: psutil.Process) -> bool:
-    return process.name() == "raylet"
+    return title(process) == "raylet"
 
 
 def is_agent(process: psutil.Process) -> bool:
-    return process.name().startswith("ray::NodeAgent")
+    return title(process).startswith("ray::NodeAgent")
 
 
 class TorchrunRun(ClusterRun):

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,6 +18,7 @@ from tests.cluster.test_two_hosts import (
     weight_stores,
 )
 from tests.cluster.two_hosts import TwoHosts
+from tests.processes import title
 from tests.tolerances import ENGINE_LOG_PROB
 
 pytestmark = pytest.mark.cluster_full
@@ -28,11 +28,11 @@ SETTINGS = (*ENGINE, "rollout.health_check_interval_s=1", "trainer.max_restarts=
 
 
 def is_rank(process: psutil.Process) -> bool:
-    return "Worker_TP" in process.name()
+    return "Worker_TP" in title(process)
 
 
 def is_follower(process: psutil.Process) -> bool:
-    return process.name().startswith("ray::EngineFol")  # the kernel keeps 15 characters
+    return title(process).startswith("ray::EngineFol")  # the kernel keeps 15 characters
 
 
 FAULTS = ((0, is_rank), (1, is_rank), (0, is_follower))
@@ -41,13 +41,7 @@ FAULTS = ((0, is_rank), (1, is_rank), (0, is_follower))
 
 def matching(hosts: TwoHosts, host: int, matches: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
     """Return a host's processes that match; others may end meanwhile."""
-    found = []
-    for pid in hosts.processes(host):
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if matches(process):
-                found.append(process)
-    return found
+    return [process for process in hosts.processes(host).values() if matches(process)]
 
 
 def engine_events(run_dir: Path) -> list[str]:

@@ -3,13 +3,11 @@ head dies."""
 
 import json
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster.launched import START_LIMIT_S, train_steps, wait_for_step, write_config
@@ -25,6 +23,7 @@ from tests.cluster.test_two_hosts import (
     wait_until_gone,
 )
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, slurm_cluster
+from tests.processes import title
 
 pytestmark = pytest.mark.cluster_full
 
@@ -117,8 +116,8 @@ def test_a_job_on_an_unknown_interface_and_one_whose_head_dies_end_with_a_messag
     run_dir = tmp_path / "run"
     job = submitted_job(cluster, tmp_path)
     wait_for_step(run_dir, 1, run_dir)
-    (head,) = [pid for pid in cluster.hosts.processes(0) if psutil.Process(pid).name() == "gcs_server"]
-    os.kill(head, signal.SIGKILL)
+    (head,) = [process for process in cluster.hosts.processes(0).values() if title(process) == "gcs_server"]
+    head.kill()
     wait_for_state(cluster, job, "FAILED", START_LIMIT_S)
     assert bapo_status(cluster, job)["ExitCode"] == "1:0"
     assert "Ray has ended before the run" in (run_dir / "slurm" / f"{job}.log").read_text()

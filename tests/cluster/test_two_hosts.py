@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from tests.cluster.launched import (
 )
 from tests.cluster.two_hosts import SlurmCluster, TwoHosts, named_as_on_debian, slurm_cluster
 from tests.e2e.test_training import weight_stores as stores_of
-from tests.processes import command_line, is_alive
+from tests.processes import command_line, is_alive, title
 from tests.tolerances import ENGINE_LOG_PROB
 
 TWO_NODES = "{gpus_per_node: 0, gpu: null, num_nodes: 2, memory: '0', time_limit: '30', signal_s: 60}"
@@ -61,12 +60,8 @@ def wait_until_gone(processes: dict[int, psutil.Process], limit_s: float = 15.0)
 
 
 def on_both(hosts: TwoHosts, besides: set[int] | frozenset[int] = frozenset()) -> dict[int, psutil.Process]:
-    pids = {pid for host in (0, 1) for pid in hosts.processes(host)} - besides
-    found = {}
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            found[pid] = psutil.Process(pid)
-    return found
+    found = hosts.processes(0) | hosts.processes(1)
+    return {pid: process for pid, process in found.items() if pid not in besides}
 
 
 def weight_stores(hosts: TwoHosts) -> set[Path]:
@@ -148,8 +143,9 @@ def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
         sockets = subprocess.run([*hosts.on(host), "ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
         for line in sockets.splitlines():
             listening = line.split()[3].rpartition(":")[0].replace(address, "own")
-            command = " ".join(psutil.Process(int(line.split("pid=")[1].split(",")[0])).cmdline())
-            by_command.setdefault(command, set()).add(listening)
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(psutil.Process(int(line.split("pid=")[1].split(",")[0])).cmdline())
+                by_command.setdefault(command, set()).add(listening)
     on_all = {command for command, listening in by_command.items() if listening & {"*", "0.0.0.0", "[::]"}}
     # The launcher and the main rank are Ray workers, too.
     workers = ("/gcs_server ", "/raylet ", "ray::", "-m megatron_bapo train ", "controller.trainer_rank ")
@@ -162,8 +158,9 @@ def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
 def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
     """Kill the rank of the second host: all parts restart on both hosts, from the newest checkpoint."""
     before, restarts = on_both(hosts), run_dir / "restarts.jsonl"
-    rank = next(p for p in hosts.processes(1) if "megatron_bapo.controller.trainer_rank" in before[p].cmdline()[:4])
-    os.kill(rank, signal.SIGKILL)
+    rank_module = "megatron_bapo.controller.trainer_rank"
+    rank = next(each for each in hosts.processes(1).values() if rank_module in command_line(each)[:4])
+    rank.kill()
     deadline = time.monotonic() + LOSS_LIMIT_S
     while not restarts.exists():
         assert time.monotonic() < deadline, (logs / "node-0.log").read_text()
@@ -171,7 +168,7 @@ def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
     wait_for_step(run_dir, max(train_steps(run_dir)) + 1, logs)
     assert ["was killed by SIGKILL" in restart["reason"] for restart in read_rows(restarts)] == [True]
     # While a method runs, Ray adds its name to the process title.
-    started = {process.name().split(".")[0] for pid, process in on_both(hosts).items() if pid not in before}
+    started = {title(process).split(".")[0] for pid, process in on_both(hosts).items() if pid not in before}
     assert started >= {"ray::NodeAgent", "ray::Engine", "ray::RolloutService"}
 
 
@@ -310,7 +307,7 @@ def _check_processes_may_use_all_cores(hosts: TwoHosts) -> None:
     workers, cores = ("ray::", "megatron_bapo.controller.trainer_rank"), []
     for process in on_both(hosts).values():
         with suppress(psutil.NoSuchProcess):  # the scripts' `sleep` ends at any time
-            if any(worker in " ".join(process.cmdline()) for worker in workers):
+            if any(worker in " ".join(command_line(process)) for worker in workers):
                 cores.append(tuple(process.cpu_affinity()))
     assert len(cores) >= 2
     assert {*cores} == {tuple(sorted(os.sched_getaffinity(0)))}
@@ -318,8 +315,9 @@ def _check_processes_may_use_all_cores(hosts: TwoHosts) -> None:
 
 def _check_a_lost_node(cluster: SlurmCluster, run_dir: Path, job: str) -> None:
     """Kill slurmd and all processes of the second node: the job's log names the node, and the node comes back."""
-    for pid in cluster.hosts.processes(1):
-        os.kill(pid, signal.SIGKILL)
+    for process in cluster.hosts.processes(1).values():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     log, message = run_dir / "slurm" / f"{job}.log", f"node {cluster.hosts.addresses[1]} is lost"
     deadline = time.monotonic() + LOSS_LIMIT_S
     while message not in log.read_text():

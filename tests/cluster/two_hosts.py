@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip")
 CABLE = "bapo0"
@@ -61,9 +63,13 @@ class TwoHosts:
         # `ip netns exec` would hide the control groups, which slurmd needs.
         return ["nsenter", f"--net=/run/netns/{self.names[host]}"]
 
-    def processes(self, host: int) -> list[int]:
-        found = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
-        return [int(pid) for pid in found.stdout.split()]
+    def processes(self, host: int) -> dict[int, psutil.Process]:
+        listed = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True)
+        found = {}
+        for pid in map(int, listed.stdout.split()):
+            with suppress(psutil.NoSuchProcess):
+                found[pid] = psutil.Process(pid)
+        return found
 
     def cut_cable(self) -> None:
         _ip("-n", self.names[0], "link", "set", CABLE, "down")
@@ -99,9 +105,9 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield hosts
     finally:
         for host, name in enumerate(hosts.names):
-            for pid in hosts.processes(host):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for process in hosts.processes(host).values():
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             _ip("netns", "delete", name)
 
 

@@ -28,7 +28,7 @@ from megatron_bapo.data.rollout_files import read_header, rollout_files
 from megatron_bapo.metrics.sinks import read_rows
 from tests.e2e import planted_reward
 from tests.e2e.test_training import RUN_LIMIT_S, family_of, leftovers, start, train_steps, weight_stores
-from tests.processes import command_line, is_alive, status
+from tests.processes import command_line, is_alive, status, title
 from tests.tolerances import ENGINE_LOG_PROB
 
 Kind = Literal["kill", "stop", "raise", "hang", "slow", "exit"]
@@ -245,7 +245,7 @@ class FaultedRun:
         return [
             process
             for process in family_of(self.process)
-            if "ray::Engine" in _name(process) and is_alive(process) and status(process) != psutil.STATUS_STOPPED
+            if "ray::Engine" in title(process) and is_alive(process) and status(process) != psutil.STATUS_STOPPED
         ]
 
     def _wait_for_recovery(self) -> None:
@@ -281,7 +281,7 @@ class FaultedRun:
         at_s = time.time()
         name = _engine_name(victim)
         if fault.moment in CORES:
-            (victim,) = (child for child in victim.children() if "EngineCore" in _name(child))
+            (victim,) = (child for child in victim.children() if "EngineCore" in title(child))
         victim.send_signal(SIGNALS[fault.kind])
         self.injected.append(Injected(fault, name, victim.pid, at_s))
         return None
@@ -436,13 +436,6 @@ def _output(process: psutil.Process) -> str:
     with suppress(OSError):
         return Path(f"/proc/{process.pid}/fd/1").readlink().name
     return ""
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def _engine_name(process: psutil.Process) -> str:

@@ -34,6 +34,7 @@ from megatron_bapo.rollout.messages import EngineLost
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.weight_sync.route import WeightRoute
 from megatron_bapo.weight_sync.transport import WeightStore
+from tests.processes import title
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.config.examples import config
 from tests.unit.weight_sync.examples import publish
@@ -417,7 +418,7 @@ def test_a_core_that_is_killed_while_it_loads_weights_is_a_lost_engine_at_once(e
         facts = await experts.engine.start(EngineSpec(Path(), RolloutConfig(), "", 0), WeightRoute(Path()))
         processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
         # The other engine of these tests belongs to this process, too.
-        core = max((p for p in processes if "EngineCore" in p.name()), key=lambda process: process.create_time())
+        core = max((p for p in processes if "EngineCore" in title(p)), key=lambda process: process.create_time())
         core.suspend()  # so that the load is in progress
         loading = asyncio.ensure_future(experts.engine.load_weights(3))
         await asyncio.sleep(0.5)
@@ -454,7 +455,7 @@ def test_under_ray_a_cancelled_request_is_released_and_a_dead_core_is_a_lost_eng
         assert generated.policy_version == 1
         assert lost == []
         processes = [psutil.Process(process_id) for process_id, _ in facts.processes]
-        (core,) = (process for process in processes if "EngineCore" in process.name())
+        (core,) = (process for process in processes if "EngineCore" in title(process))
         core.kill()
         with pytest.raises(EngineLost, match="vLLM's core ended"):
             await router.generate(request(LONG_PROMPT))

@@ -17,6 +17,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import EngineLost
 from megatron_bapo.weight_sync.transport import WeightStore
 from tests.e2e.test_engine import DENSE, LONG_PROMPT, create_checkpoint, exported, request
+from tests.processes import sockets, title
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.config.examples import config
 from tests.unit.weight_sync.examples import publish
@@ -47,7 +48,7 @@ async def processes_of(engine: EngineActor) -> list[list[psutil.Process]]:
 
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
-    (rank,) = [process for process in processes if "Worker" in process.name()]
+    (rank,) = [process for process in processes if "Worker" in title(process)]
     return rank
 
 
@@ -60,9 +61,9 @@ def shared_memory(process: psutil.Process) -> list[str]:
 def check_listening(processes: list[psutil.Process]) -> None:
     """Everything of vLLM listens on the loopback interface; only Ray's workers listen on every interface."""
     listening = {
-        (process.name(), connection.laddr.ip)
+        (title(process), connection.laddr.ip)
         for process in processes
-        for connection in process.net_connections("tcp")
+        for connection in sockets(process, "tcp")
         if connection.status == psutil.CONN_LISTEN
     }
     assert ADDRESS in {address for _, address in listening}

@@ -4,18 +4,19 @@ import sys
 SCRIPT = """
 import threading, time
 import psutil
+from tests.processes import is_alive, title
 from megatron_bapo.cluster.ray_cluster import local_cluster, nodes
 
 def stop_the_first_raylet():
-    while not (found := [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]):
+    while not (found := [p for p in psutil.Process().children(recursive=True) if title(p) == "raylet"]):
         time.sleep(0.001)
     found[0].suspend()
     print("stopped", found[0].pid, flush=True)
 
 threading.Thread(target=stop_the_first_raylet).start()
 with local_cluster(1, 80, "test"):
-    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
-    print("started", len(nodes()), *[p.pid for p in raylets if p.status() != psutil.STATUS_ZOMBIE], flush=True)
+    raylets = [p for p in psutil.Process().children(recursive=True) if title(p) == "raylet"]
+    print("started", len(nodes()), *[p.pid for p in raylets if is_alive(p)], flush=True)
 """
 
 
