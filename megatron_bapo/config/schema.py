@@ -128,6 +128,11 @@ class ParallelConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def for_teacher(self) -> ParallelConfig:
+        """The same layout for a model of another number of layers, which are divided by FLOPs."""
+        return self.model_copy(update={"pipeline_model_parallel_layout": "auto"})
+
+    @property
     def num_micro_batches_multiple(self) -> int:
         """Divisor of an update's number of micro-batches: an interleaved pipeline runs one per stage in each round."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
