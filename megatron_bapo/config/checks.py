@@ -205,6 +205,11 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             "optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true, because Megatron offloads only "
             "the distributed optimizer; set use_distributed_optimizer=true, or cpu_offload=false"
         )
+    if optimizer.grads_dtype == "bfloat16" and config.model.dtype != "bfloat16":
+        yield (
+            f"optimizer.grads_dtype=bfloat16 with model.dtype={config.model.dtype}: gradients would be "
+            "less precise than the parameters; set model.dtype=bfloat16, or grads_dtype=float32"
+        )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield (
             "parallel.overlap_param_gather=true needs use_distributed_optimizer=true, whose parameters it gathers, and "

@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer state on one rank, as Megatron-Core allocates them.
 
-Megatron stores each model chunk's gradients in two flat fp32 buffers, one for the experts and one for the rest. The
+Megatron stores each model chunk's gradients in two flat buffers, one for the experts and one for the rest. The
 distributed optimizer stores the parameters in the same way. Then each parameter starts at a multiple of 64 elements,
 buckets are padded to a multiple of 128 and of the number of ranks that share them
 (megatron/core/distributed/param_and_grad_buffer.py), and each of these ranks keeps the fp32 parameters and moments of
@@ -95,7 +95,7 @@ def model_state(
     on_device = not assumptions.reference_on_host
     return ModelState(
         parameters=num_allocated * dtype - saved,
-        gradients=num_allocated * assumptions.gradient_bytes,
+        gradients=num_allocated * min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype]),
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,

@@ -89,6 +89,16 @@ def test_a_teacher_of_the_policys_architecture_takes_as_much_as_a_reference_mode
     assert all(s.state.reference == 0 and s.resident > s.state.teacher for s in taught)
 
 
+def test_gradients_in_bfloat16_take_half_the_memory_and_less_time_to_reduce() -> None:
+    in_fp32, in_bf16 = (
+        recipe("r1-distill-qwen-32b_64gpus", f"optimizer.grads_dtype={dtype}") for dtype in ("float32", "bfloat16")
+    )
+    for before, after in zip(in_fp32.stages, in_bf16.stages, strict=True):
+        assert 2 * after.state.gradients == before.state.gradients
+        assert before.peak - after.peak == after.state.gradients
+    assert in_bf16.time.trainer.data < in_fp32.time.trainer.data
+
+
 def test_a_larger_teacher_takes_more_memory_and_time() -> None:
     plans = [recipe("qwen2.5-7b_8gpus")]
     for name in ("Qwen2.5-7B", "Qwen2.5-32B"):
