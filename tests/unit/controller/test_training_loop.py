@@ -33,6 +33,7 @@ from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.worker import create_worker
 
 # Megatron-Core warns about its own defaults and calls.
@@ -81,7 +82,8 @@ def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versio
     rollouts = RecordedRollouts(config, folder, 0)
     colocation = ColocationManager(config, groups, None)
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
-    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, None)
+    writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
+    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, writer, None)
 
 
 def train_steps(run: Run) -> list[tuple[int, bool]]:
