@@ -75,7 +75,7 @@ class CheckpointWriter:
 
     def check(self) -> None:
         """Raise RunError if a write has failed; do not wait for one that is under way."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
