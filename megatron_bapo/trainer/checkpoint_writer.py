@@ -73,9 +73,13 @@ class CheckpointWriter:
             self._thread.start()
         self._metrics |= {"checkpoint/blocked_s": Last(now_s() - start_s), "checkpoint/wait_s": Last(wait_s)}
 
+    @property
+    def is_writing(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def check(self) -> None:
         """Raise RunError if a write has failed; do not wait for one that is under way."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self.is_writing:
             self.finish()
 
     def finish(self) -> None:
