@@ -128,11 +128,11 @@ class CheckpointWriter:
 
     def _failure_of(self, error: Exception) -> RunError:
         """Return the error as one with a message that holds on every host."""
-        failure = storage_failure(error, self._folder.parent)
-        if failure is None and isinstance(error, RunError):
-            return error
-        failure = failure or RunError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure = storage_failure(error, self._folder.parent) or error
+        if not isinstance(failure, RunError):
+            failure = RunError(f"a checkpoint could not be written: {type(error).__name__}: {error}")
+        if failure is not error:
+            failure.__cause__ = error
         return failure
 
     def _on_any(self, own: RunError | None) -> RunError | None:

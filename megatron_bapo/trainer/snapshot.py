@@ -11,6 +11,7 @@ from megatron_bapo.parallel.platform import host_buffer, synchronize
 from megatron_bapo.trainer.optimizer import STATES, Optimizer, State
 
 _ALIGNMENT = 64
+"""Bytes at whose multiples the copies start."""
 
 
 class Snapshot:
@@ -19,17 +20,12 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer, groups: ParallelGroups) -> None:
         """`groups` have the same ranks as those of the optimizer, and send and receive tensors in host memory."""
         self._optimizer, self._groups = optimizer, groups
-        pieces = [
-            ((parameter, state), tensor) for state in STATES for parameter, tensor in optimizer.pieces(state)
-        ]  # fmt: skip
-        ends, end = [], 0
-        for _, tensor in pieces:
-            ends.append((end, end + tensor.nbytes))
-            end = -(-ends[-1][1] // _ALIGNMENT) * _ALIGNMENT
-        self._buffer = host_buffer(end)
+        pieces = {(parameter, state): tensor for state in STATES for parameter, tensor in optimizer.pieces(state)}
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in pieces.values()]
+        self._buffer = host_buffer(sum(sizes))
         self._copies = {
-            key: self._buffer[start:stop].view(tensor.dtype)
-            for (key, tensor), (start, stop) in zip(pieces, ends, strict=True)
+            key: part[: tensor.nbytes].view(tensor.dtype)
+            for (key, tensor), part in zip(pieces.items(), self._buffer.split(sizes), strict=True)
         }
 
     @property

@@ -17,6 +17,7 @@ from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.groups import ParallelGroups, through
 from megatron_bapo.parallel.platform import host_process_group
+from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.optimizer import STATES
@@ -52,6 +53,15 @@ def snapshot_keeps_its_values(worker: Worker) -> bool:
     return on_all_ranks(same_bits(before, kept)) and not on_all_ranks(same_bits(before, now))
 
 
+def copy_is_as_planned(worker: Worker) -> bool:
+    """Return whether the copy of the state takes the bytes that the planner counts, but for alignment."""
+    groups, num_pieces = worker.groups, len([*worker.optimizer.states()])
+    ranks = groups.pipeline.rank, groups.data_context.rank, groups.expert_data.rank
+    planned = 12 * model_state(worker.config, worker.model.architecture, *ranks).updated
+    allocated = Snapshot(worker.optimizer, groups).num_bytes
+    return on_all_ranks(planned <= allocated < planned + 64 * num_pieces)
+
+
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=case["optimizer"])})
@@ -71,7 +81,11 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     assert load_checkpoint(worker, checkpoints(out / "async")[-1])["number"] == 2
     update(worker)
     save_hugging_face(worker.model, groups, config.model_path, out / "resumed")
-    facts = {"snapshot_keeps_its_values": snapshot_keeps_its_values(worker), "metrics": metrics}
+    facts = {
+        "metrics": metrics,
+        "snapshot_keeps_its_values": snapshot_keeps_its_values(worker),
+        "copy_is_as_planned": copy_is_as_planned(worker),
+    }
     if groups.is_main:
         (out / "facts.json").write_text(json.dumps(facts))
 

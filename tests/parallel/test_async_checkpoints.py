@@ -62,6 +62,11 @@ def test_updates_do_not_change_what_is_being_written(results: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_the_copy_of_the_state_takes_the_bytes_that_are_planned(results: Path, name: str) -> None:
+    assert json.loads((results / name / "facts.json").read_text())["copy_is_as_planned"]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_both_ways_of_saving_report_their_seconds(results: Path, name: str) -> None:
     metrics = json.loads((results / name / "facts.json").read_text())["metrics"]
     for found in metrics.values():
