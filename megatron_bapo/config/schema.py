@@ -294,6 +294,9 @@ class CheckpointConfig(Section):
     counts."""
     keep: PositiveInt = 2
     """Number of complete checkpoints that are kept; older ones are deleted."""
+    async_save: bool = True
+    """Copy the state to host memory and write the files while training continues; false: training waits until they are
+    on disk, and no copy is made."""
 
 
 class EvaluationConfig(SamplingConfig):

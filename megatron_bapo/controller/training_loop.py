@@ -41,7 +41,7 @@ from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
-from megatron_bapo.trainer.checkpoint import save_checkpoint
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
@@ -93,6 +93,7 @@ class Run:
     rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
     sampler: RolloutSampler
+    checkpoints: CheckpointWriter
     telemetry: Telemetry | None
     """Telemetry of this rank's GPU."""
     frozen: FrozenModels = field(default_factory=FrozenModels)
@@ -121,7 +122,7 @@ def train(run: Run) -> None:
     """Warm start, RL steps with evaluation around them, export. Returns early when a stop is requested."""
     warm_start(run)
     if run.stop_requested():
-        checkpoint(run)
+        checkpoint(run, wait=True)
         return
     run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=run.state.step == 0)
     prepare_engines(run)
@@ -140,7 +141,7 @@ def train(run: Run) -> None:
             with timer.phase("weight_sync"):
                 metrics |= update_engine_weights(run)
             run.state.step = step
-        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups)
+        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups) | run.checkpoints.metrics()
         record_step(run, scored, metrics, timer)
         if run.recorder is not None:
             run.recorder.write_updates(step, updates)
@@ -150,12 +151,13 @@ def train(run: Run) -> None:
         if evaluation_is_due(run):
             evaluate(run)
     if run.state.step < run.config.trainer.total_steps:
-        checkpoint(run)
+        checkpoint(run, wait=True)
         return
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
     with run.colocation.trainer_turn():
         save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+    run.checkpoints.finish()
     run.announce(FINISHED)
 
 
@@ -347,14 +349,15 @@ def checkpoint_is_due(run: Run) -> bool:
     return settings.every_s > 0.0 and broadcast_object(now_s() - run.saved_s >= settings.every_s, run.worker.groups)
 
 
-def checkpoint(run: Run) -> None:
-    """Save everything that a resumed run needs."""
+def checkpoint(run: Run, *, wait: bool = False) -> None:
+    """Save everything that a resumed run needs; with `wait`, return when it is on disk."""
     run.announce("saving a checkpoint")
     run.sampler.flush()
-    folder, keep, state = run.directory.checkpoints, run.config.checkpoint.keep, run.state
     with run.colocation.trainer_turn():
-        save_checkpoint(run.worker, folder, state.update, state.to_json(), keep, run.rollouts)
+        run.checkpoints.save(run.state.update, run.state.to_json())
     run.saved_s = now_s()
+    if wait:
+        run.checkpoints.finish()
 
 
 def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric], timer: Timer) -> None:

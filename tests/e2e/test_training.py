@@ -66,6 +66,7 @@ ENGINE_AND_TIMING_METRICS = (
     "rollout/",
     "weight_sync/",
     "timing_s/",
+    "checkpoint/",
     "perf/throughput",
     "perf/tflops_per_gpu",
     "perf/cpu_",

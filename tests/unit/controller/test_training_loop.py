@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
-from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.run_directory import FINISHED, RunDirectory
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.worker import create_worker
 
 # Megatron-Core warns about its own defaults and calls.
@@ -83,7 +85,8 @@ def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versio
     rollouts = RecordedRollouts(config, folder, 0)
     colocation = ColocationManager(config, groups, None)
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
-    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, None)
+    writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
+    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, writer, None)
 
 
 def train_steps(run: Run) -> list[tuple[int, bool]]:
@@ -179,3 +182,29 @@ def test_a_stop_request_before_the_last_step_ends_the_run_as_interrupted(tmp_pat
     run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
     run.directory.stop_request.touch()
     assert end_of_run(run) == INTERRUPTED
+
+
+class SlowRollouts(RecordedRollouts):
+    """Recorded rollouts that record the run's phase and its checkpoints when a checkpoint is all but complete."""
+
+    def finish_saving(self) -> None:
+        time.sleep(0.2)  # training goes on meanwhile, up to the end of the run
+        directory = RunDirectory(self._config.run_dir)
+        self.seen = [*getattr(self, "seen", []), (directory.phase.read_text(), directory.newest_checkpoint)]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_ends_when_its_last_checkpoint_is_complete(tmp_path: Path, groups: ParallelGroups, stopped: bool):
+    run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
+    rollouts = SlowRollouts(run.config, run.config.run_dir / "recorded", 0)
+    run.rollouts, run.checkpoints = rollouts, CheckpointWriter(run.worker, run.directory.checkpoints, rollouts)
+    if stopped:
+        run.directory.stop_request.touch()
+    end_of_run(run)
+    newest = run.directory.newest_checkpoint
+    assert newest is not None
+    assert newest.name == f"step-{run.state.update:08d}"
+    assert rollouts.seen[-1][1] != newest
+    assert all(phase != FINISHED for phase, _ in rollouts.seen)
+    assert run.directory.is_finished == (not stopped)
+    assert [path.name for path in run.directory.checkpoints.iterdir()] == [newest.name]
