@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
     },
 }  # fmt: skip
-NEEDED_GIB = {"50M": 2, "500M": 17}
+NEEDED_GIB = {"50M": 4, "500M": 18}
 
 
 def make_config(model: Path, run_dir: Path, *, async_save: bool) -> Config:
