@@ -121,7 +121,7 @@ def take(run: Run) -> tuple[dict[str, Any], list[Trajectory]]:
     with counted_broadcasts() as sizes:
         scored, trajectories = take_groups(run, Timer())
     taken_s = time.perf_counter() - start
-    examples, _ = make_examples(run.worker, run.reference, trajectories)
+    examples, _ = make_examples(run.worker, run.frozen.reference, trajectories)
     for chosen in minibatches(run.config, trajectories, run.state.step):
         run.worker.plan(minibatch(run.config, [examples[i] for i in chosen]))
     run.state.step += 1

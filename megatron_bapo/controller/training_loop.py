@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
+from megatron_bapo.controller.frozen_models import FrozenModels, load_frozen_models
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -33,7 +34,6 @@ from megatron_bapo.controller.weight_update import probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
-from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
@@ -57,7 +57,7 @@ from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
-from megatron_bapo.trainer.worker import Worker, create_reference
+from megatron_bapo.trainer.worker import Worker
 
 WEIGHT_UPDATE = "updating the engines' weights"
 
@@ -96,8 +96,7 @@ class Run:
     checkpoints: CheckpointWriter
     telemetry: Telemetry | None
     """Telemetry of this rank's GPU."""
-    reference: PolicyModel | None = None
-    """Frozen reference model; None unless the KL penalty needs it."""
+    frozen: FrozenModels = field(default_factory=FrozenModels)
     saved_s: float = field(default_factory=now_s)
     """Time of the last checkpoint, or of the start."""
 
@@ -125,7 +124,7 @@ def train(run: Run) -> None:
     if run.stop_requested():
         checkpoint(run, wait=True)
         return
-    run.reference = load_reference(run)
+    run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=run.state.step == 0)
     prepare_engines(run)
     if evaluation_is_due(run):  # a resumed run repeats an evaluation that was interrupted
         evaluate(run)
@@ -191,22 +190,6 @@ def warm_start(run: Run) -> None:
         checkpoint(run)
 
 
-def load_reference(run: Run) -> PolicyModel | None:
-    """Load the frozen reference model: the initial model, or the model after the warm start.
-
-    The latter is written to the run directory once, so that a resumed run can load it.
-    """
-    if not run.config.algorithm.needs_reference:
-        return None
-    run.announce("loading the reference model")
-    path = run.config.model_path
-    if run.config.warm_start is not None:
-        path = run.directory.reference
-        if run.state.step == 0:
-            save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, path)
-    return create_reference(run.config, path, run.worker.groups)
-
-
 def prepare_engines(run: Run) -> None:
     """Wait for the engines, which serve the initial model as version 0, and send them the trainer's current weights.
 
@@ -220,7 +203,7 @@ def prepare_engines(run: Run) -> None:
     run.announce("starting the engines")
     if run.engines is not None:
         run.engines.wait_for_engines()
-    run.colocation.manage(run.worker, run.reference)
+    run.colocation.manage(run.worker, run.frozen.models)
     if run.state.update == 0:
         probe(run.worker, run.engines, run.colocation, policy_version=0)
     elif run.state.step == 0:
@@ -278,7 +261,7 @@ def update_on_batch(
     Returns the metrics of the batch and of each update, reduced over ranks, and a sample of the tokens.
     """
     config = run.config
-    examples, batch_metrics = make_examples(run.worker, run.reference, trajectories)
+    examples, batch_metrics = make_examples(run.worker, run.frozen.reference, trajectories, run.frozen.teacher)
     if run.recorder is not None and scored is not None:
         run.recorder.write_rollouts(run.state, scored, [example.token_advantages for example in examples])
     parts: list[dict[str, Metric]] = []

@@ -78,10 +78,12 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def ddp_config(parallel: ParallelConfig, *, fp8_param: bool = False) -> DistributedDataParallelConfig:
-    """Return the DDP settings: gradients are summed in fp32 for any model dtype; `fp8_param` gathers weights in FP8."""
+def ddp_config(
+    parallel: ParallelConfig, *, grads_in_fp32: bool = True, fp8_param: bool = False
+) -> DistributedDataParallelConfig:
+    """Return the DDP settings: gradients are summed in fp32 or the model's dtype; `fp8_param` gathers FP8 weights."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
@@ -98,7 +100,10 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
     architecture = read_architecture(model_path)
     parallel = config.parallel
     megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
-    ddp = DistributedDataParallelConfig() if frozen else ddp_config(parallel, fp8_param=megatron.fp8_param)
+    ddp = DistributedDataParallelConfig()
+    if not frozen:
+        in_fp32 = config.optimizer.grads_dtype == "float32"
+        ddp = ddp_config(parallel, grads_in_fp32=in_fp32, fp8_param=megatron.fp8_param)
     layers = stage_layers(architecture, parallel, groups.pipeline.rank)
     chunks = tuple(
         _build_chunk(architecture, megatron, ddp, groups, index, layers[index], frozen)

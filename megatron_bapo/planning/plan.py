@@ -116,7 +116,7 @@ class Plan:
             # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
             # with them; in FP8 it makes their copies again.
             state = stage.state
-            trainer_weights = state.parameters + state.quantised + state.reference
+            trainer_weights = state.parameters + state.quantised + state.frozen
             peak = max(self.engine.total, trainer_weights + self.engine.weights)
         return peak + self._engine_base + reserved
 

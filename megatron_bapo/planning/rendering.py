@@ -166,6 +166,7 @@ def _stage_table(plan: Plan, stages: Sequence[StageMemory]) -> Table:
         "optimizer": lambda stage: stage.state.optimizer,
         "FP8 copies": lambda stage: stage.state.quantised,
         "reference model": lambda stage: stage.state.reference,
+        "teacher": lambda stage: stage.state.teacher,
         "activations": lambda stage: sum(stage.activations.values()),
         "a layer's backward pass": lambda stage: stage.backward,
         "output layer": lambda stage: stage.output_layer,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_bapo.config.loading import dump_config
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.controller.colocation import ColocationManager
+from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.launcher import report_end
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import load_task_prompts
@@ -29,6 +30,7 @@ from megatron_bapo.controller.training_loop import (
 )
 from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
 from megatron_bapo.errors import INTERRUPTED
+from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
@@ -133,6 +135,28 @@ def test_rollouts_that_were_sampled_at_another_temperature_report_no_mismatch(tm
 def test_recomputed_log_probs_still_report_the_mismatch_of_comparable_rollouts(tmp_path: Path, groups: ParallelGroups):
     config = make_config(tmp_path, algorithm={"behaviour_policy": "recomputed"})
     assert train_steps(start(config, groups, {"sampling": config.rollout.sampling}, [0, 1, 2]))[0] == (0, True)
+
+
+@pytest.mark.parametrize("objective", ["distill", "bapo"])
+def test_stale_rollouts_are_scored_by_a_larger_teacher_that_the_policy_approaches(
+    tmp_path: Path, groups: ParallelGroups, objective: str
+) -> None:
+    shape = CreateModelConfig(num_hidden_layers=2, hidden_size=24, vocab_size=330)
+    distillation = {"teacher": tmp_path / "teacher", "coef": 10.0}
+    algorithm = {"objective": objective, "distillation": distillation}
+    run = start(make_config(tmp_path / "run", algorithm=algorithm, optimizer={"lr": 1e-2}), groups, {}, [0, 0, 0])
+    texts = [prompt.messages[0]["content"] for prompt in load_task_prompts(run.config).train]
+    create_checkpoint(tmp_path / "teacher", shape, texts, seed=7)
+    run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=True)
+    assert [model.architecture.num_hidden_layers for model in run.frozen.models] == [2]
+    seen: list[float] = []
+    prepare_engines(run)
+    for step in range(1, NUM_STEPS + 1):
+        _, trajectories = take_groups(run, Timer())
+        metrics, _, _ = update_on_batch(run, None, trajectories)
+        seen.append(abs(scalars(metrics)["actor/teacher_kl"]))
+        run.state.step = step
+    assert seen[0] > 2 * seen[-1]
 
 
 def end_of_run(run: Run) -> int:
