@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
+from megatron_bapo.config.lora_checks import lora_shape_problems
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.errors import UserError
@@ -98,6 +99,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     yield from division_problems(architecture, parallel, where)
     yield from _expert_problems(config, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
+    yield from lora_shape_problems(config, architecture)
     heads = architecture.num_attention_heads
     if heads % architecture.num_key_value_heads:
         yield (

@@ -190,15 +190,17 @@ def warm_start(run: Run) -> None:
 
 
 def load_reference(run: Run) -> PolicyModel | None:
-    """Load the frozen reference model: the initial model, or the model after the warm start.
+    """Load the frozen reference model, which has the weights at the first step; a LoRA policy's may be itself.
 
-    The latter is written to the run directory once, so that a resumed run can load it.
+    Weights other than those of the model's folder are written once, so that a resumed run can load them.
     """
     if not run.config.algorithm.needs_reference:
         return None
+    if run.worker.model.adapters is not None and not run.config.has_new_weights:
+        return run.worker.model.without_adapters()
     run.announce("loading the reference model")
     path = run.config.model_path
-    if run.config.warm_start is not None:
+    if run.config.has_new_weights:
         path = run.directory.reference
         if run.state.step == 0:
             save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, path)

@@ -7,6 +7,8 @@ A checkpoint can be loaded with any parallel layout.
         state.json                       counters, Adam's step count, position in the prompt data
         in_flight/                       rollouts for later batches, if there are any
 
+With `model.lora` it contains the adapters, under PEFT's names; the frozen weights are those of the run's model.
+
 Before Adam's first step its moments are zero and are not saved.
 
 The folder is written as `*.partial` and renamed when it is complete, so a folder with the final name is complete.
@@ -80,7 +82,7 @@ def save_checkpoint(
     barrier(worker.groups)
     for state_name in states:
         read = functools.partial(worker.optimizer.read, state=state_name)
-        write_stage(partial / _FOLDERS[state_name], worker.model, worker.groups, read=read)
+        write_stage(partial / _FOLDERS[state_name], worker.model.trained, worker.groups, read=read)
     barrier(worker.groups)
     if worker.groups.is_main:
         if rollouts is not None:
@@ -106,7 +108,7 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     for state_name in _stored(state["adam_step"]):
         with SafetensorsFolder(checkpoint / _FOLDERS[state_name]) as folder:
             write = functools.partial(_write, worker, state_name)
-            load_tensors(worker.model, folder, worker.groups, write=write)
+            load_tensors(worker.model.trained, folder, worker.groups, write=write)
     worker.optimizer.num_steps = state["adam_step"]
     return state
 
