@@ -367,6 +367,11 @@ class Config(Section):
         return self.warm_start is not None or (self.model.lora is not None and self.model.lora.path is not None)
 
     @property
+    def has_reference_copy(self) -> bool:
+        """Whether the trainer holds a reference model beside the policy: that of new adapters is the policy itself."""
+        return self.algorithm.needs_reference and (self.model.lora is None or self.has_new_weights)
+
+    @property
     def model_path(self) -> Path:
         """Folder of the Hugging Face checkpoint that the run starts from."""
         return self.run_dir / "initial_model" if self.model.path is None else self.model.path

@@ -42,6 +42,7 @@ from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint import save_checkpoint
+from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
@@ -156,7 +157,7 @@ def train(run: Run) -> None:
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
     with run.colocation.trainer_turn():
-        save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+        export(run.worker, run.directory.export, run.directory.adapter)
     run.announce(FINISHED)
 
 
@@ -196,7 +197,7 @@ def load_reference(run: Run) -> PolicyModel | None:
     """
     if not run.config.algorithm.needs_reference:
         return None
-    if run.worker.model.adapters is not None and not run.config.has_new_weights:
+    if not run.config.has_reference_copy:
         return run.worker.model.without_adapters()
     run.announce("loading the reference model")
     path = run.config.model_path

@@ -56,7 +56,8 @@ def sent_bytes(
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
-    chunks = [chunk_parameters(arch, Split.of(parallel), chunk) for chunk in stage_chunks(arch, parallel, stage)]
+    split, lora = Split.of(parallel), config.model.lora
+    chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
         forward, backward = _units(parallel, chunk)
         sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
@@ -72,7 +73,7 @@ def sent_bytes(
         sent["expert"] += num_micro_batches * layers * _exchanged(arch, parallel, batch) * (num_scored + 2 + again)
     groups = (False, "data", data_context_size(parallel)), (True, "expert data", expert_data_size(parallel))
     for is_expert, name, size in groups:
-        num = sum(p.numel for chunk in chunks for p in chunk if p.is_expert == is_expert)
+        num = sum(p.numel for chunk in chunks for p in chunk if p.is_trained and p.is_expert == is_expert)
         gathered = b if parallel.use_distributed_optimizer else FP32
         sent[name] = num * (FP32 + gathered) * (size - 1) // size
     return +sent

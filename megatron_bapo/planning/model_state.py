@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions
@@ -75,7 +76,9 @@ def model_state(
     dtype = DTYPE_BYTES[config.model.dtype]
     # Recompute settings do not change the counts; without them in the cache key a search has few distinct keys.
     layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
-    num_elements, num_allocated, num_own = _num_elements(architecture, layout, stage, data_rank, expert_data_rank)
+    lora = config.model.lora
+    counts = _num_elements(architecture, layout, stage, data_rank, expert_data_rank, lora)
+    num_frozen, num_elements, num_allocated, num_own = counts
     optimizer = num_own * FP32
     main = optimizer if config.model.dtype != "float32" else 0
     offload = config.optimizer.cpu_offload
@@ -84,14 +87,15 @@ def model_state(
     # Hopper's FP8 products need a weight and its transpose, and both are cached from one micro-batch to the next.
     copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
     saved = kept_in_fp8 * (dtype - FP8_BYTES)
-    has_reference = config.algorithm.needs_reference and not assumptions.reference_on_host
+    has_reference = config.has_reference_copy and not assumptions.reference_on_host
+    num_reference = num_elements if lora is None else num_frozen
     return ModelState(
-        parameters=num_allocated * dtype - saved,
+        parameters=(num_frozen + num_allocated) * dtype - saved,
         gradients=num_allocated * assumptions.gradient_bytes,
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_elements * dtype - saved + copies if has_reference else 0,
+        reference=num_reference * dtype - saved + copies if has_reference else 0,
         updated=num_own,
         quantised=copies,
     )
@@ -99,12 +103,19 @@ def model_state(
 
 @lru_cache(maxsize=4096)
 def _num_elements(
-    architecture: Architecture, parallel: ParallelConfig, stage: int, data_rank: int, expert_data_rank: int
-) -> tuple[int, int, int]:
-    """Return element counts: (parameters, allocated with padding, updated by this rank's optimizer)."""
-    num_elements = num_allocated = num_own = 0
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    stage: int,
+    data_rank: int,
+    expert_data_rank: int,
+    lora: LoraConfig | None,
+) -> tuple[int, int, int, int]:
+    """Return element counts: (frozen, trained, allocated for these with padding, updated by this rank's optimizer)."""
+    num_frozen = num_elements = num_allocated = num_own = 0
     for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
-        parameters = chunk_parameters(architecture, Split.of(parallel), chunk)
+        every = chunk_parameters(architecture, Split.of(parallel), chunk, lora)
+        parameters = [parameter for parameter in every if parameter.is_trained]
+        num_frozen += sum(parameter.numel for parameter in every if not parameter.is_trained)
         num_elements += sum(parameter.numel for parameter in parameters)
         if not parallel.use_distributed_optimizer:
             continue
@@ -114,8 +125,8 @@ def _num_elements(
             num_allocated += buckets[-1].stop if buckets else 0
             num_own += sum(bucket.num_owned(rank, size) for bucket in buckets)
     if not parallel.use_distributed_optimizer:
-        return num_elements, num_elements, num_elements
-    return num_elements, num_allocated, num_own
+        return num_frozen, num_elements, num_elements, num_elements
+    return num_frozen, num_elements, num_allocated, num_own
 
 
 def data_context_size(parallel: ParallelConfig) -> int:

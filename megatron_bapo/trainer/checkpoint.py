@@ -5,6 +5,7 @@ A checkpoint can be loaded with any parallel layout.
     checkpoints/step-00000020/
         weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file per rank that owns tensors
         state.json                       counters, Adam's step count, position in the prompt data
+        adapter_config.json              with `model.lora`, PEFT's config of the adapters
         in_flight/                       rollouts for later batches, if there are any
 
 With `model.lora` it contains the adapters, under PEFT's names; the frozen weights are those of the run's model.
@@ -28,6 +29,7 @@ import torch
 from megatron_bapo.files import flush
 from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
+from megatron_bapo.model.peft_folder import write_adapter_config
 from megatron_bapo.parallel.collectives import barrier, broadcast_object
 from megatron_bapo.trainer.optimizer import STATES, State
 from megatron_bapo.trainer.worker import Worker
@@ -88,6 +90,8 @@ def save_checkpoint(
         if rollouts is not None:
             rollouts.finish_saving()
         write_state(partial, state, worker.optimizer.num_steps)
+        if (lora := worker.config.model.lora) is not None:
+            write_adapter_config(partial, lora, worker.config.model_path)
         flush_to_disk(partial)
         partial.rename(final)
         flush(folder)  # the new name, before older checkpoints are deleted

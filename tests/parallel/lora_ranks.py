@@ -12,16 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples import LEARNING_RATE, make_config, make_examples
+from examples import LEARNING_RATE, make_config, make_examples, with_adapters
 from running import run_cases
 from safetensors.torch import save_file
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
-from megatron_bapo.model.hf_export import save_hugging_face, write_stage
+from megatron_bapo.model.hf_export import write_stage
 from megatron_bapo.parallel.collectives import barrier
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.weight_publisher import WeightPublisher
 from megatron_bapo.trainer.worker import Worker, create_worker, score_trajectories
@@ -33,7 +34,7 @@ FOLDERS = ("initial", "final", "continued", "gradients", "gradients-padded")
 
 def lora_config(case: dict, out: Path, *, packing: bool) -> Config:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=packing)
-    return Config.model_validate(config.model_dump() | {"model": {**config.model.model_dump(), "lora": case["lora"]}})
+    return with_adapters(config, case["lora"])
 
 
 def update(worker: Worker) -> dict[str, float]:
@@ -75,7 +76,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
             write_gradients(worker, out / "gradients")
     save_log_probs(worker, out / "final_log_probs", adapters=True)
     write_stage(out / "final", worker.model.trained, groups)
-    save_hugging_face(worker.model, groups, packed.model_path, out / "merged")
+    export(worker, out / "merged", out / "adapter")
     WeightPublisher(worker, WeightStore(out / "store")).publish(1)
     save_checkpoint(worker, out / "checkpoints", NUM_UPDATES, {}, keep=1)
     if "resume_from" in case:
