@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -56,7 +56,11 @@ class PolicyModel:
     """Adapters, with `model.lora`; then no other parameters are trained."""
     adapters_on: bool = True
     """Whether the model computes with its adapters."""
-    table: ClassVar[Table] = TABLE
+
+    @property
+    def table(self) -> Table:
+        """Mapping of the parameters to Hugging Face tensors."""
+        return TABLE
 
     @property
     def trained(self) -> PolicyModel | Adapters:

@@ -107,7 +107,8 @@ class LinearAdapter(torch.nn.Module):
             return input_TI
         if self._axis.size == 1 or (self._is_column and not self._sp):  # copies of the input drop the same elements
             return F.dropout(input_TI, self._dropout)
-        with get_cuda_rng_tracker().fork():
+        tracker: Any = get_cuda_rng_tracker()
+        with tracker.fork():
             return F.dropout(input_TI, self._dropout)
 
 

@@ -6,8 +6,6 @@ it shares with the layer's weight, and every rank has the other half.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.model.hf_mapping import TABLE, Row, Table
 
@@ -32,7 +30,6 @@ def target_parts(row: Row, lora: LoraConfig) -> tuple[int, ...]:
     )
 
 
-@lru_cache
 def adapter_table(lora: LoraConfig) -> Table:
     """Return the rows of the adapters of every linear layer that has some.
 

@@ -10,7 +10,7 @@ again for the gradients of the weights (arXiv 2205.05198).
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -56,7 +56,8 @@ def sent_bytes(
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
-    split, lora = Split.of(parallel), config.model.lora
+    split = Split.of(parallel)
+    lora: Any = config.model.lora
     chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
         forward, backward = _units(parallel, chunk)

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions
@@ -76,7 +75,7 @@ def model_state(
     dtype = DTYPE_BYTES[config.model.dtype]
     # Recompute settings do not change the counts; without them in the cache key a search has few distinct keys.
     layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
-    lora = config.model.lora
+    lora: Any = config.model.lora
     counts = _num_elements(architecture, layout, stage, data_rank, expert_data_rank, lora)
     num_frozen, num_elements, num_allocated, num_own = counts
     optimizer = num_own * FP32
@@ -108,7 +107,7 @@ def _num_elements(
     stage: int,
     data_rank: int,
     expert_data_rank: int,
-    lora: LoraConfig | None,
+    lora: Any,
 ) -> tuple[int, int, int, int]:
     """Return element counts: (frozen, trained, allocated for these with padding, updated by this rank's optimizer)."""
     num_frozen = num_elements = num_allocated = num_own = 0

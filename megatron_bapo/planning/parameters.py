@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
@@ -89,10 +90,10 @@ def num_parameters(architecture: Architecture) -> int:
     return sum(parameter.numel for parameter in chunk_parameters(architecture, Split(), whole_model(architecture)))
 
 
-@lru_cache
 def num_trained_parameters(architecture: Architecture, lora: LoraConfig | None) -> int:
     """Return the whole model's number of parameters that the optimizer updates."""
-    parameters = chunk_parameters(architecture, Split(), whole_model(architecture), lora)
+    hashable: Any = lora
+    parameters = chunk_parameters(architecture, Split(), whole_model(architecture), hashable)
     return sum(parameter.numel for parameter in parameters if parameter.is_trained)
 
 
