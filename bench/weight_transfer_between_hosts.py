@@ -11,13 +11,14 @@ chosen at random. Peak memory is the largest increase of any host's own memory, 
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -45,6 +46,8 @@ MODEL = Architecture(
     num_key_value_heads=8, head_dim=64, vocab_size=151936, max_position_embeddings=32768, rms_norm_eps=1e-6,
     rope_theta=1e6, tie_word_embeddings=True,
 )  # fmt: skip
+SMALL_MODEL = replace(MODEL, num_hidden_layers=6, vocab_size=32768)
+"""A sixth of `MODEL`, for --short."""
 BUCKET_BYTES = 64 << 20
 GBIT_S = 2.0
 NUM_REPEATS, NUM_WARMUPS = 5, 2
@@ -65,9 +68,23 @@ class Measured:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a sixth of the model, in two minutes")
+    parser.add_argument("--host", nargs=3, metavar=("INDEX", "HOSTS", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    model = SMALL_MODEL if arguments.short else MODEL
+    if arguments.host:
+        index, num_hosts, folder = arguments.host
+        host_main(int(index), _plan(model, int(num_hosts)), int(num_hosts), Path(folder))
+    else:
+        measure_hosts(model, ["--short"] if arguments.short else [])
+
+
+def measure_hosts(model: Architecture, options: list[str]) -> None:
+    """Measure all tasks on two and on five hosts, whose processes get `options`, and print the report."""
     rows, figures = [], {}
     for num_hosts, gbit_s in ((2, None), (2, GBIT_S), (5, GBIT_S)):
-        found = _measured_on(num_hosts, gbit_s)
+        found = _measured_on(num_hosts, gbit_s, options)
         figures[(num_hosts, gbit_s)] = found
         network = "not limited" if gbit_s is None else f"{gbit_s:g} Gbit/s"
         rows += [
@@ -75,7 +92,7 @@ def main() -> None:
             for task, one in found.items()
         ]
     pair, slow_pair, five = figures[2, None], figures[2, GBIT_S], figures[5, GBIT_S]
-    model_bytes = _plan(2).total_bytes
+    model_bytes = _plan(model, 2).total_bytes
     changed = f"{CHANGED_SHARE:.0%} changed"
     ratios = {
         "time_full_to_plain_gloo": pair["full"].seconds / pair["plain gloo"].seconds,
@@ -104,11 +121,12 @@ def main() -> None:
     )
 
 
-def _measured_on(num_hosts: int, gbit_s: float | None) -> dict[str, Measured]:
+def _measured_on(num_hosts: int, gbit_s: float | None, options: list[str]) -> dict[str, Measured]:
     """Run a process on each of `num_hosts` hosts; return what the first one measured, by task."""
     with network_hosts(num_hosts, gbit_s) as hosts, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", __spec__.name, *options, "--host"]
         processes = [
-            subprocess.Popen(host.command(sys.executable, "-m", __spec__.name, str(index), str(num_hosts), folder))
+            subprocess.Popen(host.command(*command, str(index), str(num_hosts), folder))
             for index, host in enumerate(hosts)
         ]
         for process in processes:
@@ -118,19 +136,19 @@ def _measured_on(num_hosts: int, gbit_s: float | None) -> dict[str, Measured]:
     return {task: Measured(**values) for task, values in content.items()}
 
 
-def _plan(num_hosts: int) -> WeightPlan:
+def _plan(model: Architecture, num_hosts: int) -> WeightPlan:
     """Return the plan of one trainer rank on host 0 and an engine on each of the other hosts."""
     placement = Placement((0,), (tuple(range(1, num_hosts)),))
     return weight_plan(
-        MODEL, ParallelConfig(world_size=1), EngineLayout(), placement, dtype="bfloat16", bucket_bytes=BUCKET_BYTES
+        model, ParallelConfig(world_size=1), EngineLayout(), placement, dtype="bfloat16", bucket_bytes=BUCKET_BYTES
     )
 
 
 class HostProcess:
     """One host's part in the measurements; all hosts call the same methods in the same order."""
 
-    def __init__(self, index: int, num_hosts: int, folder: Path, store: WeightStore) -> None:
-        self.index, self._store, self._plan = index, store, _plan(num_hosts)
+    def __init__(self, index: int, plan: WeightPlan, num_hosts: int, folder: Path, store: WeightStore) -> None:
+        self.index, self._store, self._plan = index, store, plan
         rendezvous, address = FileStore(str(folder / "rendezvous"), num_hosts), host_address(index)
         self._group = host_group(rendezvous, index, num_hosts, address, timeout_s=600.0)
         self._chain = Chain(self._group, {host: host for host in range(num_hosts)}, tuple(range(1, num_hosts)))
@@ -215,10 +233,10 @@ def _unverified(_incoming: object, _number: int, expected: str, complete: Callab
     return expected
 
 
-def host_main(index: int, num_hosts: int, folder: Path) -> None:
+def host_main(index: int, plan: WeightPlan, num_hosts: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with closing(WeightStore.create()) as store:
-        process = HostProcess(index, num_hosts, folder, store)
+        process = HostProcess(index, plan, num_hosts, folder, store)
         measured = process.measure()
     if index == 0:
         content = {name: asdict(one) for name, one in measured.items()}
@@ -235,7 +253,4 @@ def _sent_bytes() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        host_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    else:
-        main()
+    main()

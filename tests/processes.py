@@ -1,6 +1,7 @@
 """What tests ask of processes that may end at any moment."""
 
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -29,6 +30,12 @@ def status(process: psutil.Process) -> str:
 def is_alive(process: psutil.Process) -> bool:
     """Return whether a process runs; a zombie has ended, its parent has not read its exit code yet."""
     return status(process) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+def named_shared_memory(process: psutil.Process) -> list[str]:
+    """Return the files of vLLM's message queues that a process uses, which would outlive a killed one."""
+    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    return [line for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")]
 
 
 def sockets(process: psutil.Process, kind: str) -> list:

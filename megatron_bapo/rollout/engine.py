@@ -147,10 +147,9 @@ class Engine:
         await self.connect(route)
         self._check_complete = partial(check_complete, expected=checkpoint_shapes(spec.model_path))
         self._policy_version = INITIAL_VERSION
-        facts = self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
-        if spec.settings.nodes_per_engine > 1:
-            unlink_shared_memory(facts.processes)
-        return facts
+        self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
+        unlink_shared_memory(self._facts.processes)
+        return self._facts
 
     async def connect(self, route: WeightRoute) -> None:
         """Set the route of all following weight updates."""

@@ -17,7 +17,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import EngineLost
 from megatron_bapo.weight_sync.transport import WeightStore
 from tests.e2e.test_engine import DENSE, LONG_PROMPT, create_checkpoint, exported, request
-from tests.processes import sockets, title
+from tests.processes import named_shared_memory, sockets, title
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.config.examples import config
 from tests.unit.weight_sync.examples import publish
@@ -50,12 +50,6 @@ async def processes_of(engine: EngineActor) -> list[list[psutil.Process]]:
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
     (rank,) = [process for process in processes if "Worker" in title(process)]
     return rank
-
-
-def shared_memory(process: psutil.Process) -> list[str]:
-    """Return the files of vLLM's message queues that a process uses, which would outlive a killed one."""
-    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    return [line for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")]
 
 
 def check_listening(processes: list[psutil.Process]) -> None:
@@ -99,7 +93,7 @@ async def use(engine: EngineActor, model: PreTrainedModel, stores: list[WeightSt
     assert (await engine.generate(request(LONG_PROMPT))).policy_version == 1
     first, second = await processes_of(engine)
     check_listening([*first, *second])
-    assert [path for process in (*first, *second) for path in shared_memory(process)] == []
+    assert [path for process in (*first, *second) for path in named_shared_memory(process)] == []
     rank_of(second).kill()
     with pytest.raises(EngineLost, match="a rank of the engine has ended on node 2 of 2"):
         await until_lost(engine)

@@ -26,7 +26,7 @@ from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
 from tests.parallel.launching import launch
-from tests.processes import command_line
+from tests.processes import command_line, is_alive, named_shared_memory
 from tests.tolerances import ENGINE_LOG_PROB
 
 SHAPE = {
@@ -186,6 +186,8 @@ def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     num_ranks = ENGINES[engine_name]["tensor_parallel_size"]
     layout = EngineLayout(num_ranks).name
     with running(published, model, engine_name) as (engine, wait_for):
+        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        assert [path for process in processes if is_alive(process) for path in named_shared_memory(process)] == []
         for trainer in [name for name, (of, _) in TRAINERS.items() if of == model]:
             scores = load_file(published.root / trainer / "scores.safetensors")
             log_probs, worst = {}, 0.0
