@@ -39,6 +39,7 @@ from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import start_distributed
 from megatron_bapo.records import Trajectory
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, minibatches
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.worker import create_worker
@@ -120,7 +121,7 @@ def take(run: Run) -> tuple[dict[str, Any], list[Trajectory]]:
     with counted_broadcasts() as sizes:
         scored, trajectories = take_groups(run, Timer())
     taken_s = time.perf_counter() - start
-    examples, _ = make_examples(run.worker, run.reference, trajectories)
+    examples, _ = make_examples(run.worker, run.frozen.reference, trajectories)
     for chosen in minibatches(run.config, trajectories, run.state.step):
         run.worker.plan(minibatch(run.config, [examples[i] for i in chosen]))
     run.state.step += 1
@@ -163,7 +164,7 @@ def run_rank(rank: int, config: Config, address: str, meeting: Path) -> None:
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
     run = Run(
         config, directory, worker, None, ColocationManager(config, groups, client), RunState(), client, None, sampler,
-        None,
+        CheckpointWriter(worker, directory.checkpoints, client), None,
     )  # fmt: skip
     steps, found = [], dict[str, Any]()
     for _ in range(NUM_BATCHES):

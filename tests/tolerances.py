@@ -35,6 +35,9 @@ their gradient and the product of each chunk are each rounded to 8 bits (4e-3)."
 FUSED_LOSS = 2e-6
 """The objective's kernel in fp32 against float64, relative and absolute: a ratio of size 10 carries its log-ratio's
 rounding (2e-7), and the sum is one of 1e2 terms."""
+BF16_GRADIENT_NORM = 1e-3
+"""Norm of gradients that are summed in bfloat16 against fp32, relative: each element is rounded to 8 bits of mantissa
+(4e-3), up or down; 4e-5 was measured."""
 BF16_MEAN_LOG_PROB = 1e-2
 """bfloat16 on a GPU against fp32, or fused kernels against plain ones: mean absolute difference of log-probs."""
 GPU_GRADIENT_COSINE = 0.95

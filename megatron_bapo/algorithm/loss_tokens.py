@@ -22,6 +22,8 @@ class LossTokens:
     """Log-probs under the reference model, required if `kl_loss_coef` is non-zero."""
     sequence_log_ratio_T: Tensor | None = None
     """Log-ratio of the sequence for GSPO, without a gradient."""
+    teacher_log_probs_T: Tensor | None = None
+    """Log-probs under the teacher, required by `distillation`."""
 
     def __getitem__(self, tokens: slice) -> LossTokens:
         return LossTokens(*(None if values_T is None else values_T[tokens] for values_T in vars(self).values()))  # pyright: ignore[reportArgumentType]

@@ -5,18 +5,22 @@ log-ratio is current minus behaviour log-prob in nats, of the token or, for GSPO
 through the log-ratio and the log-probs. `low` and `high` are 0-d clip bounds, either fixed or found by BAPO for the
 minibatch.
 
+On-policy distillation is an objective whose advantages are the log-ratios of the teacher to the policy.
+
 Shapes: T packed tokens, B sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
+from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.config.algorithm import Objective
 
 TokenObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
@@ -53,7 +57,22 @@ OBJECTIVES: Final[dict[Objective, TokenObjective]] = {
     "ppo": clipped_surrogate,
     "gspo": clipped_surrogate,
     "cispo": clipped_weight,
+    "distill": clipped_weight,
 }
+
+
+@torch.no_grad()
+def toward_teacher(log_probs_T: Tensor, tokens: LossTokens) -> LossTokens:
+    """Return the tokens with the advantages of on-policy distillation, log p_teacher - log p, clamped to +-20.
+
+    The advantage is the negative reverse KL divergence of the token's distribution, estimated from the sampled token
+    (thinkingmachines.ai/blog/on-policy-distillation). As p is the current policy, `clipped_weight` with these
+    advantages has in expectation the gradient of -KL(p || p_teacher), also for tokens of older policies as long as
+    their ratios are not truncated. A token without a log-prob of the teacher gets NaN, which excludes it.
+    """
+    assert tokens.teacher_log_probs_T is not None, "algorithm.distillation needs a teacher"
+    advantages_T = clamped_log_ratio(tokens.teacher_log_probs_T - log_probs_T)
+    return replace(tokens, advantages_T=advantages_T, sequence_log_ratio_T=None)
 
 
 @torch.no_grad()

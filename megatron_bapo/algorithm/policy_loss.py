@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.algorithm.objectives import OBJECTIVES, with_token_gradient
-from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode
+from megatron_bapo.algorithm.objectives import OBJECTIVES, toward_teacher, with_token_gradient
+from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode, Objective
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class PolicyLossSums:
     """Sum of r - 1 - log r, the k3 estimate of that KL (joschu.net/blog/kl-approx.html), never negative."""
     kl_loss: Tensor
     """Weighted sum of the KL estimates to the reference model (verl's actor/kl_loss); 0 without one."""
+    teacher_kl: Tensor
+    """Sum of log p - log p_teacher in nats, the k1 estimate of KL(current || teacher); 0 without a teacher."""
     positive_sum: Tensor
     """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8)."""
     negative_sum: Tensor
@@ -88,19 +90,24 @@ def policy_loss(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """Return the loss -sum w c J + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d.
+    """Return the loss -sum w c J - coef sum w c D + kl_loss_coef sum w KL - entropy_coeff sum w H, 0-d.
 
-    J is the objective and c the rollout correction. `log_probs_T` and `entropy_T` are those of the current policy, in
-    nats; `low` and `high` are 0-d. Dropped tokens are excluded by selection before the exponential, so the gradient
-    stays finite. A log-ratio beyond +-20 nats is clamped and has no gradient. With `fused`, a Triton kernel computes
-    the objective.
+    J is the objective, D that of distillation (`toward_teacher`) and c the rollout correction; with `distill` there is
+    no J. `log_probs_T` and `entropy_T` are those of the current policy, in nats; `low` and `high` are 0-d. Dropped
+    tokens are excluded by selection before the exponential, so the gradient stays finite. A log-ratio beyond +-20 nats
+    is clamped and has no gradient. With `fused`, a Triton kernel computes the objectives.
     """
     if fused:
-        from megatron_bapo.algorithm.policy_loss_kernel import fused_objective_loss  # Triton need not be installed
-
-        loss = fused_objective_loss(log_probs_T, tokens, low, high, settings)
+        from megatron_bapo.algorithm.policy_loss_kernel import fused_objective_loss as loss_of  # may not be installed
     else:
-        loss = _objective_loss(log_probs_T, tokens, low, high, settings)
+        loss_of = _objective_loss
+    distillation, loss = settings.distillation, log_probs_T.new_zeros(())
+    if settings.objective != "distill":
+        loss = loss_of(log_probs_T, tokens, low, high, settings.objective, settings.clip_ratio_c)
+    if distillation is not None:
+        ends = log_probs_T.new_zeros(()), log_probs_T.new_full((), distillation.max_ratio)
+        taught = toward_teacher(log_probs_T, tokens)
+        loss = loss + distillation.coef * loss_of(log_probs_T, taught, *ends, "distill", None)
     if settings.kl_loss_coef or settings.entropy_coeff:
         excluded_T = ~usable_tokens(log_probs_T - tokens.behaviour_log_probs_T, tokens)
         weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
@@ -112,17 +119,22 @@ def policy_loss(
 
 
 def _objective_loss(
-    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+    log_probs_T: Tensor,
+    tokens: LossTokens,
+    low: Tensor,
+    high: Tensor,
+    objective: Objective,
+    clip_ratio_c: float | None,
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     excluded_T = ~usable_tokens(log_ratio_T, tokens)
-    value_T = OBJECTIVES[settings.objective](
+    value_T = OBJECTIVES[objective](
         _objective_log_ratio(log_ratio_T.masked_fill(excluded_T, 0.0), tokens),
         log_probs_T.masked_fill(excluded_T | log_probs_T.isinf(), 0.0),
         tokens.advantages_T.masked_fill(excluded_T, 0.0),
         low,
         high,
-        settings.clip_ratio_c,
+        clip_ratio_c,
     )
     if tokens.correction_T is not None:
         value_T = value_T * tokens.correction_T.masked_fill(excluded_T, 0.0)
@@ -150,6 +162,7 @@ def clipped_tokens(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> ClippedTokens:
     """Return which tokens `policy_loss` clips under the same arguments."""
+    tokens = _advantaged(log_probs_T, tokens, settings)
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     usable_T = usable_tokens(log_ratio_T, tokens)
     ratio_T = _objective_log_ratio(log_ratio_T.masked_fill(~usable_T, 0.0), tokens).exp()
@@ -169,6 +182,7 @@ def policy_statistics(
     log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> PolicyLossSums:
     """Return statistics of `policy_loss` on the same tokens."""
+    tokens = _advantaged(log_probs_T, tokens, settings)
     clipped = clipped_tokens(log_probs_T, tokens, low, high, settings)
     usable_T, ratio_T = clipped.usable_T, clipped.ratio_T
     log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
@@ -178,6 +192,10 @@ def policy_statistics(
     kl_loss = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef:
         kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()
+    teacher_kl = log_ratio_T.new_zeros(())
+    if tokens.teacher_log_probs_T is not None:
+        toward_T = toward_teacher(log_probs_T, tokens).advantages_T
+        teacher_kl = -toward_T.masked_fill(~usable_T | toward_T.isnan(), 0.0).double().sum()
     return PolicyLossSums(
         num_tokens=_count(usable_T),
         num_dropped=_count(_present(tokens)) - _count(usable_T),
@@ -189,6 +207,7 @@ def policy_statistics(
         k1_kl=-log_ratio_T.sum(),
         k3_kl=(log_ratio_T.expm1() - log_ratio_T).sum(),
         kl_loss=kl_loss,
+        teacher_kl=teacher_kl,
         positive_sum=surrogate_T.clamp(min=0).sum(),
         negative_sum=surrogate_T.clamp(max=0).sum().neg(),
     )
@@ -197,6 +216,11 @@ def policy_statistics(
 def supervised_loss(current_log_probs_T: Tensor, weights_T: Tensor) -> Tensor:
     """Return the weighted negative log-likelihood -sum w log p, 0-d, in nats."""
     return -(weights_T * current_log_probs_T).sum()
+
+
+def _advantaged(log_probs_T: Tensor, tokens: LossTokens, settings: AlgorithmConfig) -> LossTokens:
+    """Return the tokens with the advantages of the objective, which `distill` computes from the current log-probs."""
+    return toward_teacher(log_probs_T, tokens) if settings.objective == "distill" else tokens
 
 
 def _present(tokens: LossTokens) -> Tensor:

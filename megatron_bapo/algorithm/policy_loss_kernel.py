@@ -15,27 +15,39 @@ from torch import Tensor
 
 from megatron_bapo.algorithm.importance import MAX_LOG_RATIO
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.algorithm.objectives import OBJECTIVES, clipped_weight
+from megatron_bapo.config.algorithm import Objective
 
 BLOCK = 1024
 
 
 def fused_objective_loss(
-    log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+    log_probs_T: Tensor,
+    tokens: LossTokens,
+    low: Tensor,
+    high: Tensor,
+    objective: Objective,
+    clip_ratio_c: float | None,
 ) -> Tensor:
     """Return -sum w c J, 0-d float32, differentiable once with respect to the log-probs."""
-    result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, settings)
+    result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, objective, clip_ratio_c)
     return result
 
 
 class _ObjectiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, log_probs_T: Tensor, tokens: LossTokens, low: Tensor, high: Tensor, settings: AlgorithmConfig
+        ctx: Any,
+        log_probs_T: Tensor,
+        tokens: LossTokens,
+        low: Tensor,
+        high: Tensor,
+        objective: Objective,
+        dual: float | None,
     ) -> Tensor:
         num_tokens = len(log_probs_T)
         loss_T, grad_T = torch.empty(2, num_tokens, device=log_probs_T.device)
-        correction_T, sequence_T, dual = tokens.correction_T, tokens.sequence_log_ratio_T, settings.clip_ratio_c
+        correction_T, sequence_T = tokens.correction_T, tokens.sequence_log_ratio_T
         if num_tokens:
             launch: Any = _objective_loss[(triton.cdiv(num_tokens, BLOCK),)]
             launch(
@@ -47,7 +59,7 @@ class _ObjectiveLoss(torch.autograd.Function):
                 CORRECTED=correction_T is not None,
                 OF_SEQUENCES=sequence_T is not None,
                 DUAL=dual is not None,
-                CISPO=settings.objective == "cispo",
+                WEIGHTED=OBJECTIVES[objective] is clipped_weight,
                 BLOCK=BLOCK,
             )
         ctx.save_for_backward(grad_T)
@@ -56,7 +68,7 @@ class _ObjectiveLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_T,) = ctx.saved_tensors
-        return grads[0] * grad_T, None, None, None, None
+        return grads[0] * grad_T, None, None, None, None, None
 
 
 @triton.jit
@@ -77,7 +89,7 @@ def _objective_loss(
     CORRECTED: tl.constexpr,
     OF_SEQUENCES: tl.constexpr,
     DUAL: tl.constexpr,
-    CISPO: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -104,7 +116,7 @@ def _objective_loss(
     if OF_SEQUENCES:
         ratio = tl.exp(tl.where(usable, tl.load(sequence_log_ratio_T + token, mask=inside, other=0.0), 0.0))
     clipped = tl.minimum(tl.maximum(ratio, low), high)
-    if CISPO:
+    if WEIGHTED:
         finite = usable & (tl.abs(log_prob) < float("inf"))
         slope = tl.where(finite, clipped * advantage, 0.0)
         value = slope * tl.where(finite, log_prob, 0.0)

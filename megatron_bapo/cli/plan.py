@@ -16,7 +16,7 @@ from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import USER_ERROR, UserError
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
-from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.plan import Placement, Plan, placement_of
 from megatron_bapo.planning.rendering import as_data, print_plan, print_search
 from megatron_bapo.planning.search import NEAR_BEST, changes, check_searched, search
@@ -140,7 +140,7 @@ def plan(
         if weights:
             from megatron_bapo.commands.weight_plan_tables import print_weight_plan
 
-            check_planned(resolved, architecture, where)
+            check_planned(resolved, architecture, where, teacher_of(resolved))
             print_weight_plan(terminal(), planned, ranks_per_host, network_gbit_s)
             return
         if ranked:
@@ -175,7 +175,7 @@ def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
 
 
 def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
-    warnings = check_planned(plan.config, plan.architecture, where)
+    warnings = check_planned(plan.config, plan.architecture, where, teacher_of(plan.config))
     would_fit = [] if plan.fits else advice(plan)
     if as_json:
         typer.echo(json.dumps(as_data(plan, would_fit)))

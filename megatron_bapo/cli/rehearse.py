@@ -14,7 +14,7 @@ from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import RUN_ERROR
-from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.known_models import architecture_of, teacher_of
 
 
 @app.command(
@@ -47,7 +47,7 @@ def rehearse(
     with messages():
         resolved = load_config(config, overrides or [])
         architecture, where = architecture_of(resolved.model)
-        check_planned(resolved, architecture, where)
+        check_planned(resolved, architecture, where, teacher_of(resolved))
         from megatron_bapo.commands.rehearsal_table import print_rehearsal
         from megatron_bapo.commands.rehearse import all_differences, rehearse_ranks, rehearsed_config, stage_ranks
 

@@ -156,7 +156,7 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
         micro_batch_tokens=sum(batch.lengths),
         num_micro_batches=num,
         peak_bytes=played.peak_bytes,
-        planned_peak_bytes=planned.peak - planned.reserved - planned.state.reference,
+        planned_peak_bytes=planned.peak - planned.reserved - planned.state.frozen,
         traffic=traffic,
         planned_traffic=dict(sent_bytes(config, architecture, stage, batch, num, num_scored)),
     )

@@ -21,7 +21,7 @@ from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.files import make_folder
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions
-from megatron_bapo.planning.known_models import architecture_of
+from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.plan import Plan
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -66,7 +66,7 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
     if cluster.gpu is None:
         return check_config(config)
     architecture, where = architecture_of(config.model)
-    warnings = check_planned(config, architecture, where)
+    warnings = check_planned(config, architecture, where, teacher_of(config))
     assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node)
     placement = "colocated" if config.rollout.colocate else "separate"
     plan = Plan(config, architecture, cluster.gpu, placement, assumptions)

@@ -1,7 +1,8 @@
-"""The section `algorithm`: objective, clip bounds, advantages, KL penalties and rollout correction."""
+"""The section `algorithm`: objective, clip bounds, advantages, KL penalties, distillation and rollout correction."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -9,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, Section
 
-Objective = Literal["bapo", "ppo", "gspo", "cispo"]
+Objective = Literal["bapo", "ppo", "gspo", "cispo", "distill"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3"]
@@ -139,18 +140,33 @@ class RolloutCorrectionConfig(Section):
         return self
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: the reverse KL divergence to a teacher, on the policy's own samples, in the loss.
+
+    It is the whole objective with `objective=distill`, and a term beside any other objective."""
+
+    teacher: Path
+    """Folder of the teacher's Hugging Face checkpoint. Its tokens must be the policy's; its size and family may
+    differ. Every trainer rank loads its shard of the frozen teacher."""
+    coef: PositiveFloat = 1.0
+    """Coefficient of the divergence in the loss."""
+    max_ratio: Annotated[float, Field(ge=1.0)] = 2.0
+    """Largest importance ratio of a token's divergence; higher ratios are truncated to it."""
+
+
 class AlgorithmConfig(Section):
     """Policy loss and advantages."""
 
     objective: Objective = "bapo"
     """Policy loss. `bapo` adapts the clip bounds at every update; the others keep them at 1 - clip_ratio_low and
     1 + clip_ratio_high: `ppo` clips the ratio of each token, `gspo` that of each sequence, and `cispo` clips the
-    importance weight of log p, so that every token keeps its gradient."""
+    importance weight of log p, so that every token keeps its gradient. `distill` uses no rewards: it minimizes the
+    divergence from the teacher of the section `distillation`."""
     clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
     clip_ratio_low: Fraction = 0.2
-    """Distance of the fixed lower clip bound from 1; has no effect with `objective=bapo`."""
+    """Distance of the fixed lower clip bound from 1; has no effect with `objective=bapo` and `distill`."""
     clip_ratio_high: PositiveFloat = 0.2
-    """Distance of the fixed upper clip bound from 1; has no effect with `objective=bapo`."""
+    """Distance of the fixed upper clip bound from 1; has no effect with `objective=bapo` and `distill`."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = None
     """Dual clip: a token with negative advantage has no gradient when its ratio exceeds this value; null: no dual clip.
     The search for BAPO's bounds ignores it, as in the authors' released code."""
@@ -185,7 +201,15 @@ class AlgorithmConfig(Section):
     loads the frozen reference model on every rank."""
     kl_reward_type: KlType = "k1"
     """KL estimator in the reward, as in `kl_loss_type`."""
+    distillation: DistillationConfig | None = None
     overlong: OverlongConfig = OverlongConfig()
+
+    @property
+    def fixed_bounds(self) -> tuple[float, float]:
+        """Clip bounds (low, high) of objectives other than BAPO."""
+        if self.objective == "distill" and self.distillation is not None:
+            return 0.0, self.distillation.max_ratio
+        return 1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high
 
     @property
     def compares_with_engines(self) -> bool:
@@ -196,3 +220,8 @@ class AlgorithmConfig(Section):
     def needs_reference(self) -> bool:
         """Whether a frozen reference model is loaded."""
         return self.kl_loss_coef > 0.0 or self.kl_reward_coef > 0.0
+
+    @property
+    def scores_batch(self) -> bool:
+        """Whether trajectories are scored before the updates: by the policy, the reference model or the teacher."""
+        return self.behaviour_policy == "recomputed" or self.needs_reference or self.distillation is not None

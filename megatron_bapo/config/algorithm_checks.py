@@ -10,7 +10,7 @@ from megatron_bapo.config.schema import Config
 def algorithm_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules, one line each."""
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.n == 1 and algorithm.adv_estimator != "reinforce_plus_plus":
+    if rollout.n == 1 and algorithm.adv_estimator != "reinforce_plus_plus" and algorithm.objective != "distill":
         yield (
             f"rollout.n=1 with algorithm.adv_estimator={algorithm.adv_estimator}: advantages compare the rewards of a "
             "group, so they are zero in a group of one; set rollout.n to 2 or more, or "
@@ -39,6 +39,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c} has no use with algorithm.objective=cispo, whose weights "
             "are clipped at 1 + clip_ratio_high already; remove clip_ratio_c"
         )
+    yield from _distillation_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0
     if buffer_length > rollout.max_response_length:
         yield (
@@ -46,6 +47,34 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"{rollout.max_response_length}, of which it is a part; lower it"
         )
     yield from _truncation_problems(config)
+
+
+def _distillation_problems(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.objective == "distill":
+        if algorithm.distillation is None:
+            yield (
+                "algorithm.objective=distill needs a teacher; set algorithm.distillation.teacher to the folder of a "
+                "Hugging Face checkpoint with the policy's tokenizer"
+            )
+        without_rewards = {
+            f"algorithm.kl_reward_coef={algorithm.kl_reward_coef}": algorithm.kl_reward_coef > 0.0,
+            f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
+            "algorithm.overlong.mode=penalty": algorithm.overlong.mode == "penalty",
+            "rollout.filter_groups.enable=true": config.rollout.filter_groups.enable,
+            "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
+        }
+        for setting, is_given in without_rewards.items():
+            if is_given:
+                yield (
+                    f"{setting} acts on advantages that rewards give, which algorithm.objective=distill does not use; "
+                    "remove it, or set another objective beside algorithm.distillation"
+                )
+    elif config.reward.type == "none":
+        yield (
+            f"reward.type=none with algorithm.objective={algorithm.objective}: it learns from rewards, which would all "
+            "be 0; set another reward, or objective=distill"
+        )
 
 
 def _truncation_problems(config: Config) -> Iterator[str]:

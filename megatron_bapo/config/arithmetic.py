@@ -18,7 +18,7 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
     each = f"{mini_batch / dp:,.1f}".removesuffix(".0")
     rows = [
         ("training prompts", _prompts(config.data.train)),
-        ("objective", f"{config.algorithm.objective}, with advantages by {config.algorithm.adv_estimator}"),
+        ("objective", _objective(config)),
         ("trainer", _trainer_layout(config)),
         ("engines", _engines(config)),
         ("each step", f"{config.prompts_per_step:,} prompts x {n} = {batch:,} trajectories"),
@@ -45,6 +45,15 @@ def batch_arithmetic(config: Config) -> list[tuple[str, str]]:
 def _prompts(source: PromptSourceConfig) -> str:
     origin = str(source.path) if source.reasoning_gym is None else f"reasoning_gym: {', '.join(source.reasoning_gym)}"
     return origin if source.size is None else f"{source.size:,} of {origin}"
+
+
+def _objective(config: Config) -> str:
+    algorithm = config.algorithm
+    name, teacher = algorithm.objective, algorithm.distillation and algorithm.distillation.teacher
+    if name == "distill":
+        return f"distill, towards the teacher {teacher}"
+    advantages = f"{name}, with advantages by {algorithm.adv_estimator}"
+    return advantages if teacher is None else f"{advantages}, and distillation from the teacher {teacher}"
 
 
 def _trainer_layout(config: Config) -> str:

@@ -19,7 +19,7 @@ from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.idle_keys import idle_key_warnings
 from megatron_bapo.config.logging_checks import logging_problems, missing_packages
 from megatron_bapo.config.lora_checks import lora_problems
-from megatron_bapo.config.model_checks import model_problems, shape_problems
+from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -49,20 +49,32 @@ def check_config(config: Config) -> list[str]:
     Raises UserError that lists all broken rules.
     """
     missing = chain(_missing_prompt_files(config), _missing_variables(config), missing_packages(config))
-    return _checked(config, chain(missing, model_problems(config)))
+    return _checked(config, chain(missing, model_problems(config), teacher_problems(config)))
 
 
-def check_planned(config: Config, architecture: Architecture, where: str) -> list[str]:
+def check_planned(
+    config: Config, architecture: Architecture, where: str, teacher: Architecture | None = None
+) -> list[str]:
     """Check a run that will start on another machine: like `check_config`, but without the rules about files.
 
     `where` names the source of the architecture in messages.
     """
-    return _checked(config, shape_problems(config, architecture, where))
+    return _checked(config, _planned_shape_problems(config, architecture, where, teacher))
 
 
-def planned_problems(config: Config, architecture: Architecture, where: str) -> list[str]:
+def planned_problems(
+    config: Config, architecture: Architecture, where: str, teacher: Architecture | None = None
+) -> list[str]:
     """Return the broken rules that `check_planned` would raise."""
-    return [*rule_problems(config), *shape_problems(config, architecture, where)]
+    return [*rule_problems(config), *_planned_shape_problems(config, architecture, where, teacher)]
+
+
+def _planned_shape_problems(
+    config: Config, architecture: Architecture, where: str, teacher: Architecture | None
+) -> Iterator[str]:
+    yield from shape_problems(config, architecture, where)
+    if teacher is not None:
+        yield from teacher_shape_problems(config, teacher, "the teacher", architecture)
 
 
 def refuse(problems: Iterable[str]) -> None:
@@ -194,6 +206,11 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         yield (
             "optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true, because Megatron offloads only "
             "the distributed optimizer; set use_distributed_optimizer=true, or cpu_offload=false"
+        )
+    if optimizer.grads_dtype == "bfloat16" and config.model.dtype != "bfloat16":
+        yield (
+            f"optimizer.grads_dtype=bfloat16 with model.dtype={config.model.dtype}: gradients would be "
+            "less precise than the parameters; set model.dtype=bfloat16, or grads_dtype=float32"
         )
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
         yield (

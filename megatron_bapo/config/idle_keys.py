@@ -37,8 +37,13 @@ _CONDITIONS = (
     _Condition(("algorithm.clip_bounds",), lambda c: c.algorithm.objective == "bapo", "algorithm.objective=bapo"),
     _Condition(
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-        lambda c: c.algorithm.objective != "bapo",
+        lambda c: c.algorithm.objective not in ("bapo", "distill"),
         "algorithm.objective=ppo, gspo or cispo (BAPO's bounds are algorithm.clip_bounds)",
+    ),
+    _Condition(
+        ("algorithm.adv_estimator", "algorithm.norm_adv_by_std"),
+        lambda c: c.algorithm.objective != "distill",
+        "an algorithm.objective that uses rewards (distill does not)",
     ),
     _Condition(
         ("algorithm.norm_adv_by_std",),

@@ -1,18 +1,20 @@
-"""Rules of the model: the contents of its folder, and whether the parallel layout can split it."""
+"""Rules of the model and the teacher: the contents of their folders, and whether the parallel layout can split them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
 from megatron_bapo.config.lora_checks import lora_shape_problems
 from megatron_bapo.config.pipeline_layers import division_problems
-from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
 
+TEACHER = "algorithm.distillation.teacher"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -27,13 +29,40 @@ def model_problems(config: Config) -> Iterator[str]:
         return
     folder = config.model.path
     assert folder is not None, "the schema requires path or create"
+    yield from _checkpoint_problems("model.path", folder, lambda found, where: shape_problems(config, found, where))
+
+
+def teacher_problems(config: Config) -> Iterator[str]:
+    """Yield the broken rules of `algorithm.distillation.teacher`, one line each."""
+    distillation = config.algorithm.distillation
+    if distillation is not None:
+        policy = _policy_architecture(config)
+        yield from _checkpoint_problems(
+            TEACHER, distillation.teacher, lambda found, where: teacher_shape_problems(config, found, where, policy)
+        )
+
+
+def _policy_architecture(config: Config) -> Architecture | None:
+    """Return the policy's architecture; None if it cannot be read, which the rules of model.path report."""
+    if config.model.create is not None:
+        return created_architecture(config.model.create)
+    assert config.model.path is not None, "the schema requires path or create"
+    with suppress(UserError):
+        return read_architecture(config.model.path)
+    return None
+
+
+def _checkpoint_problems(
+    key: str, folder: Path, shape_rules: Callable[[Architecture, str], Iterator[str]]
+) -> Iterator[str]:
+    """Yield the broken rules of the checkpoint that `key` names; `shape_rules` takes its architecture and source."""
     if not folder.is_dir():
         yield (
-            f"model.path={folder} must be an existing folder of a Hugging Face checkpoint, with {CHECKPOINT_CONTENTS}; "
-            f"relative paths start at {Path.cwd()}{download_hint(folder)}"
+            f"{key}={folder} must be an existing folder of a Hugging Face checkpoint, with {CHECKPOINT_CONTENTS}; "
+            f"relative paths start at {Path.cwd()}{download_hint(folder, key)}"
         )
         return
-    yield from _folder_problems(folder)
+    yield from _folder_problems(key, folder)
     if not (folder / "config.json").is_file():
         return
     try:
@@ -41,17 +70,17 @@ def model_problems(config: Config) -> Iterator[str]:
     except UserError as error:
         yield from str(error).splitlines()
         return
-    yield from shape_problems(config, architecture, str(folder / "config.json"))
+    yield from shape_rules(architecture, str(folder / "config.json"))
 
 
-def download_hint(path: Path) -> str:
+def download_hint(path: Path, key: str = "model.path") -> str:
     """Return how to download the model if a missing `path` reads like a model id of the Hugging Face Hub, else ""."""
     if not _HUB_ID.fullmatch(str(path)) or path.parts[0] in _LOCAL_FOLDERS or Path(path.parts[0]).is_dir():
         return ""
     local = Path("models", path.name)
     return (
         f". If {path} is a model on the Hugging Face Hub, download it with `hf download {path} --local-dir {local}` "
-        f"and set model.path={local}"
+        f"and set {key}={local}"
     )
 
 
@@ -61,22 +90,22 @@ def created_architecture(settings: CreateModelConfig) -> Architecture:
     return Architecture(family=FAMILIES["qwen3"], rms_norm_eps=1e-6, rope_theta=10000.0, **shape)
 
 
-def _folder_problems(folder: Path) -> Iterator[str]:
+def _folder_problems(key: str, folder: Path) -> Iterator[str]:
     index = folder / WEIGHTS_INDEX
     if not (folder / "config.json").is_file():
-        yield f"model.path={folder} has no config.json; the folder must contain {CHECKPOINT_CONTENTS}"
+        yield f"{key}={folder} has no config.json; the folder must contain {CHECKPOINT_CONTENTS}"
     if not any(folder.glob("*.safetensors")):
         yield (
-            f"model.path={folder} has no *.safetensors, the only supported format of weights; convert them "
+            f"{key}={folder} has no *.safetensors, the only supported format of weights; convert them "
             "(tools/convert_gguf.py, or save_pretrained of transformers)"
         )
     elif index.is_file():
-        yield from _index_problems(folder, index)
+        yield from _index_problems(key, folder, index)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield f"model.path={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
+        yield f"{key}={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
 
 
-def _index_problems(folder: Path, index: Path) -> Iterator[str]:
+def _index_problems(key: str, folder: Path, index: Path) -> Iterator[str]:
     try:
         shards = listed_files(index)
     except UserError as error:
@@ -85,19 +114,40 @@ def _index_problems(folder: Path, index: Path) -> Iterator[str]:
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         yield (
-            f"model.path={folder} lacks {len(missing)} of the {len(shards)} files that {index.name} lists, such as "
+            f"{key}={folder} lacks {len(missing)} of the {len(shards)} files that {index.name} lists, such as "
             f"{missing[0]}; complete the download"
         )
 
 
 def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     """Yield the broken rules that depend on the architecture; `where` names its source in messages."""
-    parallel = config.parallel
+    yield from split_problems(architecture, where, "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    if not architecture.moe_layers:
+        yield from _missing_expert_problems(config, where)
+    yield from _trainer_shape_problems(config, config.parallel, architecture, where)
+
+
+def teacher_shape_problems(
+    config: Config, teacher: Architecture, where: str, policy: Architecture | None
+) -> Iterator[str]:
+    """Yield the broken rules that depend on the teacher's architecture; `where` names its source in messages."""
+    yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
+    if policy is not None and teacher.vocab_size < policy.vocab_size:
+        yield (
+            f"{where}: vocab_size={teacher.vocab_size} of {TEACHER} must be at least the policy's {policy.vocab_size}, "
+            "because the teacher scores the policy's tokens; choose a teacher with the policy's tokenizer"
+        )
+
+
+def _trainer_shape_problems(
+    config: Config, parallel: ParallelConfig, architecture: Architecture, where: str
+) -> Iterator[str]:
+    """Yield the broken rules of a model that the trainer runs in a parallel layout."""
     tp = parallel.tensor_model_parallel_size
     yield from split_problems(architecture, where, "parallel.tensor_model_parallel_size", tp)
-    yield from split_problems(architecture, where, "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
     yield from division_problems(architecture, parallel, where)
-    yield from _expert_problems(config, architecture, where)
+    if architecture.moe_layers:
+        yield from _expert_problems(parallel, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
     yield from lora_shape_problems(config, architecture)
     heads = architecture.num_attention_heads
@@ -140,21 +190,21 @@ def _context(architecture: Architecture) -> str:
     return f"max_position_embeddings={architecture.context_length}"
 
 
-def _expert_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
-    parallel = config.parallel
+def _missing_expert_problems(config: Config, where: str) -> Iterator[str]:
+    if config.algorithm.routing_replay != "none":
+        yield (
+            f"algorithm.routing_replay={config.algorithm.routing_replay} replays the choice of experts, but the "
+            f"model has none ({where}); set it to none"
+        )
+    if (ep := config.parallel.expert_model_parallel_size) > 1:
+        yield (
+            f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "
+            "set it to 1"
+        )
+
+
+def _expert_problems(parallel: ParallelConfig, architecture: Architecture, where: str) -> Iterator[str]:
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    if not architecture.moe_layers:
-        if config.algorithm.routing_replay != "none":
-            yield (
-                f"algorithm.routing_replay={config.algorithm.routing_replay} replays the choice of experts, but the "
-                f"model has none ({where}); set it to none"
-            )
-        if ep > 1:
-            yield (
-                f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "
-                "set it to 1"
-            )
-        return
     etp = parallel.expert_tensor_parallel_size or tp
     if ep == 1 and etp != tp:
         yield (

@@ -53,9 +53,9 @@ class RemoteRewardConfig(Section):
 class RewardConfig(Section):
     """Scoring of responses."""
 
-    type: Literal["reasoning_gym", "math_verify", "function", "remote"] = "math_verify"
+    type: Literal["reasoning_gym", "math_verify", "function", "remote", "none"] = "math_verify"
     """Reward function: reasoning-gym's scorer of the task, math-verify's comparison with the ground truth, the user's
-    own function, or a server."""
+    own function, or a server. `none` gives every response 0, for algorithm.objective=distill without a reward."""
     function: str | None = None
     """The user's function, `path.to.module:function`, with the arguments (data_source, solution_str, ground_truth,
     extra_info), `def` or `async def`; required by `type=function`. It may also take `prompt` and `turns` (the chat

@@ -130,6 +130,11 @@ class ParallelConfig(Section):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def for_teacher(self) -> ParallelConfig:
+        """The same layout for a model of another number of layers, which are divided by FLOPs."""
+        return self.model_copy(update={"pipeline_model_parallel_layout": "auto"})
+
+    @property
     def num_micro_batches_multiple(self) -> int:
         """Divisor of an update's number of micro-batches: an interleaved pipeline runs one per stage in each round."""
         return self.pipeline_model_parallel_size if self.virtual_pipeline_model_parallel_size > 1 else 1
@@ -167,6 +172,9 @@ class OptimizerConfig(Section):
     """Term in Adam's denominator for numerical stability."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient; 0 disables gradient clipping."""
+    grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are summed over micro-batches and ranks and kept until the update. `bfloat16` halves
+    their memory and their communication, and needs model.dtype=bfloat16; Adam still computes in float32."""
     cpu_offload: bool = False
     """Keep the fp32 parameters and Adam's moments in host memory and update them there; needs
     parallel.use_distributed_optimizer."""
@@ -175,6 +183,11 @@ class OptimizerConfig(Section):
     def _consistent(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"need min_lr <= lr, got {self.min_lr}, {self.lr}")
+        if self.grads_dtype == "bfloat16" and self.cpu_offload:
+            raise ValueError(
+                "grads_dtype=bfloat16 with cpu_offload=true: the offloaded Adam takes fp32 gradients; set "
+                "grads_dtype=float32, or cpu_offload=false"
+            )
         if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_steps is not None):
             raise ValueError(
                 "lr_wsd_decay_steps is required by lr_decay_style=WSD and allowed only there; set both or neither"
@@ -283,6 +296,9 @@ class CheckpointConfig(Section):
     counts."""
     keep: PositiveInt = 2
     """Number of complete checkpoints that are kept; older ones are deleted."""
+    async_save: bool = True
+    """Copy the state to host memory and write the files while training continues; false: training waits until they are
+    on disk, and no copy is made."""
 
 
 class EvaluationConfig(SamplingConfig):

@@ -8,7 +8,7 @@ A lost engine is replaced during the engines' turn, and the trainer's turn begin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_bapo.config.schema import Config
@@ -41,10 +41,10 @@ class ColocationManager:
             rollouts.sleep(1)
         self._barrier()
 
-    def manage(self, worker: Worker, reference: PolicyModel | None) -> None:
+    def manage(self, worker: Worker, frozen: Sequence[PolicyModel]) -> None:
         """Offload these models during the engines' turns from now on; call this when all of them exist."""
         if self._offload:
-            self._memory = TrainerMemory(worker, reference)
+            self._memory = TrainerMemory(worker, frozen)
 
     def to_trainer(self, *, weights_follow: bool = True) -> None:
         """Let the engines sleep, then load the trainer's memory; without `weights_follow` the engines keep weights."""

@@ -42,7 +42,7 @@ from megatron_bapo.config.colocation_checks import (
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.logging import MismatchAlarmsConfig
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.preflight import check_rollouts, checked_prompts
+from megatron_bapo.controller.preflight import check_rollouts, check_teacher_tokens, checked_prompts
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts
 from megatron_bapo.controller.restarts import Restarts
@@ -144,6 +144,7 @@ def prepare(config: Config, directory: RunDirectory, prompts: TaskPrompts, *, ro
         texts = [prompt.messages[0]["content"] for prompt in prompts.train]
         create_checkpoint(config.model_path, config.model.create, texts, config.seed)
     tokenizer = load_tokenizer(config.model_path)
+    check_teacher_tokens(config, tokenizer)
     tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
     directory.stop_request.unlink(missing_ok=True)
     replace_text(directory.config, dump_config(config))

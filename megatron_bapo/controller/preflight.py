@@ -62,6 +62,7 @@ def read_inputs(
     prompts = checked_prompts(config, engines=rollouts_from is None, reward=reward)
     show("loading the tokenizer")
     tokenizer = _tokenizer(config, prompts)
+    check_teacher_tokens(config, tokenizer)
     show(f"tokenizing {len(prompts.train) + len(prompts.validation):,} prompts")
     tokenized = tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
     if rollouts_from is not None:
@@ -96,6 +97,22 @@ def check_rollouts(config: Config, folder: Path, vocab_size: int) -> None:
             "folder>"
         )
     check_files(config, folder, directory.saved_step, vocab_size)
+
+
+def check_teacher_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every token of the policy is the same token of the teacher, if there is one. Raises UserError."""
+    if config.algorithm.distillation is None:
+        return
+    teacher = config.algorithm.distillation.teacher
+    theirs = load_tokenizer(teacher).get_vocab()
+    different = [(token, number) for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number]
+    if different:
+        token, number = min(different, key=lambda each: each[1])
+        raise UserError(
+            f"algorithm.distillation.teacher={teacher} has another tokenizer than the policy: {len(different):,} "
+            f"tokens of the policy are different ones of the teacher, the first is {token!r} with the number {number} "
+            f"(the teacher's: {theirs.get(token, 'none')}); choose a teacher with the policy's tokenizer"
+        )
 
 
 def check_writable(run_dir: Path) -> None:

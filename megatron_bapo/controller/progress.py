@@ -196,6 +196,7 @@ def _fields(row: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("several turns", "num_turns/multi_turn_ratio", ".2f"),
             ("entropy", "actor/entropy", ".3f"),
             ("positive share", "actor/bapo_positive_share", ".2f"),
+            ("teacher KL", "actor/teacher_kl", ".3f"),
             ("grad norm", "actor/grad_norm", ".2f"),
         ]
     fields = [

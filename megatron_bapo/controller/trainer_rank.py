@@ -33,6 +33,7 @@ with collector_paused():
     from megatron_bapo.parallel.telemetry import start_telemetry
     from megatron_bapo.run_directory import RunDirectory
     from megatron_bapo.trainer.checkpoint import load_checkpoint
+    from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
     from megatron_bapo.trainer.fused_paths import fused_paths
     from megatron_bapo.trainer.weight_publisher import weight_transport
     from megatron_bapo.trainer.worker import create_worker
@@ -87,7 +88,9 @@ def start_run(config: Config, args: RankArgs) -> Run:
     if isinstance(source, str):
         transport = weight_transport(worker, args.store_folder, sender_hosts, args.engine_hosts)
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups, recorder and recorder.add_sampled)
-    return Run(config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, start_telemetry())
+    writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
+    parts = config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, writer
+    return Run(*parts, start_telemetry())
 
 
 def _numbers(comma_separated: str) -> tuple[int, ...]:
@@ -122,6 +125,8 @@ def main() -> int:
             traceback.print_exc()
         return 1
     finally:
+        if run is not None:
+            run.checkpoints.close()
         if run is not None and run.telemetry is not None:
             run.telemetry.close()
         if run is not None:

@@ -24,6 +24,7 @@ from torch.profiler import record_function
 from megatron_bapo.config.schema import Config, OptimizerConfig
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
+from megatron_bapo.controller.frozen_models import FrozenModels, load_frozen_models
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -33,15 +34,13 @@ from megatron_bapo.controller.weight_update import probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
-from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
-from megatron_bapo.trainer.checkpoint import save_checkpoint
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
@@ -58,7 +57,7 @@ from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
 from megatron_bapo.trainer.weight_publisher import WeightTransport
-from megatron_bapo.trainer.worker import Worker, create_reference
+from megatron_bapo.trainer.worker import Worker
 
 WEIGHT_UPDATE = "updating the engines' weights"
 
@@ -94,10 +93,10 @@ class Run:
     rollouts: RolloutClient | RecordedRollouts | None
     recorder: Recorder | None
     sampler: RolloutSampler
+    checkpoints: CheckpointWriter
     telemetry: Telemetry | None
     """Telemetry of this rank's GPU."""
-    reference: PolicyModel | None = None
-    """Frozen reference model; None unless the KL penalty needs it."""
+    frozen: FrozenModels = field(default_factory=FrozenModels)
     saved_s: float = field(default_factory=now_s)
     """Time of the last checkpoint, or of the start."""
 
@@ -123,9 +122,9 @@ def train(run: Run) -> None:
     """Warm start, RL steps with evaluation around them, export. Returns early when a stop is requested."""
     warm_start(run)
     if run.stop_requested():
-        checkpoint(run)
+        checkpoint(run, wait=True)
         return
-    run.reference = load_reference(run)
+    run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=run.state.step == 0)
     prepare_engines(run)
     if evaluation_is_due(run):  # a resumed run repeats an evaluation that was interrupted
         evaluate(run)
@@ -142,7 +141,7 @@ def train(run: Run) -> None:
             with timer.phase("weight_sync"):
                 metrics |= update_engine_weights(run)
             run.state.step = step
-        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups)
+        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups) | run.checkpoints.metrics()
         record_step(run, scored, metrics, timer)
         if run.recorder is not None:
             run.recorder.write_updates(step, updates)
@@ -152,12 +151,13 @@ def train(run: Run) -> None:
         if evaluation_is_due(run):
             evaluate(run)
     if run.state.step < run.config.trainer.total_steps:
-        checkpoint(run)
+        checkpoint(run, wait=True)
         return
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
     with run.colocation.trainer_turn():
         export(run.worker, run.directory.export, run.directory.adapter)
+    run.checkpoints.finish()
     run.announce(FINISHED)
 
 
@@ -190,24 +190,6 @@ def warm_start(run: Run) -> None:
         checkpoint(run)
 
 
-def load_reference(run: Run) -> PolicyModel | None:
-    """Load the frozen reference model, which has the weights at the first step; a LoRA policy's may be itself.
-
-    Weights other than those of the model's folder are written once, so that a resumed run can load them.
-    """
-    if not run.config.algorithm.needs_reference:
-        return None
-    if not run.config.has_reference_copy:
-        return run.worker.model.without_adapters()
-    run.announce("loading the reference model")
-    path = run.config.model_path
-    if run.config.has_new_weights:
-        path = run.directory.reference
-        if run.state.step == 0:
-            save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, path)
-    return create_reference(run.config, path, run.worker.groups)
-
-
 def prepare_engines(run: Run) -> None:
     """Wait for the engines, which serve the initial model as version 0, and send them the trainer's current weights.
 
@@ -221,7 +203,7 @@ def prepare_engines(run: Run) -> None:
     run.announce("starting the engines")
     if run.engines is not None:
         run.engines.wait_for_engines()
-    run.colocation.manage(run.worker, run.reference)
+    run.colocation.manage(run.worker, run.frozen.models)
     if run.state.update == 0:
         probe(run.worker, run.engines, run.colocation, policy_version=0)
     elif run.state.step == 0:
@@ -279,7 +261,7 @@ def update_on_batch(
     Returns the metrics of the batch and of each update, reduced over ranks, and a sample of the tokens.
     """
     config = run.config
-    examples, batch_metrics = make_examples(run.worker, run.reference, trajectories)
+    examples, batch_metrics = make_examples(run.worker, run.frozen.reference, trajectories, run.frozen.teacher)
     if run.recorder is not None and scored is not None:
         run.recorder.write_rollouts(run.state, scored, [example.token_advantages for example in examples])
     parts: list[dict[str, Metric]] = []
@@ -367,14 +349,15 @@ def checkpoint_is_due(run: Run) -> bool:
     return settings.every_s > 0.0 and broadcast_object(now_s() - run.saved_s >= settings.every_s, run.worker.groups)
 
 
-def checkpoint(run: Run) -> None:
-    """Save everything that a resumed run needs."""
+def checkpoint(run: Run, *, wait: bool = False) -> None:
+    """Save everything that a resumed run needs; with `wait`, return when it is on disk."""
     run.announce("saving a checkpoint")
     run.sampler.flush()
-    folder, keep, state = run.directory.checkpoints, run.config.checkpoint.keep, run.state
     with run.colocation.trainer_turn():
-        save_checkpoint(run.worker, folder, state.update, state.to_json(), keep, run.rollouts)
+        run.checkpoints.save(run.state.update, run.state.to_json())
     run.saved_s = now_s()
+    if wait:
+        run.checkpoints.finish()
 
 
 def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric], timer: Timer) -> None:

@@ -102,10 +102,12 @@ def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
-def ddp_config(parallel: ParallelConfig, *, fp8_param: bool = False) -> DistributedDataParallelConfig:
-    """Return the DDP settings: gradients are summed in fp32 for any model dtype; `fp8_param` gathers weights in FP8."""
+def ddp_config(
+    parallel: ParallelConfig, *, grads_in_fp32: bool = True, fp8_param: bool = False
+) -> DistributedDataParallelConfig:
+    """Return the DDP settings: gradients are summed in fp32 or the model's dtype; `fp8_param` gathers FP8 weights."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=grads_in_fp32,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
@@ -152,7 +154,10 @@ def _build_chunk(
     layers: range,
     frozen: bool,
 ) -> Chunk:
-    parallel, lora = config.parallel, config.model.lora
+    parallel, lora, ddp = config.parallel, config.model.lora, DistributedDataParallelConfig()
+    if not frozen:
+        in_fp32 = config.optimizer.grads_dtype == "float32"
+        ddp = ddp_config(parallel, grads_in_fp32=in_fp32, fp8_param=megatron.fp8_param)
     vp_stage = index if groups.num_virtual_stages > 1 else None
     spec: Any = block_spec(megatron, architecture.moe_layers, layers, fused_linear=lora is None)
     # With gradients enabled, Megatron would keep a copy of the initial values of FP8 weights, which are loaded next.
@@ -183,13 +188,13 @@ def _build_chunk(
     if lora is not None and not frozen:
         offsets = {"layer_offset": layers.start, "expert_offset": _expert_offset(architecture, groups)}
         attach_adapters(gpt, architecture, lora, groups, **offsets, sp=parallel.sequence_parallel)
-    ddp = DistributedDataParallel(
+    wrapped = DistributedDataParallel(
         megatron,
-        DistributedDataParallelConfig() if frozen else ddp_config(parallel, fp8_param=megatron.fp8_param),
+        ddp,
         Float16Module(megatron, gpt) if megatron.bf16 else gpt,
         disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
-    return Chunk(gpt, ddp, layers.start)
+    return Chunk(gpt, wrapped, layers.start)
 
 
 def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

@@ -170,15 +170,19 @@ def _gather_parameter(
 
 @torch.no_grad()
 def stream_tensors(
-    model: StageTensors, groups: ParallelGroups, *, read: Read = _weights
+    model: StageTensors, groups: ParallelGroups, *, read: Read | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor on the CPU) of the parameters that this rank owns in its pipeline stage.
+
+    Without `read` these are the model's weights, which are gathered first if an update has deferred that.
 
     All ranks of the stage take part: they exchange a round of parameters, then yield their own, and each rank must
     exhaust the iterator. A tensor may be a view of what `read` returned; copy it to keep it past the next one. Extra
     memory is full tensors of at most the size of the stage's largest parameter, plus one shard of a parameter.
     """
-    finish_param_gather([chunk.ddp for chunk in model.chunks])
+    if read is None:
+        finish_param_gather([chunk.ddp for chunk in model.chunks])
+        read = _weights
     for shares in _rounds(model, groups):
         own: list[tuple[str, torch.Tensor]] = []
         for share in shares:
@@ -209,14 +213,18 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
     assert not absent, f"{len(absent)} of {len(shapes)} tensors are missing from the stream, first {absent[0]}"
 
 
-def write_stage(folder: Path, model: StageTensors, groups: ParallelGroups, *, read: Read = _weights) -> None:
-    """Write this stage to safetensors files with names in Hugging Face's style, one file per rank that owns tensors."""
+def write_stage(folder: Path, model: StageTensors, groups: ParallelGroups, *, read: Read | None = None) -> None:
+    """Write this stage to safetensors files with names in Hugging Face's style, one file per rank that owns tensors.
+
+    A rank that cannot write its file still sends the other ranks their tensors before it raises.
+    """
     shapes, tensors = own_shapes(model, groups), stream_tensors(model, groups, read=read)
-    if shapes:
-        number = groups.pipeline.rank * groups.stage_size + groups.stage_rank + 1
-        name = f"model-{number:05d}-of-{groups.pipeline.size * groups.stage_size:05d}.safetensors"
-        write_safetensors(folder / name, shapes, tensors)
-    else:
+    try:
+        if shapes:
+            number = groups.pipeline.rank * groups.stage_size + groups.stage_rank + 1
+            name = f"model-{number:05d}-of-{groups.pipeline.size * groups.stage_size:05d}.safetensors"
+            write_safetensors(folder / name, shapes, tensors)
+    finally:
         for _ in tensors:
             pass
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,10 +20,12 @@ class Axis:
     group: dist.ProcessGroup
     rank: int
     size: int
+    members: tuple[int, ...] | None = None
+    """Global ranks of the axis where its group has other ranks, too; None: all of its group."""
 
     @property
     def global_ranks(self) -> list[int]:
-        return dist.get_process_group_ranks(self.group)
+        return dist.get_process_group_ranks(self.group) if self.members is None else list(self.members)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,16 @@ class ParallelGroups:
 
 def _axis(group: Any) -> Axis:
     return Axis(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+def through(group: dist.ProcessGroup, groups: ParallelGroups) -> ParallelGroups:
+    """Return the same mesh with axes that send and receive through one group of all ranks.
+
+    A thread can use it while the axes' own groups are in use. It has no collectives along an axis.
+    """
+    axes = {name: axis for name, axis in vars(groups).items() if isinstance(axis, Axis)}
+    moved = {name: replace(axis, group=group, members=tuple(axis.global_ranks)) for name, axis in axes.items()}
+    return replace(groups, **moved)
 
 
 def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> ParallelGroups:

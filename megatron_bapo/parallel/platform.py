@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -90,9 +91,14 @@ def set_host_threads(*, cpu_offload: bool) -> None:
 
 def now_s() -> float:
     """Return a timestamp in seconds for phase times, after waiting for the device's queued work."""
+    synchronize()
+    return time.perf_counter()
+
+
+def synchronize() -> None:
+    """Wait for the device's queued work."""
     if has_gpu():
         torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def visible_devices() -> list[str]:
@@ -169,6 +175,28 @@ def host_buffers(num_bytes: int) -> list[torch.Tensor]:
     while (left := num_bytes - sum(sizes)) > 0:
         sizes.append(left if left <= SMALLEST_PIECE else 1 << left.bit_length() - 1)
     return [torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu()) for size in sizes]
+
+
+def host_buffer(num_bytes: int) -> torch.Tensor:
+    """Allocate a buffer of host memory, uint8, page-locked if there is a GPU.
+
+    All of its pages exist when this returns. Unlike `host_buffers`, it is one tensor of exactly this size, because the
+    driver locks memory that torch has allocated.
+    """
+    buffer = torch.empty(num_bytes, dtype=torch.uint8).zero_()
+    if has_gpu() and num_bytes:
+        driver: Any = torch.cuda.cudart()
+        code = int(driver.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        assert code == 0, f"cudaHostRegister returned {code} for {num_bytes} bytes"
+        weakref.finalize(buffer, driver.cudaHostUnregister, buffer.data_ptr())
+    return buffer
+
+
+def host_process_group(timeout_s: float) -> dist.ProcessGroup:
+    """Create a gloo group of all ranks, for tensors in host memory. All ranks must call this function."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup), "every rank is in the group"
+    return group
 
 
 def release_cached_memory() -> None:

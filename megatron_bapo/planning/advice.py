@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_bapo.config.checks import planned_problems
 from megatron_bapo.config.padding import round_up
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.search import TOKEN_ROUNDING, changes, largest_engine, search, with_settings
 
@@ -18,7 +19,8 @@ def advice(plan: Plan) -> list[str]:
     """Return overrides with which the plan fits on the same number of GPUs, or none if no layout of the search does."""
     for settings in _small_changes(plan):
         candidate = largest_engine(replace(plan, config=with_settings(plan.config, settings)))
-        if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model"):
+        teacher = teacher_of(candidate.config)
+        if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model", teacher):
             return changes(plan.config, candidate.config)
     found = search(plan, plan.num_gpus)
     return changes(plan.config, found[0].config) if found else []

@@ -17,6 +17,7 @@ from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.activations import MicroBatch
 from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size
 from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters, stage_chunks
+from megatron_bapo.planning.precision import DTYPE_BYTES
 
 OUTPUT_STATISTICS = 4
 """Numbers per response token that tensor-parallel ranks exchange to compute a log-prob (`model/vocab_parallel.py`)."""
@@ -72,11 +73,12 @@ def sent_bytes(
         layers = len(arch.moe_layers.intersection(chunk.layers))
         again = parallel.recompute_granularity == "full" or "moe" in _modules(parallel)
         sent["expert"] += num_micro_batches * layers * _exchanged(arch, parallel, batch) * (num_scored + 2 + again)
+    reduced = DTYPE_BYTES[config.optimizer.grads_dtype]
     groups = (False, "data", data_context_size(parallel)), (True, "expert data", expert_data_size(parallel))
     for is_expert, name, size in groups:
         num = sum(p.numel for chunk in chunks for p in chunk if p.is_trained and p.is_expert == is_expert)
-        gathered = b if parallel.use_distributed_optimizer else FP32
-        sent[name] = num * (FP32 + gathered) * (size - 1) // size
+        gathered = b if parallel.use_distributed_optimizer else reduced
+        sent[name] = num * (reduced + gathered) * (size - 1) // size
     return +sent
 
 

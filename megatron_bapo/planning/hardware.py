@@ -136,7 +136,7 @@ class Assumptions:
     fused_swiglu: bool = False
     """Whether SwiGLU is one kernel that saves only its input (Megatron's bias_activation_fusion)."""
     reference_on_host: bool = False
-    """Whether the reference model is in host memory except while it scores."""
+    """Whether the reference model and the teacher are in host memory except while they score."""
     pads_pipelines: bool = False
     """Whether pipelines pad every micro-batch to the token budget."""
     balances_stages: bool = False

@@ -1,13 +1,14 @@
-"""The architecture of a configuration's model, also if the checkpoint itself is on another machine."""
+"""The architecture of a configuration's model and teacher, also if the checkpoint itself is on another machine."""
 
 from __future__ import annotations
 
 import difflib
+from functools import lru_cache
 from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
-from megatron_bapo.config.model_checks import created_architecture
-from megatron_bapo.config.schema import ModelConfig
+from megatron_bapo.config.model_checks import TEACHER, created_architecture
+from megatron_bapo.config.schema import Config, ModelConfig
 from megatron_bapo.errors import UserError
 
 FOLDER = Path(__file__).parent / "architectures"
@@ -40,8 +41,22 @@ def architecture_of(model: ModelConfig) -> tuple[Architecture, str]:
     """
     if model.create is not None:
         return created_architecture(model.create), "model.create"
-    path = model.path
-    assert path is not None, "the schema requires path or create"
+    assert model.path is not None, "the schema requires path or create"
+    return _architecture_at("model.path", model.path)
+
+
+def teacher_of(config: Config) -> Architecture | None:
+    """Return the architecture of the teacher, or None without `algorithm.distillation`; found as the model's is."""
+    distillation = config.algorithm.distillation
+    return None if distillation is None else _teacher_at(distillation.teacher)
+
+
+@lru_cache(maxsize=16)
+def _teacher_at(path: Path) -> Architecture:
+    return _architecture_at(TEACHER, path)[0]
+
+
+def _architecture_at(key: str, path: Path) -> tuple[Architecture, str]:
     if (path / "config.json").is_file():
         return read_architecture(path), str(path / "config.json")
     by_lower_case = {name.lower(): name for name in known_models()}
@@ -51,7 +66,7 @@ def architecture_of(model: ModelConfig) -> tuple[Architecture, str]:
     near = difflib.get_close_matches(path.name.lower(), by_lower_case, n=1, cutoff=_NEAR)
     meant = f"; did you mean {by_lower_case[near[0]]}?" if near else "."
     raise UserError(
-        f"model.path={path} has no config.json here, and {path.name} is not among the models whose architecture is "
+        f"{key}={path} has no config.json here, and {path.name} is not among the models whose architecture is "
         f"known{meant} Copy the checkpoint's config.json into that folder, or name one of the known models: "
         f"{', '.join(known_models())}"
     )

@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer state on one rank, as Megatron-Core allocates them.
 
-Megatron stores each model chunk's gradients in two flat fp32 buffers, one for the experts and one for the rest. The
+Megatron stores each model chunk's gradients in two flat buffers, one for the experts and one for the rest. The
 distributed optimizer stores the parameters in the same way. Then each parameter starts at a multiple of 64 elements,
 buckets are padded to a multiple of 128 and of the number of ranks that share them
 (megatron/core/distributed/param_and_grad_buffer.py), and each of these ranks keeps the fp32 parameters and moments of
@@ -19,6 +19,7 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES, quantised_elements
 
@@ -44,6 +45,8 @@ class ModelState:
     """Pinned host memory of the offloaded optimizer: fp32 parameters, moments and a copy of the gradients."""
     reference: int
     """Parameters of the reference model with their FP8 copies, where a KL coefficient needs it."""
+    teacher: int = 0
+    """Parameters of the teacher with their FP8 copies."""
     updated: int = 0
     """Parameters that this rank's optimizer updates, in elements."""
     quantised: int = 0
@@ -55,7 +58,12 @@ class ModelState:
 
     @property
     def on_device(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.reference + self.quantised
+        return self.parameters + self.gradients + self.optimizer + self.frozen + self.quantised
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of the models that are not trained."""
+        return self.reference + self.teacher
 
 
 def model_state(
@@ -86,18 +94,33 @@ def model_state(
     # Hopper's FP8 products need a weight and its transpose, and both are cached from one micro-batch to the next.
     copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
     saved = kept_in_fp8 * (dtype - FP8_BYTES)
-    has_reference = config.has_reference_copy and not assumptions.reference_on_host
     num_reference = num_elements if lora is None else num_frozen
+    on_device = not assumptions.reference_on_host
     return ModelState(
         parameters=(num_frozen + num_allocated) * dtype - saved,
-        gradients=num_allocated * assumptions.gradient_bytes,
+        gradients=num_allocated * min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype]),
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_reference * dtype - saved + copies if has_reference else 0,
+        reference=num_reference * dtype - saved + copies if config.has_reference_copy and on_device else 0,
+        teacher=_teacher_bytes(config, stage) if on_device else 0,
         updated=num_own,
         quantised=copies,
     )
+
+
+def _teacher_bytes(config: Config, stage: int) -> int:
+    """Return the bytes of the teacher's parameters and their FP8 copies on one rank of a pipeline stage."""
+    teacher = teacher_of(config)
+    if teacher is None:
+        return 0
+    layout: Any = config.parallel.for_teacher
+    config = config.model_copy(update={"parallel": layout})
+    _, num_elements, _, _ = _num_elements(teacher, layout, stage, 0, 0, None)
+    in_fp8 = quantised_elements(config, teacher, stage)
+    # Of a weight and its transpose in FP8, the weight takes the place of the bfloat16 one with fp8.param.
+    kept = DTYPE_BYTES[config.model.dtype] if config.fp8 is not None and config.fp8.param else 0
+    return num_elements * DTYPE_BYTES[config.model.dtype] + in_fp8 * (2 * FP8_BYTES - kept)
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
+from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS
 from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
@@ -115,7 +116,7 @@ class Plan:
             # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
             # with them; in FP8 it makes their copies again.
             state = stage.state
-            trainer_weights = state.parameters + state.quantised + state.reference
+            trainer_weights = state.parameters + state.quantised + state.frozen
             peak = max(self.engine.total, trainer_weights + self.engine.weights)
         return peak + self._engine_base + reserved
 
@@ -133,6 +134,14 @@ class Plan:
         kept = state.on_device - state.gradients - state.quantised
         return state.offloaded + (kept if self.offloads_for_generation else 0)
 
+    def checkpoint_copy(self, stage: StageMemory) -> int:
+        """Return the bytes of host memory in which one of a stage's ranks keeps the state that is being written.
+
+        It is allocated from the start to the end of a run (trainer/snapshot.py).
+        """
+        moments = NUM_MOMENTS * self.assumptions.moment_bytes
+        return stage.state.updated * (FP32 + moments) if self.config.checkpoint.async_save else 0
+
     @property
     def host_bytes(self) -> int:
         """Host memory in bytes of the node with the most processes."""
@@ -140,12 +149,13 @@ class Plan:
         trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
         workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
         offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
+        copies = trainers * max(self.checkpoint_copy(stage) for stage in self.stages)
         # At sleep level 2 the weights are in host memory only briefly.
         asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
         processes = (trainers + workers) * assumptions.process_gib * GIB
         routes = trainers * self.route_bytes + self.service_route_bytes
         routes += -(-workers // self.config.rollout.ranks_per_engine) * self.engine_route_bytes
-        return int(offloaded + asleep + self.store_bytes + processes + routes)
+        return int(offloaded + copies + asleep + self.store_bytes + processes + routes)
 
     @property
     def route_bytes(self) -> int:

@@ -173,6 +173,7 @@ def _stage_table(plan: Plan, stages: Sequence[StageMemory]) -> Table:
         "optimizer": lambda stage: stage.state.optimizer,
         "FP8 copies": lambda stage: stage.state.quantised,
         "reference model": lambda stage: stage.state.reference,
+        "teacher": lambda stage: stage.state.teacher,
         "activations": lambda stage: sum(stage.activations.values()),
         "a layer's backward pass": lambda stage: stage.backward,
         "output layer": lambda stage: stage.output_layer,
@@ -221,7 +222,7 @@ def _engine_rows(plan: Plan) -> Rows:
 
 
 def _host_rows(plan: Plan) -> Rows:
-    offloaded = max(map(plan.offloaded, plan.stages))
+    offloaded, copied = max(map(plan.offloaded, plan.stages)), max(map(plan.checkpoint_copy, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
     routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
     if plan.service_route_bytes:
@@ -230,6 +231,7 @@ def _host_rows(plan: Plan) -> Rows:
     return [
         ("a node", f"{gib(plan.host_bytes)} of {plan.assumptions.host_memory_gib:,.0f} GiB"),
         ("offloaded", f"{gib(offloaded)} of each rank" if offloaded else "nothing"),
+        ("checkpoint", f"{gib(copied)} of each rank, a copy to write in the background" if copied else "no copy"),
         ("weight store", f"{gib(plan.store_bytes)} in each node's shared memory" if plan.store_bytes else "none"),
         *routes,
         ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),

@@ -14,6 +14,7 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
 from megatron_bapo.planning.hardware import GIB
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
 
 SIZES = (1, 2, 4, 8)
@@ -58,7 +59,7 @@ def _preference(plan: Plan) -> tuple[int, int]:
 def check_searched(plan: Plan, num_gpus: int) -> None:
     """Raise UserError with the rules that every layout of a search breaks; no number of GPUs would help."""
     broken = [
-        planned_problems(with_settings(plan.config, settings), plan.architecture, "the model")
+        planned_problems(with_settings(plan.config, settings), plan.architecture, "the model", teacher_of(plan.config))
         for settings in _layouts(plan, num_gpus)
     ]
     refuse(problem for problem in (broken[0] if broken else []) if all(problem in each for each in broken))
@@ -92,7 +93,7 @@ def largest_engine(plan: Plan) -> Plan:
 def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     for settings in _layouts(plan, num_gpus):
         config = with_settings(plan.config, settings)
-        if planned_problems(config, plan.architecture, "the model"):
+        if planned_problems(config, plan.architecture, "the model", teacher_of(config)):
             continue
         trainer = replace(plan, config=config)
         if trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:

@@ -13,6 +13,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.flops import TRAINING_PASSES, forward_flops
 from megatron_bapo.planning.generation_time import generation_seconds
 from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory
@@ -90,7 +91,9 @@ def step_time(
     """Return the estimated time of one step; `colocated` says whether the engines share the trainer's GPUs."""
     trainer, length = config.trainer, mean_length(config, assumptions)
     passes = TRAINING_PASSES + scoring_passes(config)
-    forward = sum(forward_flops(architecture, length, lengths_of(config, assumptions).mean_square))
+    square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
+    model_flops = trainer.ppo_epochs * passes * sum(forward_flops(architecture, length, square))
+    model_flops += 0.0 if teacher is None else sum(forward_flops(teacher, length, square))
     sent = traffic(
         config,
         architecture,
@@ -104,7 +107,7 @@ def step_time(
         offload=_offload_seconds(config, architecture, assumptions) if colocated and trainer.offload else 0.0,
         between=assumptions.between_phases_s,
         weight_sync=sent.seconds(TransferSpeed.of(gpu, assumptions)),
-        model_flops=trainer.train_batch_size * trainer.ppo_epochs * passes * forward,
+        model_flops=trainer.train_batch_size * model_flops,
         num_tokens=trainer.train_batch_size * length,
         num_gpus=config.parallel.world_size,
         peak_flops=gpu.bf16_tflops * 1e12,

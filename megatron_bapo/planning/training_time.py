@@ -11,6 +11,7 @@ from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning import collective_time
 from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.layer_time import (
     ExpertSplit,
     Kernels,
@@ -36,6 +37,8 @@ class TrainingTime:
 
     compute: float = 0.0
     """Forward, backward and scoring passes at the assumed efficiency, the mean over pipeline stages."""
+    teacher: float = 0.0
+    """Forward passes of the teacher over the rollout batch, with their communication."""
     bubble: float = 0.0
     """Filling and draining the pipeline, and waiting for its slowest stage."""
     launch: float = 0.0
@@ -101,6 +104,7 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
     data, optimizer = _update_seconds(config, arch, gpu, assumptions)
     return TrainingTime(
         compute=done * compute,
+        teacher=_teacher_seconds(config, gpu, assumptions),
         bubble=done * (longest - compute) + filling * busy,
         launch=done * launch,
         tensor=done * tensor,
@@ -110,6 +114,26 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
         data=updates * data,
         optimizer=updates * optimizer,
     )
+
+
+def _teacher_seconds(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
+    """Return the seconds of the teacher's forward passes over one rollout batch; it has the trainer's layout."""
+    teacher, count = teacher_of(config), num_micro_batches(config, assumptions)
+    if teacher is None:
+        return 0.0
+    config = config.model_copy(update={"parallel": config.parallel.for_teacher})
+    parallel, trainer = config.parallel, config.trainer
+    stages = parallel.pipeline_model_parallel_size
+    passes = _MicroBatchPasses(config, teacher, gpu, assumptions, *_micro_batch(config, assumptions, count))
+    layers = [_num_layers(teacher, parallel, stage) for stage in range(stages)]
+    by_stage = [sum(num * each.forward for num, each in zip(nums, passes.layers, strict=True)) for nums in layers]
+    by_stage[-1] += passes.output.forward
+    slowest = max(range(stages), key=by_stage.__getitem__)
+    busy = by_stage[slowest] + sum(passes.collectives) * sum(layers[slowest])
+    busy += collective_time.stage_seconds(config, teacher, passes.links, passes.tokens)
+    busy = max(busy, passes.host_s / 2 * sum(layers[slowest]))
+    done = trainer.train_batch_size / trainer.ppo_mini_batch_size * count
+    return busy * (done + (stages - 1) / parallel.virtual_pipeline_model_parallel_size)
 
 
 def _weighted(seconds: Passes, num_forward: float) -> float:
@@ -214,7 +238,8 @@ def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: A
     state = max(states, key=lambda each: each.gradients)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
     link = Links(gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
-    trained = state.gradients / assumptions.gradient_bytes * DTYPE_BYTES[config.model.dtype]
+    grad_bytes = min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype])
+    trained = state.gradients / grad_bytes * DTYPE_BYTES[config.model.dtype]
     scatter, gather = state.gradients / link, min(state.parameters, trained) / link
     hidden = assumptions.overlap
     data = scatter * (1 - hidden * parallel.overlap_grad_reduce)

@@ -20,6 +20,7 @@ BUILT_IN = {
     "math_verify": "megatron_bapo.rewards.math_answer:compute_score",
     "reasoning_gym": "megatron_bapo.rewards.reasoning_gym_answer:compute_score",
     "remote": "megatron_bapo.rewards.remote:compute_score",
+    "none": "megatron_bapo.rewards.unscored:compute_score",
 }
 
 

@@ -84,9 +84,8 @@ def train_within_bounds(
     """
     algorithm = worker.config.algorithm
     if algorithm.objective != "bapo":
-        low, high = 1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high
-        limits = torch.tensor(low, device=local_device()), torch.tensor(high, device=local_device())
-        return MinibatchResult(train(limits), {}, scored=False)
+        low, high = (torch.tensor(bound, device=local_device()) for bound in algorithm.fixed_bounds)
+        return MinibatchResult(train((low, high)), {}, scored=False)
     if algorithm.clip_bounds.scope == "microbatch":
         return MinibatchResult(train(None), {}, scored=False)
     if on_policy:

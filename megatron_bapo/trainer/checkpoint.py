@@ -21,22 +21,31 @@ import functools
 import json
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from megatron_bapo.files import flush
+from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.model.peft_folder import write_adapter_config
 from megatron_bapo.parallel.collectives import barrier, broadcast_object
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.optimizer import STATES, State
 from megatron_bapo.trainer.worker import Worker
 
 WEIGHTS, STATE = "weights", "state.json"
 _FOLDERS: dict[State, str] = {"main": WEIGHTS, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _NAME = re.compile(r"step-(\d{8})")
+
+
+class ReadState(Protocol):
+    """Returns one state of a parameter on rank `to` of the ranks that share it, as `Optimizer.read` does."""
+
+    def __call__(self, parameter: torch.nn.Parameter, state: State, *, to: int) -> torch.Tensor | None: ...
 
 
 class RolloutFiles(Protocol):
@@ -56,6 +65,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that has been begun: what it will hold, and where."""
+
+    final: Path
+    states: tuple[State, ...]
+    content: dict[str, Any]
+    """Of state.json, on rank 0."""
+    rollouts: RolloutFiles | None
+    """On rank 0, if there are any."""
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_name(self.final.name + ".partial")
+
+
 def save_checkpoint(
     worker: Worker,
     folder: Path,
@@ -68,37 +93,66 @@ def save_checkpoint(
 
     `state` is JSON; `rollouts` adds its `data` and writes further files. Both are used on rank 0 only.
     """
-    final = folder / f"step-{num_updates:08d}"
+    draft = begin(worker, folder, num_updates, state, rollouts)
+    if draft is not None:
+        write_tensors(draft, worker.model, worker.groups, worker.optimizer.read)
+        barrier(worker.groups)
+        if worker.groups.is_main:
+            commit(draft, keep)
+        barrier(worker.groups)
+    return folder / _name(num_updates)
+
+
+def begin(
+    worker: Worker, folder: Path, num_updates: int, state: dict[str, Any], rollouts: RolloutFiles | None
+) -> Draft | None:
+    """Create the folders of a checkpoint and begin to save the rollouts; None if it exists already. Collective."""
     # The same number of updates means the same state. Only rank 0 checks, because ranks may see a network file system
     # differently.
+    final, adam_step = folder / _name(num_updates), worker.optimizer.num_steps
     if broadcast_object(final.exists(), worker.groups):
-        return final
-    partial, states = final.with_name(final.name + ".partial"), _stored(worker.optimizer.num_steps)
+        return None
+    draft = Draft(final, _stored(adam_step), {**state, "adam_step": adam_step}, rollouts)
     if worker.groups.is_main:
         for leftover in folder.glob("*.partial"):
             shutil.rmtree(leftover)
-        for state_name in states:
-            (partial / _FOLDERS[state_name]).mkdir(parents=True)
+        for state_name in draft.states:
+            (draft.partial / _FOLDERS[state_name]).mkdir(parents=True)
         if rollouts is not None:
-            state = {**state, "data": rollouts.begin_saving(partial)}
-    barrier(worker.groups)
-    for state_name in states:
-        read = functools.partial(worker.optimizer.read, state=state_name)
-        write_stage(partial / _FOLDERS[state_name], worker.model.trained, worker.groups, read=read)
-    barrier(worker.groups)
-    if worker.groups.is_main:
-        if rollouts is not None:
-            rollouts.finish_saving()
-        write_state(partial, state, worker.optimizer.num_steps)
+            draft.content["data"] = rollouts.begin_saving(draft.partial)
         if (lora := worker.config.model.lora) is not None:
-            write_adapter_config(partial, lora, worker.config.model_path)
-        flush_to_disk(partial)
-        partial.rename(final)
-        flush(folder)  # the new name, before older checkpoints are deleted
-        for old in checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            write_adapter_config(draft.partial, lora, worker.config.model_path)
     barrier(worker.groups)
-    return final
+    return draft
+
+
+def write_tensors(draft: Draft, model: PolicyModel, groups: ParallelGroups, read: ReadState) -> None:
+    """Write the tensors that this rank owns.
+
+    A rank that cannot write still sends the others what they need, and raises when all ranks have gathered.
+    """
+    failures: list[OSError] = []
+    for state_name in draft.states:
+        folder = draft.partial / _FOLDERS[state_name]
+        try:
+            write_stage(folder, model.trained, groups, read=functools.partial(read, state=state_name))
+        except OSError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+def commit(draft: Draft, keep: int) -> None:
+    """Give a checkpoint its final name when all ranks have written it, and delete old ones; on rank 0."""
+    if draft.rollouts is not None:
+        draft.rollouts.finish_saving()
+    _write_json(draft.partial, draft.content)
+    flush_to_disk(draft.partial)
+    draft.partial.rename(draft.final)
+    folder = draft.final.parent
+    flush(folder)  # the new name, before older checkpoints are deleted
+    for old in checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
 
 
 def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
@@ -118,7 +172,15 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
 
 
 def write_state(checkpoint: Path, state: dict[str, Any], adam_step: int) -> None:
-    (checkpoint / STATE).write_text(json.dumps({**state, "adam_step": adam_step}, indent=1))
+    _write_json(checkpoint, {**state, "adam_step": adam_step})
+
+
+def _write_json(checkpoint: Path, content: dict[str, Any]) -> None:
+    (checkpoint / STATE).write_text(json.dumps(content, indent=1))
+
+
+def _name(num_updates: int) -> str:
+    return f"step-{num_updates:08d}"
 
 
 def _stored(adam_step: int) -> tuple[State, ...]:

@@ -36,6 +36,8 @@ class Example:
     """Log-probs [S] under the trainer's weights at the start of the step; if given, the denominator of the ratio."""
     reference_log_probs: np.ndarray | None = None
     """Log-probs [S] under the reference model."""
+    teacher_log_probs: np.ndarray | None = None
+    """Log-probs [S] under the teacher."""
     correction_weights: np.ndarray | None = None
     """Rollout correction [S] of the objective; 0 rejects a token."""
     num_accepted: int | None = None
@@ -90,6 +92,8 @@ class MicroBatch:
     rollout_log_probs_N: torch.Tensor
     reference_log_probs_N: torch.Tensor
     """Log-probs under the reference model; NaN without one."""
+    teacher_log_probs_N: torch.Tensor
+    """Log-probs under the teacher; NaN without one."""
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
     corrections_N: torch.Tensor
@@ -173,6 +177,7 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
         behaviour_log_probs_N=per_response(lambda e: e.ratio_log_probs),
         rollout_log_probs_N=per_response(lambda e: e.trajectory.behaviour_log_probs),
         reference_log_probs_N=per_response(lambda e: e.reference_log_probs, default=np.nan),
+        teacher_log_probs_N=per_response(lambda e: e.teacher_log_probs, default=np.nan),
         advantages_N=per_response(lambda e: e.advantage),
         weights_N=per_response(lambda e: e.weight),
         corrections_N=per_response(lambda e: e.correction_weights, default=1.0),

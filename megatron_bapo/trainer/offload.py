@@ -6,7 +6,7 @@ all views valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,10 +71,10 @@ class Storages:
 class TrainerMemory:
     """Device memory that this rank keeps between updates. Create it after the model and the optimizer."""
 
-    def __init__(self, worker: Worker, reference: PolicyModel | None = None) -> None:
+    def __init__(self, worker: Worker, frozen: Sequence[PolicyModel] = ()) -> None:
+        """`frozen` are the reference model and the teacher, as far as the run has them."""
         self._worker = worker
-        chunks = [*worker.model.chunks, *(reference.chunks if reference is not None else ())]
-        self._models = [chunk.gpt for chunk in chunks]
+        self._models = [chunk.gpt for model in (worker.model, *frozen) for chunk in model.chunks]
         self.parameters = Storages(p.data for gpt in self._models for p in gpt.parameters())
         shared = self.parameters.addresses  # an fp32 model's parameters are their own main parameters
         self.optimizer = Storages(

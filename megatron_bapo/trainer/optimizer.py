@@ -140,8 +140,18 @@ class Optimizer:
         Collective over the ranks that share the parameter (`sharing_axis`). Rank `to` of that axis gets the result, the
         others get None. The result may be a view of the optimizer's memory; do not modify it.
         """
-        axis, senders = self.sharing_axis(parameter), self._senders(parameter, to)
         own = self._own(parameter, state).to(parameter.device)
+        return self.gather(parameter, own, self._groups, to=to)
+
+    def gather(
+        self, parameter: torch.nn.Parameter, own: torch.Tensor, groups: ParallelGroups, *, to: int
+    ) -> torch.Tensor | None:
+        """Return this rank's whole shard of a parameter from the flat pieces `own` of the ranks that share it.
+
+        As `read`, but with pieces that the caller has, and through `groups`, which may be others than the optimizer's
+        with the same ranks.
+        """
+        axis, senders = sharing_axis(parameter, groups), self._senders(parameter, to)
         if axis.rank != to:
             if axis.rank in senders:
                 send(own, axis, to=to)
@@ -172,8 +182,8 @@ class Optimizer:
         self.write(parameter, "main", tensor)
 
     def sharing_axis(self, parameter: torch.nn.Parameter) -> Axis:
-        """Return the axis of the ranks with the same shard of a parameter. Megatron marks expert parameters."""
-        return self._groups.data_context if getattr(parameter, "allreduce", True) else self._groups.expert_data
+        """Return the axis of the ranks with the same shard of a parameter."""
+        return sharing_axis(parameter, self._groups)
 
     @property
     def num_steps(self) -> int:
@@ -209,7 +219,11 @@ class Optimizer:
 
     def states(self) -> Iterator[torch.Tensor]:
         """Iterate over views of this rank's pieces of all states."""
-        return (piece.tensor(state) for piece in self._pieces.values() for state in STATES)
+        return (tensor for state in STATES for _, tensor in self.pieces(state))
+
+    def pieces(self, state: State) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Iterate over the parameters that this rank updates, each with a flat view of its piece of one state."""
+        return ((parameter, piece.tensor(state)) for parameter, piece in self._pieces.items())
 
     def _parameters(self) -> list[torch.Tensor]:
         """Return the tensors that the optimizers of the chain update on this rank; they hold the gradients."""
@@ -246,6 +260,11 @@ class Optimizer:
             dist.all_gather_object(by_rank, own, group=axis.group)
             found |= {parameter: list(spans) for parameter, *spans in zip(shared, *by_rank, strict=True)}
         return found
+
+
+def sharing_axis(parameter: torch.nn.Parameter, groups: ParallelGroups) -> Axis:
+    """Return the axis of the ranks with the same shard of a parameter. Megatron marks expert parameters."""
+    return groups.data_context if getattr(parameter, "allreduce", True) else groups.expert_data
 
 
 def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) -> MegatronOptimizer:

@@ -129,6 +129,7 @@ def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, 
         micro_batch.weights_N,
         micro_batch.corrections_N if config.algorithm.rollout_correction.active else None,
         micro_batch.reference_log_probs_N if config.algorithm.kl_loss_coef else None,
+        teacher_log_probs_T=micro_batch.teacher_log_probs_N if config.algorithm.distillation is not None else None,
     )
     if config.algorithm.objective != "gspo":
         return tokens

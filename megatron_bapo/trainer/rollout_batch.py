@@ -28,17 +28,20 @@ from megatron_bapo.trainer.worker import Worker, score_trajectories
 
 
 def make_examples(
-    worker: Worker, reference: PolicyModel | None, trajectories: Sequence[Trajectory]
+    worker: Worker,
+    reference: PolicyModel | None,
+    trajectories: Sequence[Trajectory],
+    teacher: PolicyModel | None = None,
 ) -> tuple[list[Example], dict[str, Metric]]:
     """Return one example per trajectory, with weight 0 for now, and the metrics of the whole batch.
 
     The result is the same on every rank, except for tokens that a rank does not train on (`scatter_batch`). The
-    trajectories of a group must be adjacent. `reference` is the reference model if a KL coefficient needs one.
-    Collective.
+    trajectories of a group must be adjacent. `reference` is the reference model if a KL coefficient needs one, and
+    `teacher` that of `distillation`. Collective.
     """
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
     missing: list[None] = [None] * len(trajectories)
-    proximal = references = missing
+    proximal = references = taught = missing
     routes = [trajectory.routes for trajectory in trajectories]
     num_passes = 0
     metrics: dict[str, Metric] = {}
@@ -51,16 +54,21 @@ def make_examples(
     if reference is not None:
         references = score_trajectories(worker, trajectories, temperature, reference)
         num_passes += 1
+    if teacher is not None:
+        taught = score_trajectories(worker, trajectories, temperature, teacher)
     examples = [
-        Example(trajectory, 0.0, 0.0, proximal_log_probs=own, reference_log_probs=frozen, routes=experts)
-        for trajectory, own, frozen, experts in zip(trajectories, proximal, references, routes, strict=True)
+        Example(trajectory, 0.0, 0.0, own, frozen, better, routes=experts)
+        for trajectory, own, frozen, better, experts in zip(
+            trajectories, proximal, references, taught, routes, strict=True
+        )
     ]
     if algorithm.rollout_correction.active:
         examples, sums_B3 = _corrected(worker, examples)
         metrics |= _correction_metrics(sums_B3, trajectories)
     advantages, found = _advantages(worker, examples)
     examples = [replace(example, advantage=each) for example, each in zip(examples, advantages, strict=True)]
-    return examples, metrics | found | scoring_flops(worker, examples, num_passes)
+    models = [worker.model] * num_passes + ([teacher] if teacher is not None else [])
+    return examples, metrics | found | scoring_flops(models, examples)
 
 
 def with_token_weights(examples: Sequence[Example], mode: LossAggMode, max_response_length: int) -> list[Example]:
@@ -101,8 +109,7 @@ def packed_together(config: Config, trajectories: Sequence[Trajectory], step: in
 
     There is one set per update, and one of all trajectories if they are scored before the updates.
     """
-    scored = config.algorithm.behaviour_policy == "recomputed" or config.algorithm.needs_reference
-    return minibatches(config, trajectories, step) + [list(range(len(trajectories)))] * scored
+    return minibatches(config, trajectories, step) + [list(range(len(trajectories)))] * config.algorithm.scores_batch
 
 
 def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
@@ -149,7 +156,7 @@ def _advantages(
 ) -> tuple[list[float] | list[np.ndarray], dict[str, Metric]]:
     """Return the advantage of each trajectory, or of its tokens, and metrics under verl's names.
 
-    critic/rewards includes all penalties.
+    critic/rewards includes all penalties. With `objective=distill` rewards are only reported, and advantages are 0.
     """
     config, algorithm, overlong = worker.config, worker.config.algorithm, worker.config.algorithm.overlong
     trajectories = [example.trajectory for example in examples]
@@ -160,6 +167,8 @@ def _advantages(
         lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view_as(num_sampled_GN)
         rewards_GN = rewards_GN + overlong_penalty(lengths_GN, limit, overlong.buffer_length, overlong.penalty_factor)
     total, num, metrics = rewards_GN.sum().item(), len(examples), {}
+    if algorithm.objective == "distill":
+        return [0.0] * num, {"critic/rewards/mean": Mean(total, num)}
     num_tokens_B, penalties = num_sampled_GN.flatten(), None
     if algorithm.kl_reward_coef:
         penalties, kl_sum, num_dropped = _penalties(worker, examples)

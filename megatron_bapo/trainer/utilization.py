@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_bapo.metrics.values import Last, Metric, Sum
+from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.planning.flops import TRAINING_PASSES, forward_pass_flops
 from megatron_bapo.planning.hardware import peak_flops
 from megatron_bapo.trainer.micro_batches import Example
@@ -18,10 +19,10 @@ from megatron_bapo.trainer.worker import Worker
 MODEL_FLOPS = "perf/model_flops"
 
 
-def scoring_flops(worker: Worker, examples: Sequence[Example], num_passes: float) -> dict[str, Metric]:
-    """Return the model FLOPs of `num_passes` forward passes over the examples, summed over the whole trainer."""
+def scoring_flops(models: Sequence[PolicyModel], examples: Sequence[Example]) -> dict[str, Metric]:
+    """Return the model FLOPs of one forward pass of each model over the examples, summed over the whole trainer."""
     lengths = [example.num_input_tokens for example in examples]
-    return {MODEL_FLOPS: Sum(num_passes * forward_pass_flops(worker.model.architecture, lengths))}
+    return {MODEL_FLOPS: Sum(sum(forward_pass_flops(model.architecture, lengths) for model in models))}
 
 
 def update_flops(worker: Worker, examples: Sequence[Example], *, scored: bool) -> dict[str, Metric]:
@@ -30,7 +31,8 @@ def update_flops(worker: Worker, examples: Sequence[Example], *, scored: bool) -
     `scored` says that a scoring pass preceded the training pass.
     """
     num_passes = TRAINING_PASSES + scored + worker.config.logging.entropy_clip_rule
-    return scoring_flops(worker, examples, num_passes / worker.groups.data_context.size)
+    flops = forward_pass_flops(worker.model.architecture, [example.num_input_tokens for example in examples])
+    return {MODEL_FLOPS: Sum(num_passes / worker.groups.data_context.size * flops)}
 
 
 def utilization_metrics(

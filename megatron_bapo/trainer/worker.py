@@ -95,6 +95,17 @@ def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -
     return model
 
 
+def create_teacher(config: Config, groups: ParallelGroups) -> PolicyModel | None:
+    """Build this rank's shard of the frozen teacher, if there is one. Its size and family may differ from the policy's.
+
+    It has the policy's parallel layout, with its own layers divided by FLOPs.
+    """
+    if config.algorithm.distillation is None:
+        return None
+    taught = config.model_copy(update={"parallel": config.parallel.for_teacher})
+    return create_reference(taught, config.algorithm.distillation.teacher, groups)
+
+
 @dataclass(frozen=True)
 class Scores:
     """Log-probs and entropy of this rank's response tokens of one micro-batch."""
@@ -108,16 +119,17 @@ def response_outputs(
 ) -> tuple[torch.Tensor, OutputLayer, torch.Tensor]:
     """Return the inputs of the log-probs of the response tokens: hidden states [N, H], output layer and labels [N].
 
-    The output layer is that of the policy, or of another `model` with the same layout.
+    The output layer is that of the policy, or of another `model` with the same parallel layout.
     """
-    weight_VH, tensor = (model or worker.model).output_weight(), worker.groups.tensor
+    model = model or worker.model
+    weight_VH, tensor = model.output_weight(), worker.groups.tensor
     # Every tensor-parallel rank's rows of the output weight contribute to a token's gradient; both mappings sum them.
     if worker.config.parallel.sequence_parallel:
         hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor.group)
     else:
         hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=tensor.group)
     positions_N = micro_batch.response_positions_N
-    vocab_size, chunk_size = worker.model.architecture.vocab_size, worker.config.trainer.logprob_chunk_size
+    vocab_size, chunk_size = model.architecture.vocab_size, worker.config.trainer.logprob_chunk_size
     layer = OutputLayer(weight_VH, vocab_size, tensor, chunk_size, worker.fused_kernels)
     return hidden_TH.index_select(0, positions_N), layer, micro_batch.labels_T.index_select(0, positions_N)
 
@@ -131,7 +143,7 @@ def score(
     *,
     recorded: Sequence[torch.Tensor] | None = None,
 ) -> list[Scores]:
-    """Run a forward-only pass of the policy, or of another `model` with the same layout.
+    """Run a forward-only pass of the policy, or of another `model` with the same parallel layout.
 
     Returns one entry per micro-batch on the last pipeline stage and an empty list on the others. `recorded` receives
     the routes, as in `run_micro_batches`.
@@ -151,7 +163,7 @@ def score_trajectories(
     """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, NaN if this rank has no tokens of it.
 
     They are computed with the policy, which replays the engines' routes if the trajectories have any, or with another
-    `model` of the same layout, which does not. Collective: data-parallel ranks share the work.
+    `model` of the same parallel layout, which does not. Collective: data-parallel ranks share the work.
     """
     examples = [
         Example(trajectory, advantage=0.0, weight=0.0, routes=trajectory.routes if model is None else None)

@@ -21,8 +21,10 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_bapo.config.schema import CreateModelConfig
 from megatron_bapo.data.rollout_table import MAX_TEXT
 from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.text import visible
 from megatron_bapo.viewer.timeline import Timeline
@@ -64,6 +66,7 @@ ENGINE_AND_TIMING_METRICS = (
     "rollout/",
     "weight_sync/",
     "timing_s/",
+    "checkpoint/",
     "perf/throughput",
     "perf/tflops_per_gpu",
     "perf/cpu_",
@@ -492,3 +495,22 @@ def test_a_decoupled_run_with_a_reference_model_completes_and_reports_its_correc
     assert rows[1]["actor/kl_loss"] > 0
     initial, reference = (load_folder(tmp_path / "run" / folder) for folder in ("initial_model", "reference"))
     assert any(not torch.equal(initial[name], reference[name]) for name in reference)
+
+
+def test_an_asynchronous_run_without_rewards_is_distilled_from_a_deeper_teacher(tmp_path: Path) -> None:
+    """Tokens may be two policy versions old; one response per prompt is enough."""
+    texts = [f"State the final answer to the following arithmetic problem: {number}" for number in range(9)]
+    create_checkpoint(tmp_path / "teacher", CreateModelConfig(num_hidden_layers=3, vocab_size=384), texts, seed=3)
+    process = start(
+        tmp_path / "run",
+        *("trainer.total_steps=3", "warm_start.num_steps=2", "evaluation.n=1", "rollout.n=1"),
+        *("rollout.mode=async", "rollout.max_staleness=2", "reward.type=none", "data.train.size=80"),
+        *("algorithm.objective=distill", f"algorithm.distillation.teacher={tmp_path / 'teacher'}"),
+    )
+    code, output, errors = finish(process)
+    assert code == 0, output + errors
+    rows = [row["metrics"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["phase"] == "train"]
+    assert len(rows) == 3
+    assert all(row["actor/teacher_kl"] > 0.01 and row["actor/num_dropped_tokens"] == 0 for row in rows)
+    assert all(row["critic/rewards/mean"] == 0 and "critic/advantages/mean" not in row for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_bapo.config.algorithm import DistillationConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
@@ -34,12 +35,14 @@ def make_config(model: Path, run_dir: Path, parallel: dict, dtype: str, *, packi
     )
 
 
-def with_offload_and_reference(config: Config) -> Config:
-    """Settings with Adam's state in host memory and a reference model beside the policy."""
+def with_offload_and_frozen_models(config: Config) -> Config:
+    """Settings with Adam's state in host memory, and a reference model and a teacher beside the policy."""
+    assert config.model.path is not None
+    distillation = DistillationConfig(teacher=config.model.path)
     return config.model_copy(
         update={
             "optimizer": config.optimizer.model_copy(update={"cpu_offload": True}),
-            "algorithm": config.algorithm.model_copy(update={"kl_loss_coef": 0.1}),
+            "algorithm": config.algorithm.model_copy(update={"kl_loss_coef": 0.1, "distillation": distillation}),
         }
     )
 

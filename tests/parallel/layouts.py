@@ -40,6 +40,10 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
+TEACHER = Qwen3MoeConfig(
+    **{**_SHAPE, "vocab_size": 130, "num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 8}, **_MOE
+)
+"""A teacher of another family and size than its students, with more rows in its output layer."""
 SMALL = ("qwen3", "qwen2", "llama", "qwen3_moe")
 DEEP_DENSE, DEEP_MOE = "qwen3-61-layers", "qwen3_moe-94-layers"
 """Models with the number of layers of DeepSeek-V3 and Kimi K2, and of Qwen3-235B-A22B."""

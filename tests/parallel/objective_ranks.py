@@ -1,6 +1,7 @@
 """Run by `launch`: two updates on one rollout batch under each objective.
 
-A case is {"name", "model", "reference", "parallel", "algorithm", "fault"}. The main rank shares the batch out.
+A case is {"name", "model", "reference", "teacher", "parallel", "algorithm", "fault"}. The main rank shares the batch
+out. The algorithm's section `distillation` gets the teacher.
 `out/NAME/` gets which trajectories' tokens each rank then has (`held-RANK.json`), what the batch was found to be
 (`examples.safetensors`), the first update's gradients, the parameters after the second, and metrics.
 """
@@ -28,7 +29,7 @@ from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
-from megatron_bapo.trainer.worker import create_reference, create_worker
+from megatron_bapo.trainer.worker import create_reference, create_teacher, create_worker
 
 GROUP_SIZE = 4
 
@@ -44,7 +45,7 @@ def make_trajectories(vocab_size: int) -> list[Trajectory]:
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
     """Return every per-token array of the batch, without placeholders."""
-    names = ("advantage", "proximal_log_probs", "reference_log_probs", "correction_weights")
+    names = ("advantage", "proximal_log_probs", "reference_log_probs", "teacher_log_probs", "correction_weights")
     return {
         f"{name}.{index}": torch.from_numpy(np.array(value))
         for index, example in enumerate(examples)
@@ -61,7 +62,10 @@ def described(found: TracedTrajectory) -> dict:
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], "float32", packing=True)
-    tree = config.model_dump() | {"algorithm": case["algorithm"], "rollout": {"n": GROUP_SIZE, "temperature": 0.8}}
+    algorithm = case["algorithm"]
+    if "distillation" in algorithm:
+        algorithm = algorithm | {"distillation": algorithm["distillation"] | {"teacher": case["teacher"]}}
+    tree = config.model_dump() | {"algorithm": algorithm, "rollout": {"n": GROUP_SIZE, "temperature": 0.8}}
     config = Config.model_validate(tree)
     worker = create_worker(config, config.model_path, groups)
     reference = None
@@ -72,7 +76,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         given = make_trajectories(worker.model.architecture.vocab_size)
         batches = rollout_batch.packed_together(config, given, step=0)
     trajectories = scatter_batch(worker, given, batches)
-    examples, metrics = rollout_batch.make_examples(worker, reference, trajectories)
+    teacher = create_teacher(config, groups)
+    examples, metrics = rollout_batch.make_examples(worker, reference, trajectories, teacher)
     held = [i for i, trajectory in enumerate(trajectories) if np.isfinite(trajectory.behaviour_log_probs).all()]
     (out / f"held-{groups.global_rank}.json").write_text(json.dumps({"replica": groups.data.rank, "held": held}))
     whole = {name: value for part in gather_objects(arrays(examples), groups.data) for name, value in part.items()}

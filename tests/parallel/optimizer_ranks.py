@@ -138,6 +138,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     facts |= {
         "updates": updates,
         "tokens": tokens,
+        "gradient_dtypes": sorted({str(buffer.grad_data.dtype) for ddp in ddps for buffer in ddp.buffers}),
         "num_steps": worker.optimizer.num_steps,
         "num_optimizers": len(worker.optimizer._members),
         "num_buckets": sum(len(buffer.buckets) for ddp in ddps for buffer in ddp.buffers),

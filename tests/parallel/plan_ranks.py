@@ -1,6 +1,6 @@
 """Run by `launch`: measures the memory of ranks, to compare it with the estimates of the planner.
 
-A case is {"name", "model", "parallel", "dtype", "offload_and_reference"}. `out/NAME/RANK.json` gets the
+A case is {"name", "model", "parallel", "dtype", "offload_and_frozen_models"}. `out/NAME/RANK.json` gets the
 rank's place and its bytes: parameters, gradients and optimizer state after one update, and the tensors that one
 micro-batch's forward pass saves in every model chunk, without parameters and each storage once.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from examples import LEARNING_RATE, make_config, make_examples, with_adapters, with_offload_and_reference
+from examples import LEARNING_RATE, make_config, make_examples, with_adapters, with_offload_and_frozen_models
 from running import run_cases
 
 from megatron_bapo.model.vocab_parallel import token_loss
@@ -24,7 +24,7 @@ from megatron_bapo.parallel.megatron import HybridDeviceOptimizer
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import supervised_update
-from megatron_bapo.trainer.worker import Worker, create_reference, create_worker, response_outputs
+from megatron_bapo.trainer.worker import Worker, create_reference, create_teacher, create_worker, response_outputs
 
 LENGTHS = (24, 24, 8)
 """Lengths of the sequences in the micro-batch, which attention on a CPU does not pad to each other."""
@@ -109,6 +109,11 @@ def reference_bytes(worker: Worker) -> int:
     return total(storages(p for _, p in reference.named_parameters()))
 
 
+def teacher_bytes(worker: Worker) -> int:
+    teacher = create_teacher(worker.config, worker.groups)
+    return 0 if teacher is None else total(storages(p for _, p in teacher.named_parameters()))
+
+
 def activation_bytes(worker: Worker) -> tuple[list[int], int]:
     """Return the bytes of each chunk, and of the output layer with its loss."""
     examples = [make_example(length) for length in LENGTHS]
@@ -137,8 +142,8 @@ def activation_bytes(worker: Worker) -> tuple[list[int], int]:
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
-    if case["offload_and_reference"]:
-        config = with_offload_and_reference(config)
+    if case["offload_and_frozen_models"]:
+        config = with_offload_and_frozen_models(config)
     config = with_adapters(config, case["lora"])
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
@@ -148,7 +153,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         "stage": groups.pipeline.rank,
         "data_rank": groups.data_context.rank,
         "expert_data_rank": groups.expert_data.rank,
-        "state": state_bytes(worker) | {"reference": reference_bytes(worker)},
+        "state": state_bytes(worker) | {"reference": reference_bytes(worker), "teacher": teacher_bytes(worker)},
         "activations": by_chunk,
         "output": output,
         "names": [[name for name, _ in chunk.gpt.named_parameters()] for chunk in worker.model.chunks],

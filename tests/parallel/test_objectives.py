@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.data.rollout_samples import LOWER, REJECTED, UPPER
+from megatron_bapo.planning.flops import forward_pass_flops
+from megatron_bapo.records import Trajectory
 from tests.parallel.examples import NUM_EXAMPLES, TRACED, make_examples
 from tests.parallel.launching import launch
-from tests.parallel.layouts import LAYOUTS, MODELS
+from tests.parallel.layouts import LAYOUTS, MODELS, TEACHER
 from tests.parallel.tensors import largest, largest_difference, load_folder, save_random_model
 from tests.tolerances import GRADIENT, LOG_PROB, PARAMETER
 
@@ -35,6 +38,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "adv_estimator": "reinforce_plus_plus",
         "kl_reward_coef": 0.05,
         "overlong": {"mode": "filter"},
+    },
+    "distill": {"objective": "distill", "distillation": {"max_ratio": 1.2}},
+    "bapo-distill": {
+        "objective": "bapo",
+        "distillation": {"coef": 0.3},
+        "behaviour_policy": "recomputed",
+        "rollout_correction": {"rollout_is": "token", "rollout_rs": "sequence", "rollout_rs_threshold": 3.0},
     },
 }
 REPLICAS = ("dp2-distopt-overlap", "tp2-sp-dp2", "pp2-dp2", "cp2-dp2")
@@ -59,7 +69,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("objectives")
     for seed, name in enumerate(("model", "reference")):
         save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3"]), root / name, seed)
-    folders = {name: str(root / name) for name in ("model", "reference")}
+    save_random_model(AutoModelForCausalLM.from_config(TEACHER), root / "teacher", 2)
+    folders = {name: str(root / name) for name in ("model", "reference", "teacher")}
     launch("objective_ranks.py", [{**settings, **folders, "name": n} for n, settings in CASES.items()], root, 4)
     return root
 
@@ -142,14 +153,49 @@ def test_scores_of_the_reference_and_the_proximal_policy_match_transformers(resu
     for kind, folder in (("proximal", "model"), ("reference", "reference")):
         model = AutoModelForCausalLM.from_pretrained(results / folder)
         for index, example in enumerate(make_examples(model.config.vocab_size)):
-            prompt, response = (
-                torch.from_numpy(ids).long()
-                for ids in (example.trajectory.prompt_token_ids, example.trajectory.response_token_ids)
-            )
             with torch.no_grad():
-                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
-            expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+                expected = sampled_log_probs(model, example.trajectory)
             assert (scored[f"{kind}_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
+
+
+def sampled_log_probs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
+    """Return transformers' log-probs of the response at the sampling temperature."""
+    prompt, response = (
+        torch.from_numpy(ids).long() for ids in (trajectory.prompt_token_ids, trajectory.response_token_ids)
+    )
+    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
+    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])
+def test_scores_of_a_teacher_of_another_family_and_size_match_transformers(results: Path, layout: str) -> None:
+    scored = load_file(results / f"distill-{layout}" / "examples.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(results / "teacher")
+    for index, example in enumerate(make_examples(MODELS["qwen3"].vocab_size)):
+        with torch.no_grad():
+            expected = sampled_log_probs(model, example.trajectory)
+        assert (scored[f"teacher_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
+
+
+def test_the_first_update_of_distillation_has_the_gradient_of_plain_torch(results: Path) -> None:
+    """Differentiate the reverse KL's policy gradient through transformers' student, with transformers' teacher."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(results / name) for name in ("model", "teacher"))
+    examples = make_examples(MODELS["qwen3"].vocab_size)
+    num_tokens, divergence = sum(example.trajectory.num_sampled for example in examples), 0.0
+    for example in examples:
+        log_p = sampled_log_probs(student, example.trajectory)
+        with torch.no_grad():
+            log_ratio = log_p - sampled_log_probs(teacher, example.trajectory)
+            behaviour = torch.from_numpy(example.trajectory.behaviour_log_probs)
+            importance = (log_p - behaviour).exp().clamp(max=1.2)
+        divergence += log_ratio.sum().item() / num_tokens
+        ((importance * log_ratio * log_p).sum() / num_tokens).backward()
+    expected = {name: 0.1 * parameter.grad for name, parameter in student.named_parameters()}
+    found = load_folder(results / "distill-one-process" / "gradients")
+    assert largest_difference(found, expected) < GRADIENT * largest(expected)
+    first = metrics(results, "distill-one-process")["update-0"]
+    assert first["actor/teacher_kl"] == pytest.approx(divergence, rel=1e-5)
+    assert 0 < first["actor/pg_clipfrac_upper"] < 1
 
 
 def test_every_additional_term_has_an_effect(results: Path) -> None:
@@ -171,5 +217,11 @@ def test_every_additional_term_has_an_effect(results: Path) -> None:
 def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, layout: str) -> None:
     scored = {name: metrics(results, f"{name}-{layout}")["batch"]["perf/model_flops"] for name in ALGORITHMS}
     trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
-    num_passes = {"gspo": 0, "cispo": 0, "kl-loss-entropy": 1, "corrected-grpo": 2, "decoupled": 2}
-    assert scored == pytest.approx({name: num * trained / 3 for name, num in num_passes.items()})
+    num_passes = {"kl-loss-entropy": 1, "corrected-grpo": 2, "decoupled": 2, "bapo-distill": 1}
+    lengths = [example.num_input_tokens for example in make_examples(MODELS["qwen3"].vocab_size)]
+    taught = forward_pass_flops(read_architecture(results / "teacher"), lengths)
+    expected = {
+        name: num_passes.get(name, 0) * trained / 3 + taught * ("distillation" in algorithm)
+        for name, algorithm in ALGORITHMS.items()
+    }
+    assert scored == pytest.approx(expected)

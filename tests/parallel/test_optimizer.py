@@ -16,7 +16,15 @@ from tests.parallel.examples import make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS
 from tests.parallel.tensors import largest, largest_difference, load_folder, same_bits, save_random_model
-from tests.tolerances import BF16_MEAN_PARAMETER, BF16_ROUNDED_APART, GRADIENT, LOG_PROB, PARAMETER
+from tests.tolerances import (
+    BF16_GRADIENT,
+    BF16_GRADIENT_NORM,
+    BF16_MEAN_PARAMETER,
+    BF16_ROUNDED_APART,
+    GRADIENT,
+    LOG_PROB,
+    PARAMETER,
+)
 
 CLIP_GRAD = 0.05
 NUM_TOKENS = 20
@@ -30,6 +38,8 @@ SPREAD = {
     }
 }
 OFFLOAD = {**SPREAD, "optimizer": {"cpu_offload": True}}
+BF16_GRADS = {"optimizer": {"grads_dtype": "bfloat16"}}
+PLAIN_BF16_GRADS, SPREAD_BF16_GRADS = {**PLAIN, **BF16_GRADS}, {**SPREAD, **BF16_GRADS}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 TP2, PP2, EP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
 
@@ -55,12 +65,15 @@ CASES = {
     "dp2-bf16": case(2, PLAIN, **BF16, resume_from="one"),
     "dp2-spread-bf16": case(2, SPREAD, **BF16, resume_from="dp2-bf16"),
     "dp2-offload-bf16": case(2, OFFLOAD, **BF16, resume_from="dp2-offload-bf16"),
+    "dp2-bf16-grads": case(2, PLAIN_BF16_GRADS, **BF16, resume_from="dp2-bf16"),
+    "dp2-spread-bf16-grads": case(2, SPREAD_BF16_GRADS, **BF16, resume_from="dp2-bf16-grads"),
     "experts-one": experts(1, PLAIN),
     "experts-ep2": experts(2, PLAIN, EP2, resume_from="experts-one"),
     "experts-ep2-spread": experts(2, SPREAD, EP2, resume_from="experts-one"),
     "experts-ep2-offload": experts(2, OFFLOAD, EP2, resume_from="experts-ep2-offload"),
     "experts-one-spread": experts(1, SPREAD, resume_from="experts-ep2-spread"),
     "pp2-dp2": case(4, SPREAD, PP2, resume_from="dp2-spread"),
+    "pp2-dp2-bf16-grads": case(4, SPREAD_BF16_GRADS, PP2, **BF16, resume_from="dp2-bf16-grads"),
     "tp2-dp2": case(4, SPREAD, TP2, resume_from="dp2-offload"),
     "experts-ep2-dp4": experts(4, PLAIN, EP2, resume_from="experts-ep2"),
     "experts-ep2-dp4-spread": experts(4, SPREAD, EP2, resume_from="experts-one"),
@@ -168,6 +181,21 @@ def test_in_bfloat16_the_main_parameters_are_fp32_and_stay_close_to_those_of_an_
     assert not same_bits(ours, {name: tensor.bfloat16().float() for name, tensor in ours.items()})
     exported = load_folder(results / "dp2-bf16" / "continued")
     assert same_bits(exported, {name: tensor.bfloat16().float() for name, tensor in exported.items()})
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("bf16-grads")])
+def test_gradients_summed_in_bfloat16_stay_close_to_those_summed_in_fp32(results: Path, name: str) -> None:
+    assert facts(results, name)["gradient_dtypes"] == ["torch.bfloat16"]
+    assert facts(results, "dp2-bf16")["gradient_dtypes"] == ["torch.float32"]
+    first, exact = (grad_norms(results, n)[0] for n in (name, "dp2-bf16"))
+    assert first == pytest.approx(exact, rel=BF16_GRADIENT_NORM)
+    assert first != exact
+    ours, theirs = (checkpoint(results, n, "exp_avg") for n in (name, "dp2-bf16"))
+    assert largest_difference(ours, theirs) < BF16_GRADIENT * largest(theirs)
+    ours, theirs = (checkpoint(results, n, "weights") for n in (name, "dp2-bf16"))
+    differences = torch.cat([(ours[n] - theirs[n]).abs().flatten() for n in theirs])
+    assert differences.mean() < BF16_MEAN_PARAMETER
+    assert not same_bits(ours, {n: tensor.bfloat16().float() for n, tensor in ours.items()})
 
 
 @pytest.mark.parametrize("name", OFFLOADED)

@@ -12,7 +12,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.activations import MicroBatch, chunk_activations, output_layer_bytes
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
-from tests.parallel.examples import make_config, with_adapters, with_offload_and_reference
+from tests.parallel.examples import make_config, with_adapters, with_offload_and_frozen_models
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS, SMALL, Layout
 from tests.parallel.tensors import save_random_model
@@ -71,16 +71,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model": str(root / model),
             "parallel": parallel(name),
             "dtype": LAYOUTS[name].dtype,
-            "offload_and_reference": False,
+            "offload_and_frozen_models": False,
             "lora": None,
         }
         for model, name in CASES
     ]
     offloaded = next(case for case in cases if case["name"] == "-".join(OFFLOADED))
-    cases.append({**offloaded, "name": "offloaded", "offload_and_reference": True})
+    cases.append({**offloaded, "name": "offloaded", "offload_and_frozen_models": True})
     named = {case["name"]: case for case in cases}
     for name, lora in ADAPTED:
-        cases.append({**named[name], "name": f"{name}-{lora['rank']}", "lora": lora, "offload_and_reference": True})
+        cases.append({**named[name], "name": f"{name}-{lora['rank']}", "lora": lora, "offload_and_frozen_models": True})
     cases.sort(key=lambda case: case["parallel"]["world_size"])
     launch("plan_ranks.py", cases, root, world_size=4)
     return root
@@ -119,13 +119,13 @@ def test_parameters_gradients_and_optimizer_have_exactly_the_planned_bytes(
         assert asdict(ours) == rank["state"]
 
 
-def test_an_offloaded_optimizer_and_a_reference_policy_have_exactly_the_planned_bytes(results: Path) -> None:
+def test_an_offloaded_optimizer_a_reference_model_and_a_teacher_have_exactly_the_planned_bytes(results: Path) -> None:
     config, architecture = planned(results, *OFFLOADED)
-    config = with_offload_and_reference(config)
+    config = with_offload_and_frozen_models(config)
     for rank in ranks(results, "offloaded"):
         ours = model_state(config, architecture, rank["stage"], rank["data_rank"], rank["expert_data_rank"])
         assert asdict(ours) == rank["state"]
-        assert ours.offloaded > ours.reference > 0 == ours.optimizer
+        assert ours.offloaded > ours.reference == ours.teacher > 0 == ours.optimizer
 
 
 @pytest.mark.parametrize(("case", "lora"), ADAPTED)
@@ -134,7 +134,7 @@ def test_adapters_have_exactly_the_planned_bytes_and_need_no_reference_copy(
 ) -> None:
     model, name = case.split("-", 1)
     config, architecture = planned(results, model, name)
-    config = with_adapters(with_offload_and_reference(config), lora)
+    config = with_adapters(with_offload_and_frozen_models(config), lora)
     for rank in ranks(results, f"{case}-{lora['rank']}"):
         chunks = stage_chunks(architecture, config.parallel, rank["stage"])
         split, settings = Split.of(config.parallel), config.model.lora

@@ -33,6 +33,7 @@ def test_a_shipped_configuration_keeps_every_rule_without_a_warning(path, checkp
     """A small checkpoint stands in for the pretrained one, which is downloaded separately."""
     config = load_config(path)
     overrides = [] if config.model.path is None else [f"model.path={checkpoint}"]
+    overrides += [] if config.algorithm.distillation is None else [f"algorithm.distillation.teacher={checkpoint}"]
 
     assert check_config(load_config(path, overrides)) == []
 

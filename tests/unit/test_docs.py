@@ -90,10 +90,12 @@ def check_program(arguments: list[str]) -> None:
 
 
 def has_inputs(config: Config | EvalConfig, parameters: dict[str, Any]) -> bool:
-    """Whether the model, the prompts and the recorded rollouts are on this machine."""
+    """Whether the model, the teacher, the prompts and the recorded rollouts are on this machine."""
     sources = (config.data.validation, getattr(config.data, "train", None))
     paths = [config.model.path, *(source.path for source in sources if source is not None)]
     paths.append(parameters.get("rollouts_from"))
+    if isinstance(config, Config) and config.algorithm.distillation is not None:
+        paths.append(config.algorithm.distillation.teacher)
     return all(path.exists() for path in paths if path is not None)
 
 

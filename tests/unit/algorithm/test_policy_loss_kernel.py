@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,18 +11,21 @@ from torch import Tensor
 from megatron_bapo.algorithm import policy_loss_kernel
 from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.policy_loss import policy_loss
-from megatron_bapo.config.algorithm import AlgorithmConfig
+from megatron_bapo.config.algorithm import AlgorithmConfig, DistillationConfig
 from megatron_bapo.parallel.platform import local_device
 from tests.tolerances import FUSED_LOSS
 
 NAN, INF = math.nan, math.inf
 LOW, HIGH = 0.7, 1.3
 BAPO = AlgorithmConfig(objective="bapo")
+DISTILLATION = DistillationConfig(teacher=Path("teacher"), coef=0.5, max_ratio=1.5)
 SETTINGS = {
     "bapo": BAPO,
     "dual-clip": BAPO.model_copy(update={"clip_ratio_c": 3.0}),
     "gspo": AlgorithmConfig(objective="gspo", loss_agg_mode="seq-mean-token-mean"),
     "cispo": AlgorithmConfig(objective="cispo"),
+    "distill": AlgorithmConfig(objective="distill", distillation=DISTILLATION),
+    "bapo-and-distill": BAPO.model_copy(update={"distillation": DISTILLATION, "clip_ratio_c": 3.0}),
     "entropy-and-kl": BAPO.model_copy(update={"entropy_coeff": 0.1, "kl_loss_coef": 0.2}),
 }
 
@@ -29,7 +33,9 @@ SETTINGS = {
 def random_tokens(num: int, *, corrected: bool, of_sequences: bool) -> tuple[Tensor, Tensor, LossTokens]:
     """Return current log-probs, entropy and the other inputs, float32; the first tokens have unusable values."""
     generator = torch.Generator().manual_seed(num)
-    current, behaviour, advantages, weights, entropy, reference, sequence = torch.randn(7, num, generator=generator)
+    current, behaviour, advantages, weights, entropy, reference, sequence, teacher = torch.randn(
+        8, num, generator=generator
+    )
     behaviour = -behaviour.abs() * 3
     current, weights = (behaviour + 0.5 * current).clone(), weights.abs() + 0.1
     correction = torch.rand(num, generator=generator) * 2
@@ -37,7 +43,7 @@ def random_tokens(num: int, *, corrected: bool, of_sequences: bool) -> tuple[Ten
         current[0], behaviour[1], advantages[2], weights[3], weights[4] = NAN, NAN, INF, NAN, 0.0
         current[5], behaviour[6], advantages[7] = -INF, -INF, 0.0
         current[8], behaviour[8], current[9], behaviour[9] = -1.0, -30.0, -30.0, -1.0
-        correction[10], correction[11], advantages[12] = 0.0, NAN, -2.0
+        correction[10], correction[11], advantages[12], teacher[12] = 0.0, NAN, -2.0, NAN
     return (
         current,
         entropy,
@@ -48,6 +54,7 @@ def random_tokens(num: int, *, corrected: bool, of_sequences: bool) -> tuple[Ten
             correction if corrected else None,
             reference_log_probs_T=-reference.abs(),
             sequence_log_ratio_T=0.3 * sequence if of_sequences else None,
+            teacher_log_probs_T=-3 * teacher.abs(),
         ),
     )
 

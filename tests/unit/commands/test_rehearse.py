@@ -65,7 +65,7 @@ def check(name: str) -> None:
         num_more = architecture.num_hidden_layers // num_chunks - 1
         peak = one.peak_bytes + num_more * (two.peak_bytes - one.peak_bytes)
         stage = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[found.stage]
-        planned = stage.peak - stage.reserved - stage.state.reference
+        planned = stage.peak - stage.reserved - stage.state.frozen
         assert peak == pytest.approx(planned, rel=MEMORY_TOLERANCE), f"rank {rank}: {peak / planned - 1:+.1%}"
 
 

@@ -30,6 +30,16 @@ def test_everything_is_counted_in_trajectories() -> None:
     assert table["whole run"] == "10 steps x 8 = 80 updates on 10,240 trajectories"
 
 
+def test_the_teacher_is_named_with_the_objective() -> None:
+    assert rows()["objective"] == "bapo, with advantages by grpo"
+    distillation = {"teacher": "models/large"}
+    assert rows(algorithm={"distillation": distillation})["objective"] == (
+        "bapo, with advantages by grpo, and distillation from the teacher models/large"
+    )
+    alone = {"objective": "distill", "distillation": distillation}
+    assert rows(algorithm=alone)["objective"] == "distill, towards the teacher models/large"
+
+
 def test_token_limits_are_counted_for_the_longest_trajectories() -> None:
     assert "1,000 prompt + 3,000 response = 4,000 at most per trajectory" in rows()["tokens"]
     assert "10,000 holds 2 such trajectories, so an update takes at most 32 micro-batches per rank" in rows()["tokens"]

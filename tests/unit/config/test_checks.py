@@ -43,6 +43,12 @@ def test_settings_that_do_not_bias_the_ratios_are_allowed(values: dict[str, Any]
     assert check_config(config(**values)) == []
 
 
+def test_an_offloaded_optimizer_takes_no_gradients_in_bfloat16() -> None:
+    with pytest.raises(ValidationError, match="set grads_dtype=float32, or cpu_offload=false"):
+        config(optimizer={"grads_dtype": "bfloat16", "cpu_offload": True}, model__dtype="bfloat16")
+    assert check_config(config(optimizer={"grads_dtype": "bfloat16"}, model__dtype="bfloat16")) == []
+
+
 def test_minibatches_need_not_split_evenly_over_ranks() -> None:
     assert check_config(config(parallel__world_size=3, warm_start={"num_steps": 1, "batch_size": 10})) == []
 
@@ -118,6 +124,12 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "warm_start.demonstration=mine:shown",
             "demonstrates replies of an environment, but environment is not set",
             "set it, or remove warm_start.demonstration",
+        ),
+        (
+            {"optimizer": {"grads_dtype": "bfloat16"}},
+            "optimizer.grads_dtype=bfloat16 with model.dtype=float32",
+            "less precise than the parameters",
+            "set model.dtype=bfloat16, or grads_dtype=float32",
         ),
         ({"rollout__n": 1}, "rollout.n=1", "zero in a group of one", "set rollout.n to 2 or more"),
         (

@@ -60,7 +60,7 @@ def test_the_trainer_releases_its_memory_before_engines_wake(
     turns = ColocationManager(config, groups, engines)  # pyright: ignore[reportArgumentType]
     assert events == ["started", "sleep 1"]
     worker = create_worker(config, tmp_path, groups, load=False)
-    turns.manage(worker, None)
+    turns.manage(worker, [])
     if trainer_offload:
         assert turns._memory is not None
         engines.held = {name: getattr(turns._memory, name) for name in ("parameters", "gradients", "optimizer")}

@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.preflight import check_inputs, checked_prompts
+from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.controller.preflight import check_inputs, checked_prompts, read_inputs
 from megatron_bapo.errors import UserError
+from megatron_bapo.model.hf_create import create_checkpoint
+from megatron_bapo.rollout.tokenization import load_tokenizer
 
 TASKS = {"reasoning_gym": {"chain_sum": {"min_terms": 2, "max_terms": 2}}, "size": 20}
 
@@ -96,3 +98,17 @@ def test_a_folder_without_rollouts_is_refused_and_no_reward_is_imported_for_it(t
     checked = config(tmp_path, reward__type="function", reward__function="nowhere:f")
     assert "holds no step-*.parquet" in refusal(checked, tmp_path / "nonexistent")
     assert "is the run's own folder" in refusal(checked, tmp_path / "run" / "rollouts")
+
+
+def test_a_teacher_with_the_policys_tokens_passes_and_one_with_others_is_refused(tmp_path: Path) -> None:
+    """A created model has a token for the common beginning of its prompts."""
+    beginning = "State the final answer to the following arithmetic problem: "  # of chain_sum's prompts
+    for name, start in (("same", beginning), ("other", "Question: ")):
+        create_checkpoint(tmp_path / name, CreateModelConfig(), [f"{start}{number}" for number in range(9)], seed=0)
+    distillation = {"teacher": tmp_path / "same"}
+    checked = config(tmp_path, algorithm__objective="distill", algorithm__distillation=distillation)
+    assert read_inputs(checked).tokenizer.get_vocab() == load_tokenizer(tmp_path / "same").get_vocab()
+    message = refusal(config(tmp_path, algorithm__distillation={"teacher": tmp_path / "other"}))
+    assert f"algorithm.distillation.teacher={tmp_path / 'other'} has another tokenizer than the policy: 1 " in message
+    assert f"the first is {beginning!r} with the number 256 (the teacher's: none)" in message
+    assert "choose a teacher with the policy's tokenizer" in message

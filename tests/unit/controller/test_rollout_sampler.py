@@ -30,6 +30,7 @@ from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.token_trace import TokenTrace
 from megatron_bapo.trainer.worker import create_worker
@@ -93,7 +94,8 @@ def start(config: Config, mesh: ParallelGroups) -> Run:
     rollouts = RecordedRollouts(config, config.run_dir / "recorded", 0)
     state, sampler = RunState(), RolloutSampler(config, directory.sampled_rollouts, mesh)
     colocation = ColocationManager(config, mesh, None)
-    return Run(config, directory, worker, None, colocation, state, rollouts, None, sampler, None)
+    writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
+    return Run(config, directory, worker, None, colocation, state, rollouts, None, sampler, writer, None)
 
 
 def train_steps(run: Run, num: int) -> list[list[dict[str, float | None]]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_bapo.config.loading import dump_config
-from megatron_bapo.config.schema import Config
+from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.controller.colocation import ColocationManager
+from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.launcher import report_end
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import load_task_prompts
@@ -28,11 +30,13 @@ from megatron_bapo.controller.training_loop import (
 )
 from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
 from megatron_bapo.errors import INTERRUPTED
+from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
-from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.run_directory import FINISHED, RunDirectory
+from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.worker import create_worker
 
 # Megatron-Core warns about its own defaults and calls.
@@ -81,7 +85,8 @@ def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versio
     rollouts = RecordedRollouts(config, folder, 0)
     colocation = ColocationManager(config, groups, None)
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups)
-    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, None)
+    writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
+    return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, writer, None)
 
 
 def train_steps(run: Run) -> list[tuple[int, bool]]:
@@ -132,6 +137,28 @@ def test_recomputed_log_probs_still_report_the_mismatch_of_comparable_rollouts(t
     assert train_steps(start(config, groups, {"sampling": config.rollout.sampling}, [0, 1, 2]))[0] == (0, True)
 
 
+@pytest.mark.parametrize("objective", ["distill", "bapo"])
+def test_stale_rollouts_are_scored_by_a_larger_teacher_that_the_policy_approaches(
+    tmp_path: Path, groups: ParallelGroups, objective: str
+) -> None:
+    shape = CreateModelConfig(num_hidden_layers=2, hidden_size=24, vocab_size=330)
+    distillation = {"teacher": tmp_path / "teacher", "coef": 10.0}
+    algorithm = {"objective": objective, "distillation": distillation}
+    run = start(make_config(tmp_path / "run", algorithm=algorithm, optimizer={"lr": 1e-2}), groups, {}, [0, 0, 0])
+    texts = [prompt.messages[0]["content"] for prompt in load_task_prompts(run.config).train]
+    create_checkpoint(tmp_path / "teacher", shape, texts, seed=7)
+    run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=True)
+    assert [model.architecture.num_hidden_layers for model in run.frozen.models] == [2]
+    seen: list[float] = []
+    prepare_engines(run)
+    for step in range(1, NUM_STEPS + 1):
+        _, trajectories = take_groups(run, Timer())
+        metrics, _, _ = update_on_batch(run, None, trajectories)
+        seen.append(abs(scalars(metrics)["actor/teacher_kl"]))
+        run.state.step = step
+    assert seen[0] > 2 * seen[-1]
+
+
 def end_of_run(run: Run) -> int:
     """Train, and return the exit code after a stop request that comes when the trainer has ended."""
     run.directory.config.write_text(dump_config(run.config))
@@ -155,3 +182,29 @@ def test_a_stop_request_before_the_last_step_ends_the_run_as_interrupted(tmp_pat
     run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
     run.directory.stop_request.touch()
     assert end_of_run(run) == INTERRUPTED
+
+
+class SlowRollouts(RecordedRollouts):
+    """Recorded rollouts that record the run's phase and its checkpoints when a checkpoint is all but complete."""
+
+    def finish_saving(self) -> None:
+        time.sleep(0.2)  # training goes on meanwhile, up to the end of the run
+        directory = RunDirectory(self._config.run_dir)
+        self.seen = [*getattr(self, "seen", []), (directory.phase.read_text(), directory.newest_checkpoint)]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_ends_when_its_last_checkpoint_is_complete(tmp_path: Path, groups: ParallelGroups, stopped: bool):
+    run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
+    rollouts = SlowRollouts(run.config, run.config.run_dir / "recorded", 0)
+    run.rollouts, run.checkpoints = rollouts, CheckpointWriter(run.worker, run.directory.checkpoints, rollouts)
+    if stopped:
+        run.directory.stop_request.touch()
+    end_of_run(run)
+    newest = run.directory.newest_checkpoint
+    assert newest is not None
+    assert newest.name == f"step-{run.state.update:08d}"
+    assert rollouts.seen[-1][1] != newest
+    assert all(phase != FINISHED for phase, _ in rollouts.seen)
+    assert run.directory.is_finished == (not stopped)
+    assert [path.name for path in run.directory.checkpoints.iterdir()] == [newest.name]

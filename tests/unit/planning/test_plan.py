@@ -68,11 +68,18 @@ def test_colocated_engines_share_the_trainers_gpus_and_separate_ones_add_theirs(
 
 
 def test_host_memory_counts_the_store_the_offloaded_optimizer_and_the_processes() -> None:
-    plan = recipe(NAME, "optimizer.cpu_offload=true")
+    plan = recipe(NAME, "optimizer.cpu_offload=true", "checkpoint.async_save=false")
     version = 2 * 7_615_616_512
     offloaded = 8 * plan.stages[0].state.offloaded
     assert plan.host_bytes == offloaded + 8 * plan.engine.weights + 2 * version + 16 * 6 * 2**30
     assert offloaded == pytest.approx(16 * 7_615_616_512, rel=1e-3)  # fp32 copy, two moments and gradient
+
+
+def test_host_memory_counts_the_copy_of_the_state_that_a_checkpoint_is_written_from() -> None:
+    writing, waiting = (recipe(NAME, f"checkpoint.async_save={value}") for value in ("true", "false"))
+    added = writing.host_bytes - waiting.host_bytes
+    assert added == 8 * writing.checkpoint_copy(writing.stages[0])
+    assert added == pytest.approx(12 * 7_615_616_512, rel=1e-3)  # fp32 parameters and two moments
 
 
 def test_an_engine_that_does_not_sleep_keeps_its_memory_while_the_trainer_trains() -> None:

@@ -61,6 +61,10 @@ def test_forward_flops_are_those_that_pytorch_counts() -> None:
         (["algorithm.objective=ppo", "algorithm.kl_loss_coef=0.001"], 3 + 1),
         (["algorithm.objective=ppo", "logging.entropy_clip_rule=true"], 3 + 1),
         (["trainer.ppo_epochs=2", "algorithm.kl_loss_coef=0.001"], 2 * (3 + 7 / 8) + 1),
+        (
+            ["algorithm.objective=distill", "algorithm.distillation.teacher=Qwen2.5-7B", "trainer.ppo_epochs=2"],
+            2 * 3 + 1,
+        ),
     ],
     ids=str,
 )

@@ -3,6 +3,8 @@ from collections import Counter
 import pytest
 
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.known_models import teacher_of
+from megatron_bapo.planning.parameters import num_parameters
 from megatron_bapo.planning.response_lengths import Lengths, lengths_of
 from megatron_bapo.planning.trainer_memory import in_flight, largest_micro_batch, num_micro_batches
 from tests.unit.planning.examples import recipe
@@ -69,6 +71,48 @@ def test_a_reference_model_is_resident_on_every_stage() -> None:
     for before, after in zip(without, with_it, strict=True):
         assert after.resident - before.resident == after.state.reference
         assert after.state.reference == pytest.approx(after.state.parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [[], ["fp8.recipe=blockwise", "model.transformer_impl=transformer_engine"]], ids=str)
+@pytest.mark.parametrize("param", [[], ["fp8.param=true"]], ids=str)
+def test_a_teacher_of_the_policys_architecture_takes_as_much_as_a_reference_model(
+    fp8: list[str], param: list[str]
+) -> None:
+    overrides = [*fp8, *param] if fp8 else []
+    reference = recipe("r1-distill-qwen-32b_64gpus", "algorithm.kl_loss_coef=0.001", *overrides).stages
+    teacher = "algorithm.distillation.teacher=models/DeepSeek-R1-Distill-Qwen-32B"
+    layout = "parallel.pipeline_model_parallel_layout=auto"
+    taught = recipe("r1-distill-qwen-32b_64gpus", teacher, *overrides).stages
+    assert sum(s.state.teacher for s in taught) == pytest.approx(sum(s.state.reference for s in reference), rel=1e-6)
+    balanced = recipe("r1-distill-qwen-32b_64gpus", "algorithm.kl_loss_coef=0.001", layout, *overrides).stages
+    assert [s.state.teacher for s in taught] == [s.state.reference for s in balanced]
+    assert all(s.state.reference == 0 and s.resident > s.state.teacher for s in taught)
+
+
+def test_gradients_in_bfloat16_take_half_the_memory_and_less_time_to_reduce() -> None:
+    in_fp32, in_bf16 = (
+        recipe("r1-distill-qwen-32b_64gpus", f"optimizer.grads_dtype={dtype}") for dtype in ("float32", "bfloat16")
+    )
+    for before, after in zip(in_fp32.stages, in_bf16.stages, strict=True):
+        assert 2 * after.state.gradients == before.state.gradients
+        assert before.peak - after.peak == after.state.gradients
+    assert in_bf16.time.trainer.data < in_fp32.time.trainer.data
+
+
+def test_a_larger_teacher_takes_more_memory_and_time() -> None:
+    plans = [recipe("qwen2.5-7b_8gpus")]
+    for name in ("Qwen2.5-7B", "Qwen2.5-32B"):
+        plans.append(recipe("qwen2.5-7b_8gpus", f"algorithm.distillation.teacher={name}"))
+    for plan in plans[1:]:
+        teacher = teacher_of(plan.config)
+        assert teacher is not None
+        (stage,), tp = plan.stages, plan.config.parallel.tensor_model_parallel_size
+        assert stage.state.teacher == pytest.approx(2 * num_parameters(teacher) / tp, rel=1e-3)
+    without, small, large = (plan.time.trainer.teacher for plan in plans)
+    assert without == 0.0 < 3 * small < large
+    assert plans[1].time.training == pytest.approx(plans[0].time.training + small)
+    # One forward pass: a third of a training pass without its recomputation and communication.
+    assert small == pytest.approx(plans[0].time.trainer.compute / (3 + 3 / 4), rel=0.25)
 
 
 def test_the_largest_micro_batch_holds_longest_trajectories_and_one_of_the_rest() -> None:

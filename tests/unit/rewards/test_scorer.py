@@ -41,6 +41,10 @@ def test_math_and_reasoning_gym_rewards_are_served(kind):
     assert scores(RewardConfig(type=kind), "42") == [RewardResult(1.0, answer="42")]
 
 
+def test_without_a_reward_every_response_gets_zero():
+    assert [result.reward for result in scores(RewardConfig(type="none"), "42", "41")] == [0.0, 0.0]
+
+
 def test_without_partial_credit_only_a_full_score_counts():
     config = RewardConfig(type="reasoning_gym", partial_credit=False)
     assert [result.reward for result in scores(config, "42", "142", "41")] == [1.0, 0.0, 0.0]
