@@ -1,6 +1,6 @@
 """How long training is blocked by a checkpoint that is written in the background, against one that it waits for.
 
-python -m bench.checkpoint            500M parameters, 18 GB of memory and 24 GB of disk
+python -m bench.checkpoint            500M parameters, 20 GB of memory and 24 GB of disk
 python -m bench.checkpoint --short    50M parameters
 
 Two gloo ranks (TP 2) have a random Qwen3 in float32 with Adam's moments, so that a checkpoint has 12 bytes a parameter.
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
     },
 }  # fmt: skip
-NEEDED_GIB = {"50M": 4, "500M": 18}
+NEEDED_GIB = {"50M": 4, "500M": 20}
 
 
 def make_config(model: Path, run_dir: Path, *, async_save: bool) -> Config:
