@@ -17,6 +17,8 @@ GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
 DOCS_SITE := build/docs-site
 # Megatron-Core of the GPU lock, placed before the locked environment on the path; its pure Python also runs under 3.11.
 GPU_MEGATRON_SITE := build/megatron-gpu-site
+# PEFT, which tests of adapters compare with, placed after the locked environment on the path.
+PEFT_SITE := build/peft-site
 # The environment of the GPU lock on a machine without a GPU.
 CUDA_VENV := build/cuda-venv
 SMOLLM2 := models/smollm2-135m-instruct
@@ -70,7 +72,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 # The type checker takes a minute of one core, so it runs beside the tests.
-test: lint $(GPU_MEGATRON_SITE)/.complete $(DOCS_SITE)/.complete
+test: lint $(GPU_MEGATRON_SITE)/.complete $(DOCS_SITE)/.complete $(PEFT_SITE)/.complete
 	@tools/install_cluster_packages.sh
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
@@ -106,7 +108,7 @@ docs: $(DOCS_SITE)/.complete
 	@echo "built build/site; to read and search it: python -m http.server --directory build/site"
 
 # The trainer's tests with the Megatron-Core version of the GPU lock; `make test` includes a few of them.
-test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete
+test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete $(PEFT_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
 		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
@@ -119,6 +121,11 @@ test-cuda-wheels:
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)
 	@rm -rf $(BENCH_SITE)
 	@$(PIP) --no-deps --target $(BENCH_SITE) -r $<
+	@touch $@
+
+$(PEFT_SITE)/.complete: requirements-peft.txt $(STAMP)
+	@rm -rf $(PEFT_SITE)
+	@$(PIP) --no-deps --target $(PEFT_SITE) -r $<
 	@touch $@
 
 bench: $(BENCH_SITE)/.complete $(SMOLLM2)

@@ -161,6 +161,11 @@ class RunDirectory:
         return self.root / "hf"
 
     @property
+    def adapter(self) -> Path:
+        """PEFT folder of the adapters at the end of a run with `model.lora`."""
+        return self.root / "adapter"
+
+    @property
     def reference(self) -> Path:
         """Folder of the reference model, if it is the policy after a warm start."""
         return self.root / "reference"

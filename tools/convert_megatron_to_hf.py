@@ -3,9 +3,11 @@
 python tools/convert_megatron_to_hf.py runs/mine --output models/mine          # the run's newest checkpoint
 python tools/convert_megatron_to_hf.py runs/mine/checkpoints/step-00000020 --output models/mine-20
 python tools/convert_megatron_to_hf.py step-00000020 --origin-hf-dir models/base --output models/mine-20
+python tools/convert_megatron_to_hf.py runs/mine --adapter --output adapters/mine
 
 Weights are streamed one tensor at a time in the dtype of the training, and every file is verified bit by bit against
-the checkpoint. config.json and tokenizer come from the model that the run started from. The output is written
+the checkpoint. config.json and tokenizer come from the model that the run started from. Adapters (model.lora) are
+merged into that model's weights; with --adapter they are written as a PEFT folder instead. The output is written
 atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On a finished output the
 command only verifies it.
 
@@ -36,6 +38,7 @@ def main() -> int:
         help="default: the run's model.dtype, outside a run directory that of DIR/config.json",
     )
     parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
+    parser.add_argument("--adapter", action="store_true", help="write the adapters of model.lora as a PEFT folder")
     arguments = parser.parse_args()
     if not arguments.max_file_gib > 0:
         parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
@@ -48,10 +51,14 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     import torch
 
     from megatron_bapo.commands.convert import byte_progress, find_checkpoint, summary, total_bytes
-    from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
+    from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint, peft_from_checkpoint
 
     found = find_checkpoint(arguments.source, arguments.origin_hf_dir, arguments.dtype)
     dtype: torch.dtype = getattr(torch, found.dtype)
+    if arguments.adapter:
+        num_tensors = peft_from_checkpoint(found.checkpoint, found.origin, arguments.output, dtype)
+        console.print(f"{arguments.output}: {num_tensors} tensors of adapters ({found.dtype})", soft_wrap=True)
+        return 0
     with byte_progress(console, found.checkpoint.name, total_bytes(found.origin, dtype.itemsize)) as advance:
         copied = hugging_face_from_checkpoint(
             found.checkpoint,

@@ -18,6 +18,7 @@ from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.idle_keys import idle_key_warnings
 from megatron_bapo.config.logging_checks import logging_problems, missing_packages
+from megatron_bapo.config.lora_checks import lora_problems
 from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
@@ -87,6 +88,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     rules = (
         *(_layout_problems, _optimizer_problems, _batch_problems, rollout_problems),
         *(algorithm_problems, _data_problems, logging_problems, colocation_problems, transformer_engine_problems),
+        lora_problems,
     )
     return chain.from_iterable(rule(config) for rule in rules)
 

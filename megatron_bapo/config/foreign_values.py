@@ -6,12 +6,16 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from megatron_bapo.config.lora import TargetModule
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """Name of a model on the Hugging Face Hub: `organisation/model`."""
 FOLDERS = ("models", "model", "checkpoints", "checkpoint", "ckpts", "ckpt", "weights", "hf_models", "data")
 """Names before the slash that belong to folders rather than to organisations."""
+FUSED_MODULES = {"linear_qkv": "qkv", "linear_proj": "o", "linear_fc1": ("gate", "up"), "linear_fc2": ("down",)}
+"""Megatron's linear layers and the beginnings of the names of those of Hugging Face models that they consist of."""
 RECOMPUTED = ("core_attn", "mlp", "moe")
 """Modules that parallel.recompute_modules accepts."""
 TRACKERS = ("console", "file", "tensorboard", "wandb", "mlflow")
@@ -253,6 +257,18 @@ def _stage_contents(foreign: Foreign) -> Converted:
     return _all(foreign, counts)
 
 
+def _targets(foreign: Foreign) -> Converted:
+    """Name linear layers as in Hugging Face models; Megatron's fused layers are several of them."""
+    given = _names(foreign.value)
+    if given in (["all-linear"], []):
+        return Converted({})
+    fused = [[f"{part}_proj" for part in FUSED_MODULES.get(name, ())] or [name] for name in map(str, given)]
+    modules, known = [name for names in fused for name in names], get_args(TargetModule)
+    if not {*modules} <= {*known}:
+        raise NoCounterpart(f"the layers are {', '.join(known)}")
+    return _all(foreign, modules)
+
+
 def _any(foreign: Foreign) -> Converted:
     return _all(foreign, True) if foreign.value else Converted({})
 
@@ -364,6 +380,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "two_or_more": Conversion(_two_or_more),
     "tensor_parallel_only": Conversion(_tensor_parallel_only, "true needs tensor parallelism", 1),
     "modules": Conversion(_modules, "of `core_attn`, `mlp`, `moe`"),
+    "targets": Conversion(_targets, "Hugging Face names; `all-linear`: leave it out"),
     "first_stage": Conversion(_first_stage, "`[first, last]`, null where only the other is given"),
     "last_stage": Conversion(_last_stage, "`[first, last]`, null where only the other is given"),
     "stage_contents": Conversion(_stage_contents, "the number of `t` in every model chunk"),

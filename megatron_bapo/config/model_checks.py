@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
+from megatron_bapo.config.lora_checks import lora_shape_problems
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
@@ -148,6 +149,7 @@ def _trainer_shape_problems(
     if architecture.moe_layers:
         yield from _expert_problems(parallel, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
+    yield from lora_shape_problems(config, architecture)
     heads = architecture.num_attention_heads
     if heads % architecture.num_key_value_heads:
         yield (

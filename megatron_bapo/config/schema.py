@@ -16,6 +16,7 @@ from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.logging import LoggingConfig
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
@@ -68,6 +69,7 @@ class ModelConfig(Section):
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Implementation of the layers: Megatron's own with attention in plain torch, or Transformer Engine's fused layers,
     which need a GPU."""
+    lora: LoraConfig | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -374,6 +376,16 @@ class Config(Section):
     def max_model_len(self) -> int:
         """Maximum length of prompt and response together, in tokens."""
         return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def has_new_weights(self) -> bool:
+        """Whether RL starts with other weights than those of `model_path`: after a warm start, or with adapters."""
+        return self.warm_start is not None or (self.model.lora is not None and self.model.lora.path is not None)
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """Whether the trainer holds a reference model beside the policy: that of new adapters is the policy itself."""
+        return self.algorithm.needs_reference and (self.model.lora is None or self.has_new_weights)
 
     @property
     def model_path(self) -> Path:

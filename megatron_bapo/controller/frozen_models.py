@@ -31,14 +31,16 @@ def load_frozen_models(
 ) -> FrozenModels:
     """Load the models that the configuration asks for.
 
-    The reference model is the initial model, or the model after the warm start, which a new run writes to the run
-    directory so that a resumed run can load it. Collective.
+    The reference model has the weights at the first step. Others than those of the model's folder are written to the
+    run directory by a new run, so that a resumed run can load them. New adapters that are off need no copy. Collective.
     """
     config, reference, teacher = worker.config, None, None
-    if config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and not config.has_reference_copy:
+        reference = worker.model.without_adapters()
+    elif config.algorithm.needs_reference:
         announce("loading the reference model")
         path = config.model_path
-        if config.warm_start is not None:
+        if config.has_new_weights:
             path = directory.reference
             if is_new:
                 save_hugging_face(worker.model, worker.groups, config.model_path, path)

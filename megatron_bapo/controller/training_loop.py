@@ -34,7 +34,6 @@ from megatron_bapo.controller.weight_update import probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
-from megatron_bapo.model.hf_export import save_hugging_face
 from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
@@ -42,6 +41,7 @@ from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
+from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
 from megatron_bapo.trainer.micro_batches import Example
@@ -156,7 +156,7 @@ def train(run: Run) -> None:
     evaluate(run)
     run.announce("exporting the model in Hugging Face format")
     with run.colocation.trainer_turn():
-        save_hugging_face(run.worker.model, run.worker.groups, run.config.model_path, run.directory.export)
+        export(run.worker, run.directory.export, run.directory.adapter)
     run.checkpoints.finish()
     run.announce(FINISHED)
 

@@ -65,7 +65,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_layout(architecture, parallel),
-        **_experts(architecture, grouped=fused),
+        **_experts(architecture, grouped=fused and model.lora is None),
         **fp8_settings(fp8),
     )
 

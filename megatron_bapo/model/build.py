@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
-from megatron_bapo.model.hf_mapping import global_name
+from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
 from megatron_bapo.model.layer_specs import block_spec
+from megatron_bapo.model.lora import Adapters, attach_adapters, is_adapter
+from megatron_bapo.model.lora_mapping import adapter_table
 from megatron_bapo.model.packed_attention import PackedRotaryEmbedding
 from megatron_bapo.model.routing_replay import RoutingReplay
 from megatron_bapo.parallel.groups import ParallelGroups
@@ -50,12 +52,34 @@ class PolicyModel:
     """Number of experts of a layer on earlier expert-parallel ranks."""
     routing: RoutingReplay | None = None
     """Routing replay, if `algorithm.routing_replay` is on; a frozen model has none."""
+    adapters: Adapters | None = None
+    """Adapters, with `model.lora`; then no other parameters are trained."""
+    adapters_on: bool = True
+    """Whether the model computes with its adapters."""
+
+    @property
+    def table(self) -> Table:
+        """Mapping of the parameters to Hugging Face tensors."""
+        return TABLE
+
+    @property
+    def trained(self) -> PolicyModel | Adapters:
+        """What the optimizer updates and checkpoints contain: the adapters, or the whole model without any."""
+        return self if self.adapters is None else self.adapters
+
+    def without_adapters(self) -> PolicyModel:
+        """Return the model that the adapters adapt, which has the same parameters in memory."""
+        return replace(self, adapters_on=False)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over this rank's parameters by Megatron name, with layer and expert numbers of the whole model."""
+        """Iterate over this rank's parameters by Megatron name, with layer and expert numbers of the whole model.
+
+        Adapters are not among them.
+        """
         for chunk in self.chunks:
             for name, parameter in chunk.gpt.named_parameters():
-                yield global_name(name, chunk.layer_offset, self.expert_offset), parameter
+                if not is_adapter(name):
+                    yield global_name(name, chunk.layer_offset, self.expert_offset), parameter
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer, [padded vocabulary / tensor size, hidden]; last stage only."""
@@ -100,40 +124,46 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
     architecture = read_architecture(model_path)
     parallel = config.parallel
     megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
-    ddp = DistributedDataParallelConfig()
-    if not frozen:
-        in_fp32 = config.optimizer.grads_dtype == "float32"
-        ddp = ddp_config(parallel, grads_in_fp32=in_fp32, fp8_param=megatron.fp8_param)
     layers = stage_layers(architecture, parallel, groups.pipeline.rank)
     chunks = tuple(
-        _build_chunk(architecture, megatron, ddp, groups, index, layers[index], frozen)
+        _build_chunk(config, architecture, megatron, groups, index, layers[index], frozen)
         for index in range(groups.num_virtual_stages)
     )
-    num_local_experts = architecture.num_experts // groups.expert.size
-    routing = None
+    expert_offset, routing, adapters = _expert_offset(architecture, groups), None, None
     if config.algorithm.routing_replay != "none" and not frozen:
         routing = RoutingReplay.install(architecture, chunks, groups, sp=parallel.sequence_parallel)
-    model = PolicyModel(architecture, megatron, chunks, groups.expert.rank * num_local_experts, routing)
+    if config.model.lora is not None and not frozen:
+        adapters = Adapters(architecture, adapter_table(config.model.lora), chunks, expert_offset)
+    model = PolicyModel(architecture, megatron, chunks, expert_offset, routing, adapters)
     if not frozen:
         _connect_to_schedule(model, parallel)
     return model
 
 
+def _expert_offset(architecture: Architecture, groups: ParallelGroups) -> int:
+    """Return the number of experts of a layer on earlier expert-parallel ranks."""
+    return groups.expert.rank * (architecture.num_experts // groups.expert.size)
+
+
 def _build_chunk(
+    config: Config,
     architecture: Architecture,
-    config: TransformerConfig,
-    ddp_config: DistributedDataParallelConfig,
+    megatron: TransformerConfig,
     groups: ParallelGroups,
     index: int,
     layers: range,
     frozen: bool,
 ) -> Chunk:
+    parallel, lora, ddp = config.parallel, config.model.lora, DistributedDataParallelConfig()
+    if not frozen:
+        in_fp32 = config.optimizer.grads_dtype == "float32"
+        ddp = ddp_config(parallel, grads_in_fp32=in_fp32, fp8_param=megatron.fp8_param)
     vp_stage = index if groups.num_virtual_stages > 1 else None
-    spec: Any = block_spec(config, architecture.moe_layers, layers)
+    spec: Any = block_spec(megatron, architecture.moe_layers, layers, fused_linear=lora is None)
     # With gradients enabled, Megatron would keep a copy of the initial values of FP8 weights, which are loaded next.
-    with torch.set_grad_enabled(not config.fp8_param):
+    with torch.set_grad_enabled(not megatron.fp8_param):
         gpt = GPTModel(
-            config,
+            megatron,
             spec,
             architecture.padded_vocab_size(groups.tensor.size),
             architecture.max_position_embeddings,
@@ -155,13 +185,16 @@ def _build_chunk(
         # overlap_param_gather.
         gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
     gpt = gpt.to(local_device()).requires_grad_(not frozen)
-    ddp = DistributedDataParallel(
-        config,
-        ddp_config,
-        Float16Module(config, gpt) if config.bf16 else gpt,
+    if lora is not None and not frozen:
+        offsets = {"layer_offset": layers.start, "expert_offset": _expert_offset(architecture, groups)}
+        attach_adapters(gpt, architecture, lora, groups, **offsets, sp=parallel.sequence_parallel)
+    wrapped = DistributedDataParallel(
+        megatron,
+        ddp,
+        Float16Module(megatron, gpt) if megatron.bf16 else gpt,
         disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
-    return Chunk(gpt, ddp, layers.start)
+    return Chunk(gpt, wrapped, layers.start)
 
 
 def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

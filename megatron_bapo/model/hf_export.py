@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,10 +18,10 @@ import torch
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.files import flush
-from megatron_bapo.model.build import PolicyModel, finish_param_gather
+from megatron_bapo.model.build import Chunk, PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
-from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, lookup
-from megatron_bapo.model.precision import values_of
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, lookup
+from megatron_bapo.model.lora import merged_values
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.weight_sync.version_file import raw_bytes, table_of_contents
@@ -30,6 +30,13 @@ COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model",
 )  # fmt: skip
+
+
+class StageTensors(Tensors, Protocol):
+    """Tensors of one pipeline stage in DDP wrappers."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
 
 
 class Read(Protocol):
@@ -42,7 +49,7 @@ class Read(Protocol):
 
 
 def _weights(parameter: torch.nn.Parameter, *, to: int) -> torch.Tensor:
-    return values_of(parameter)
+    return merged_values(parameter)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class _Share:
         return (self.shards.rank, self.replicas.rank) == self.owner
 
 
-def _rounds(model: PolicyModel, groups: ParallelGroups) -> list[list[_Share]]:
+def _rounds(model: StageTensors, groups: ParallelGroups) -> list[list[_Share]]:
     """Return this rank's shares of what its stage streams, in rounds that are the same on all ranks of the stage.
 
     The owner of a parameter is the rank with the fewest elements so far among the ranks that have a part of it. The
@@ -73,7 +80,7 @@ def _rounds(model: PolicyModel, groups: ParallelGroups) -> list[list[_Share]]:
     """
     architecture, num_ranks = model.architecture, groups.stage_size
     entries = [
-        (parameter, lookup(name))
+        (parameter, lookup(name, model.table))
         for name, parameter in model.named_parameters()
         if name != "output_layer.weight" or not architecture.tie_word_embeddings
     ]
@@ -99,7 +106,7 @@ def _rounds(model: PolicyModel, groups: ParallelGroups) -> list[list[_Share]]:
     return rounds
 
 
-def own_shapes(model: PolicyModel, groups: ParallelGroups) -> dict[str, Shape]:
+def own_shapes(model: StageTensors, groups: ParallelGroups) -> dict[str, Shape]:
     """Return name and shape of the tensors that `stream_tensors` yields on this rank, in that order."""
     return {
         name: shape
@@ -134,7 +141,7 @@ def merge(
         shard = next(remaining)
         if row.layout is None:
             return [shard]
-        pieces = row.layout(architecture, rank, num_ranks)
+        pieces = row.pieces(architecture, rank, num_ranks)
         if num_ranks == 1 and len(pieces) == len(entry.names):
             return [shard.narrow(row.dim, piece.local_start, piece.size) for piece in pieces]
         merged = merged or [shard.new_empty(shape) for shape in entry.shapes(architecture)]
@@ -163,7 +170,7 @@ def _gather_parameter(
 
 @torch.no_grad()
 def stream_tensors(
-    model: PolicyModel, groups: ParallelGroups, *, read: Read | None = None
+    model: StageTensors, groups: ParallelGroups, *, read: Read | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor on the CPU) of the parameters that this rank owns in its pipeline stage.
 
@@ -206,7 +213,7 @@ def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tu
     assert not absent, f"{len(absent)} of {len(shapes)} tensors are missing from the stream, first {absent[0]}"
 
 
-def write_stage(folder: Path, model: PolicyModel, groups: ParallelGroups, *, read: Read | None = None) -> None:
+def write_stage(folder: Path, model: StageTensors, groups: ParallelGroups, *, read: Read | None = None) -> None:
     """Write this stage to safetensors files with names in Hugging Face's style, one file per rank that owns tensors.
 
     A rank that cannot write its file still sends the other ranks their tensors before it raises.

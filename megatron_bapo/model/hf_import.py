@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture, listed_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.model.hf_mapping import Entry, Shape, expected_shapes, lookup
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, lookup
 from megatron_bapo.model.precision import set_values
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
+
+
+class Source(Protocol):
+    """Tensors with Hugging Face names."""
+
+    def slice(self, name: str) -> Any:
+        """Return a tensor, or a lazy view of it; indexing it reads only that part."""
+        ...
 
 
 class SafetensorsFolder:
@@ -117,21 +123,24 @@ def local_tensor(
     row = entry.row
     if row.layout is None:
         return sources[0][:]
-    pieces = sorted(row.layout(architecture, rank, num_ranks), key=lambda piece: piece.local_start)
+    pieces = sorted(row.pieces(architecture, rank, num_ranks), key=lambda piece: piece.local_start)
     parts = []
     for piece in pieces:
         span = slice(piece.hf_start, piece.hf_start + piece.size)
         parts.append(sources[piece.part][span] if row.dim == 0 else sources[piece.part][:, span])
     shape = entry.local_shape(architecture, num_ranks)
-    if padding := shape[row.dim] - sum(piece.size for piece in pieces):
-        return F.pad(parts[0], (0, 0, 0, padding))  # the vocabulary, in one piece
+    if sum(piece.size for piece in pieces) < shape[row.dim]:  # padding of the vocabulary, or parts without a tensor
+        whole = torch.zeros(shape, dtype=parts[0].dtype if parts else torch.float32)
+        for piece, part in zip(pieces, parts, strict=True):
+            whole.narrow(row.dim, piece.local_start, piece.size).copy_(part)
+        return whole
     return parts[0] if len(parts) == 1 else torch.cat(parts, row.dim)
 
 
 @torch.no_grad()
 def load_tensors(
-    model: PolicyModel,
-    folder: SafetensorsFolder,
+    model: Tensors,
+    folder: Source,
     groups: ParallelGroups,
     *,
     write: Write = set_values,
@@ -144,7 +153,7 @@ def load_tensors(
     """
     architecture = model.architecture
     for name, parameter in model.named_parameters():
-        entry = lookup(name)
+        entry = lookup(name, model.table)
         axis = split_axis(entry, groups)
         shape = entry.local_shape(architecture, axis.size)
         assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, but its row has {list(shape)}"
@@ -153,9 +162,7 @@ def load_tensors(
         write(parameter, local_tensor(entry, architecture, sources, axis.rank, axis.size))
 
 
-def load_hugging_face(
-    model: PolicyModel, model_path: Path, groups: ParallelGroups, *, write: Write = set_values
-) -> None:
+def load_hugging_face(model: Tensors, model_path: Path, groups: ParallelGroups, *, write: Write = set_values) -> None:
     """Load a Hugging Face checkpoint folder; `write` is called as in `load_tensors`.
 
     Raises UserError if a tensor is missing, differs in shape from config.json, or does not belong to the model.

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Literal, Protocol
+
+import torch
 
 from megatron_bapo.config.architecture import Architecture
 
@@ -71,7 +73,7 @@ class Row:
     megatron: tuple[str, ...]
     """Name in the local specs and, if it differs, in the Transformer Engine specs, without `decoder.layers.N.`."""
     hugging_face: tuple[tuple[str, str], ...]
-    """(name, dims) of each tensor; dims are named as in `_lengths`."""
+    """(name, dims) of each tensor; a dim is a name of `_lengths` or a number."""
     layout: Layout | None = None
     """Split of the parameter; None means that every rank of the tensor axis has the whole tensor."""
     dim: int = 0
@@ -80,6 +82,21 @@ class Row:
     """Mesh axis over which the layout splits the parameter."""
     is_in: Callable[[Architecture, int], bool] = lambda _arch, _layer: True
     """Whether a layer of a model has the parameter."""
+    parts: tuple[int, ...] | None = None
+    """Parts of the layout that are the tensors of `hugging_face`; None: all. Rows of other parts are zero."""
+
+    def pieces(self, arch: Architecture, rank: int, num_ranks: int) -> list[Piece]:
+        """Return the pieces of one rank, whose parts count the tensors of `hugging_face`."""
+        assert self.layout is not None, f"{self.megatron[0]} is not split"
+        pieces = self.layout(arch, rank, num_ranks)
+        if self.parts is None:
+            return pieces
+        return [replace(piece, part=self.parts.index(piece.part)) for piece in pieces if piece.part in self.parts]
+
+    def local_length(self, arch: Architecture, num_ranks: int) -> int:
+        """Return the length of the split dim on each rank, with the rows of parts that are no tensors."""
+        assert self.layout is not None, f"{self.megatron[0]} is not split"
+        return sum(piece.size for piece in self.layout(arch, 0, num_ranks))
 
     @property
     def is_expert(self) -> bool:
@@ -203,7 +220,23 @@ TABLE = (
     ),
 )
 
-_ROWS = {name: row for row in TABLE for name in row.megatron}
+Table = tuple[Row, ...]
+
+
+class Tensors(Protocol):
+    """Parameters of one rank that a table maps to Hugging Face tensors: a model, or its adapters."""
+
+    @property
+    def architecture(self) -> Architecture: ...
+
+    @property
+    def table(self) -> Table: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters by their names from `global_name`."""
+        ...
+
+
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
@@ -234,7 +267,10 @@ class Entry:
     def shapes(self, arch: Architecture) -> list[Shape]:
         """Return the shapes of the Hugging Face tensors."""
         lengths = _lengths(arch)
-        return [tuple(lengths[dim] for dim in dims.split()) for _, dims in self.row.hugging_face]
+        return [
+            tuple(int(dim) if dim.isdecimal() else lengths[dim] for dim in dims.split())
+            for _, dims in self.row.hugging_face
+        ]
 
     def local_shape(self, arch: Architecture, num_ranks: int) -> Shape:
         """Return the shape of the parameter on each of the ranks over which the layout splits it."""
@@ -242,7 +278,7 @@ class Entry:
         if self.row.layout is _vocabulary:
             shape[0] = arch.padded_vocab_size(num_ranks) // num_ranks
         elif self.row.layout is not None:
-            shape[self.row.dim] = sum(piece.size for piece in self.row.layout(arch, 0, num_ranks))
+            shape[self.row.dim] = self.row.local_length(arch, num_ranks)
         return tuple(shape)
 
 
@@ -251,24 +287,33 @@ def _entry(row: Row, layer: int, expert: int) -> Entry:
     return Entry(row, names, layer, expert)
 
 
-def lookup(name: str) -> Entry:
+@lru_cache
+def _by_name(table: Table) -> dict[str, Row]:
+    return {name: row for row in table for name in row.megatron}
+
+
+def lookup(name: str, table: Table = TABLE) -> Entry:
     """Return the table entry of a parameter, given its name from `global_name`."""
     layer = _LAYER.fullmatch(name)
     expert = _EXPERT_NUMBER.fullmatch(layer[3]) if layer else None
-    row = _ROWS.get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name)
+    row = _by_name(table).get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name)
     assert row is not None, f"no row in model/hf_mapping.py for the parameter {name}"
     return _entry(row, int(layer[2]) if layer else 0, int(expert[2]) if expert else 0)
 
 
-def entries(arch: Architecture) -> Iterator[Entry]:
+def entries(arch: Architecture, table: Table = TABLE) -> Iterator[Entry]:
     """Iterate over the entries of the whole model."""
-    for row in TABLE:
+    for row in table:
         for layer in range(arch.num_hidden_layers if row.is_in_layers else 1):
             if row.is_in(arch, layer):
                 for expert in range(arch.num_experts if row.is_expert else 1):
                     yield _entry(row, layer, expert)
 
 
-def expected_shapes(arch: Architecture) -> dict[str, Shape]:
+def expected_shapes(arch: Architecture, table: Table = TABLE) -> dict[str, Shape]:
     """Return name and shape of every tensor in a complete Hugging Face checkpoint of this architecture."""
-    return {name: shape for entry in entries(arch) for name, shape in zip(entry.names, entry.shapes(arch), strict=True)}
+    return {
+        name: shape
+        for entry in entries(arch, table)
+        for name, shape in zip(entry.names, entry.shapes(arch), strict=True)
+    }

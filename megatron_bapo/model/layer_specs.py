@@ -47,10 +47,24 @@ def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None
     return spec
 
 
-def block_spec(config: TransformerConfig, moe_layers: frozenset[int], layers: range) -> TransformerBlockSubmodules:
-    """Return the spec of consecutive layers; `layers` and `moe_layers` are numbers of the whole model, from 0."""
+def _layer_with_separate_linear(config: TransformerConfig, num_experts: int | None) -> Any:
+    """Return the spec with Megatron's own linear layers, whose inputs adapters can read, and fused attention."""
+    spec = _local_layer(config, num_experts)
+    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    return spec
+
+
+def block_spec(
+    config: TransformerConfig, moe_layers: frozenset[int], layers: range, *, fused_linear: bool = True
+) -> TransformerBlockSubmodules:
+    """Return the spec of consecutive layers; `layers` and `moe_layers` are numbers of the whole model, from 0.
+
+    Without `fused_linear`, Transformer Engine's layers are used for attention only.
+    """
     fused = config.transformer_impl == "transformer_engine"
-    make_layer = _transformer_engine_layer if fused else _local_layer
+    make_layer = _local_layer
+    if fused:
+        make_layer = _transformer_engine_layer if fused_linear else _layer_with_separate_linear
     norm: Any = TENorm if fused else RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[make_layer(config, config.num_moe_experts if i in moe_layers else None) for i in layers],

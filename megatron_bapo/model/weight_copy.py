@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,14 @@ class CopyResult:
     """Number of files that an earlier call had already written."""
 
 
+class Tensors(Protocol):
+    """Whole tensors by Hugging Face name, such as `SafetensorsFolder`."""
+
+    def shapes(self) -> dict[str, Shape]: ...
+
+    def slice(self, name: str) -> Any: ...
+
+
 def plan_files(shapes: dict[str, Shape], itemsize: int, max_file_bytes: int) -> list[dict[str, Shape]]:
     """Assign tensors to files in order; a file exceeds the limit only if a single tensor does."""
     files: list[dict[str, Shape]] = [{}]
@@ -45,7 +54,7 @@ def plan_files(shapes: dict[str, Shape], itemsize: int, max_file_bytes: int) -> 
 
 
 def copy_tensors(
-    source: SafetensorsFolder,
+    source: Tensors,
     shapes: dict[str, Shape],
     folder: Path,
     dtype: torch.dtype,
@@ -78,7 +87,7 @@ def copy_tensors(
 
 def first_difference(
     written: SafetensorsFolder,
-    source: SafetensorsFolder,
+    source: Tensors,
     shapes: dict[str, Shape],
     dtype: torch.dtype,
     advance: Advance,
@@ -94,15 +103,13 @@ def first_difference(
     return next(iter(found.keys() - shapes), None)
 
 
-def _read(source: SafetensorsFolder, name: str, dtype: torch.dtype, advance: Advance) -> torch.Tensor:
+def _read(source: Tensors, name: str, dtype: torch.dtype, advance: Advance) -> torch.Tensor:
     tensor = source.slice(name)[:].to(dtype)
     advance(tensor.numel() * tensor.itemsize)
     return tensor
 
 
-def _has_tensors(
-    path: Path, source: SafetensorsFolder, part: dict[str, Shape], dtype: torch.dtype, advance: Advance
-) -> bool:
+def _has_tensors(path: Path, source: Tensors, part: dict[str, Shape], dtype: torch.dtype, advance: Advance) -> bool:
     """Whether the file contains exactly these tensors, with the bits of the source."""
     if not path.is_file():
         return False

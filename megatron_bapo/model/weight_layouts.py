@@ -59,7 +59,7 @@ def _entry_shards(
     found: dict[str, list[Shard]] = {name: [] for name in entry.names}
     for rank in range(size):
         holders = tuple(stage[first + rank :: stride])
-        for piece in row.layout(arch, rank, size):
+        for piece in row.pieces(arch, rank, size):
             if piece.size:
                 box = _part(shapes[piece.part], row.dim, piece.hf_start, piece.size)
                 found[entry.names[piece.part]].append(Shard(box, holders))

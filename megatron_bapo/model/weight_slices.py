@@ -9,7 +9,7 @@ import torch
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_import import split_axis
 from megatron_bapo.model.hf_mapping import lookup
-from megatron_bapo.model.precision import values_of
+from megatron_bapo.model.lora import merged_values
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.weight_sync.plan import Box, Slice
 
@@ -24,17 +24,17 @@ class _LocalBox:
     local_start: int
 
     def view(self, box: Box) -> torch.Tensor:
-        tensor = values_of(self.parameter)
+        spans = []
         for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
             first = start - self.box.start[dim] + (self.local_start if dim == self.dim else 0)
-            tensor = tensor.narrow(dim, first, size)
-        return tensor
+            spans.append(slice(first, first + size))
+        return merged_values(self.parameter, *spans)
 
 
 class LocalSlices:
     """This rank's parameters by Hugging Face name. Calling the object with a slice returns a view of the parameter.
 
-    For a parameter in FP8 the call returns a new tensor with its values.
+    For a parameter in FP8, or with an adapter, which is merged, the call returns a new tensor with its values.
     """
 
     def __init__(self, model: PolicyModel, groups: ParallelGroups) -> None:
@@ -48,7 +48,7 @@ class LocalSlices:
             if row.layout is None:
                 self._boxes[entry.names[0]] = [_LocalBox(Box.whole(shapes[0]), parameter, 0, 0)]
                 continue
-            for piece in row.layout(architecture, axis.rank, axis.size):
+            for piece in row.pieces(architecture, axis.rank, axis.size):
                 shape, start = list(shapes[piece.part]), [0] * len(shapes[piece.part])
                 start[row.dim], shape[row.dim] = piece.hf_start, piece.size
                 local = _LocalBox(Box(tuple(start), tuple(shape)), parameter, row.dim, piece.local_start)

@@ -63,8 +63,10 @@ with warnings.catch_warnings(), _without_wandb():
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
     )
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,6 +98,7 @@ __all__ = [
     "dequantize_fp8_tensor",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
+    "get_cuda_rng_tracker",
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_gpt_layer_with_transformer_engine_spec",
@@ -103,6 +106,8 @@ __all__ = [
     "is_float8tensor",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "thd_sequences",
 ]
 

@@ -10,7 +10,7 @@ again for the gradients of the weights (arXiv 2205.05198).
 from __future__ import annotations
 
 from collections import Counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -57,7 +57,9 @@ def sent_bytes(
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
-    chunks = [chunk_parameters(arch, Split.of(parallel), chunk) for chunk in stage_chunks(arch, parallel, stage)]
+    split = Split.of(parallel)
+    lora: Any = config.model.lora
+    chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
         forward, backward = _units(parallel, chunk)
         sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
@@ -74,7 +76,7 @@ def sent_bytes(
     reduced = DTYPE_BYTES[config.optimizer.grads_dtype]
     groups = (False, "data", data_context_size(parallel)), (True, "expert data", expert_data_size(parallel))
     for is_expert, name, size in groups:
-        num = sum(p.numel for chunk in chunks for p in chunk if p.is_expert == is_expert)
+        num = sum(p.numel for chunk in chunks for p in chunk if p.is_trained and p.is_expert == is_expert)
         gathered = b if parallel.use_distributed_optimizer else reduced
         sent[name] = num * (reduced + gathered) * (size - 1) // size
     return +sent

@@ -44,6 +44,9 @@ class Passes:
         return Passes(self.forward * factor, self.backward * factor)
 
 
+BF16_BYTES = 2
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The speed of a GPU's kernels in one precision."""
@@ -52,6 +55,10 @@ class Kernels:
     assumptions: Assumptions
     fp8_recipe: str | None = None
     """Scaling recipe of the products in FP8; None: bfloat16."""
+    is_frozen: bool = False
+    """Whether weights have no gradients."""
+    has_adapters: bool = False
+    """Whether linear layers have low-rank adapters."""
 
     @property
     def flops_per_s(self) -> float:
@@ -84,9 +91,16 @@ class Kernels:
         return count * min(whole, max(smaller, whole / 4))
 
     def linear(self, rows: float, columns: float, inner: float, count: float = 1.0) -> Passes:
-        """Return the seconds of a linear layer: one product forward, and one each for input and weight backward."""
-        backward = self.product(rows, inner, columns, count) + self.product(columns, inner, rows, count)
-        return Passes(self.product(rows, columns, inner, count), backward)
+        """Return the seconds of a linear layer: one product forward, and one each for input and weight backward.
+
+        A frozen weight has no gradient. Products with an adapter's few columns take as long as moving the layer's input
+        and output, which is read and written again.
+        """
+        once = Passes(self.product(rows, columns, inner, count), self.product(rows, inner, columns, count))
+        if not self.is_frozen:
+            once += Passes(0.0, self.product(columns, inner, rows, count))
+        adapter_bytes = BF16_BYTES * count * rows * (inner + 2 * columns) * self.has_adapters
+        return once + self.moved(adapter_bytes)
 
     def moved(self, num_bytes: float, backward: float = ELEMENTWISE_BACKWARD) -> Passes:
         """Return the seconds of kernels that move this many bytes forward."""

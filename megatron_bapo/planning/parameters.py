@@ -8,10 +8,12 @@ built models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
 
@@ -28,6 +30,8 @@ class Parameter:
     """True if gradients are summed over the ranks with the same experts, not all data- and context-parallel ranks."""
     shares_embedding: bool = False
     """True for tied embeddings on different pipeline stages: each copy has its own gradient bucket."""
+    is_trained: bool = True
+    """False for weights that are frozen because the model has adapters."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,12 @@ class Split:
 
 
 @lru_cache(maxsize=32)
-def chunk_parameters(architecture: Architecture, split: Split, chunk: ChunkShape) -> tuple[Parameter, ...]:
-    """Return the parameters of a chunk on one rank of the stage, in Megatron's order."""
-    return tuple(_each_parameter(architecture, split, chunk))
+def chunk_parameters(
+    architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None = None
+) -> tuple[Parameter, ...]:
+    """Return the parameters of a chunk on one rank of the stage, adapters included, in Megatron's order."""
+    parameters = _each_parameter(architecture, split, chunk, lora)
+    return tuple(replace(p, is_trained=lora is None or ".adapter." in p.name) for p in parameters)
 
 
 def whole_model(architecture: Architecture) -> ChunkShape:
@@ -81,6 +88,13 @@ def whole_model(architecture: Architecture) -> ChunkShape:
 def num_parameters(architecture: Architecture) -> int:
     """Return the whole model's parameter count; tied weights count once, vocabulary padding does not count."""
     return sum(parameter.numel for parameter in chunk_parameters(architecture, Split(), whole_model(architecture)))
+
+
+def num_trained_parameters(architecture: Architecture, lora: LoraConfig | None) -> int:
+    """Return the whole model's number of parameters that the optimizer updates."""
+    hashable: Any = lora
+    parameters = chunk_parameters(architecture, Split(), whole_model(architecture), hashable)
+    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
 
 
 def num_active_parameters(architecture: Architecture) -> int:
@@ -94,41 +108,68 @@ def num_active_parameters(architecture: Architecture) -> int:
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
 
-def _each_parameter(architecture: Architecture, split: Split, chunk: ChunkShape) -> Iterator[Parameter]:
+def _each_parameter(
+    architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None
+) -> Iterator[Parameter]:
     vocabulary = architecture.padded_vocab_size(split.tensor) // split.tensor * architecture.hidden_size
     spread = architecture.tie_word_embeddings and split.pipeline > 1
     if chunk.has_embedding:
         yield Parameter("embedding.word_embeddings.weight", vocabulary, shares_embedding=spread)
     for layer in chunk.layers:
-        yield from _layer_parameters(architecture, split, layer)
+        yield from _layer_parameters(architecture, split, layer, lora)
     if chunk.has_output:
         yield Parameter("decoder.final_layernorm.weight", architecture.hidden_size)
     if chunk.has_output and (spread or not architecture.tie_word_embeddings):
         yield Parameter("output_layer.weight", vocabulary, shares_embedding=spread)
 
 
-def _layer_parameters(arch: Architecture, split: Split, layer: int) -> Iterator[Parameter]:
-    prefix, tp = f"decoder.layers.{layer}.", split.tensor
+def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraConfig | None) -> Iterator[Parameter]:
+    prefix, tp, hidden = f"decoder.layers.{layer}.", split.tensor, arch.hidden_size
+    attention, heads = f"{prefix}self_attention.", arch.num_attention_heads * arch.head_dim // tp
     qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
-    yield Parameter(f"{prefix}input_layernorm.weight", arch.hidden_size)
-    proj = arch.hidden_size * arch.num_attention_heads * arch.head_dim // tp
-    yield Parameter(f"{prefix}self_attention.linear_proj.weight", proj)
-    yield Parameter(f"{prefix}self_attention.linear_qkv.weight", qkv * arch.hidden_size)
-    if arch.family.qkv_bias:
-        yield Parameter(f"{prefix}self_attention.linear_qkv.bias", qkv)
+    yield Parameter(f"{prefix}input_layernorm.weight", hidden)
+    yield from _linear(f"{attention}linear_proj", hidden, heads, ("o_proj",), lora)
+    parts, bias = ("q_proj", "k_proj", "v_proj"), arch.family.qkv_bias
+    yield from _linear(f"{attention}linear_qkv", qkv, hidden, parts, lora, bias=bias)
     if arch.family.qk_norm:
-        yield Parameter(f"{prefix}self_attention.q_layernorm.weight", arch.head_dim)
-        yield Parameter(f"{prefix}self_attention.k_layernorm.weight", arch.head_dim)
-    yield Parameter(f"{prefix}pre_mlp_layernorm.weight", arch.hidden_size)
+        yield Parameter(f"{attention}q_layernorm.weight", arch.head_dim)
+        yield Parameter(f"{attention}k_layernorm.weight", arch.head_dim)
+    yield Parameter(f"{prefix}pre_mlp_layernorm.weight", hidden)
     if layer not in arch.moe_layers:
-        mlp = arch.intermediate_size * arch.hidden_size // tp
-        yield Parameter(f"{prefix}mlp.linear_fc1.weight", 2 * mlp)
-        yield Parameter(f"{prefix}mlp.linear_fc2.weight", mlp)
+        yield from _mlp(f"{prefix}mlp.", hidden, arch.intermediate_size // tp, lora)
         return
-    yield Parameter(f"{prefix}mlp.router.weight", arch.num_experts * arch.hidden_size)
-    mlp = arch.moe_intermediate_size * arch.hidden_size // split.expert_tensor
+    yield Parameter(f"{prefix}mlp.router.weight", arch.num_experts * hidden)
+    width = arch.moe_intermediate_size // split.expert_tensor
     for expert in range(arch.num_experts // split.expert):
-        name = f"{prefix}mlp.experts.local_experts.{expert}."
         # Without expert parallelism Megatron reduces experts' gradients like all others.
-        yield Parameter(f"{name}linear_fc1.weight", 2 * mlp, is_expert=split.expert > 1)
-        yield Parameter(f"{name}linear_fc2.weight", mlp, is_expert=split.expert > 1)
+        name = f"{prefix}mlp.experts.local_experts.{expert}."
+        yield from _mlp(name, hidden, width, lora, is_expert=split.expert > 1)
+
+
+def _mlp(
+    name: str, hidden: int, width: int, lora: LoraConfig | None, *, is_expert: bool = False
+) -> Iterator[Parameter]:
+    parts = ("gate_proj", "up_proj")
+    yield from _linear(f"{name}linear_fc1", 2 * width, hidden, parts, lora, is_expert=is_expert)
+    yield from _linear(f"{name}linear_fc2", hidden, width, ("down_proj",), lora, is_expert=is_expert)
+
+
+def _linear(
+    name: str,
+    outputs: int,
+    inputs: int,
+    parts: tuple[str, ...],
+    lora: LoraConfig | None,
+    *,
+    bias: bool = False,
+    is_expert: bool = False,
+) -> Iterator[Parameter]:
+    """Yield the parameters of a linear layer with `parts` fused Hugging Face modules, and of its adapter."""
+    yield Parameter(f"{name}.weight", outputs * inputs, is_expert)
+    if bias:
+        yield Parameter(f"{name}.bias", outputs)
+    targets = [part for part in parts if lora is not None and part in lora.target_modules]
+    if lora is not None and targets:
+        for part in targets:
+            yield Parameter(f"{name}.adapter.lora_A_{part}", lora.rank * inputs, is_expert)
+        yield Parameter(f"{name}.adapter.lora_B", outputs * lora.rank, is_expert)

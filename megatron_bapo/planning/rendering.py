@@ -15,7 +15,7 @@ from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
-from megatron_bapo.planning.parameters import num_active_parameters, num_parameters
+from megatron_bapo.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.search import NEAR_BEST, changes
 from megatron_bapo.planning.spread import step_range
@@ -134,9 +134,16 @@ def _print_line(console: Console, line: str) -> None:
 def _model_rows(plan: Plan, where: str) -> Rows:
     arch, gpu = plan.architecture, plan.gpu
     count, active = num_parameters(arch), num_active_parameters(arch)
+    lora, adapters = plan.config.model.lora, []
+    if lora is not None:
+        trained = num_trained_parameters(arch, lora) / 1e6
+        adapters = [
+            ("trained", f"adapters of rank {lora.rank}: {trained:,.1f}M parameters, {trained / count * 1e8:.2f}%")
+        ]
     shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
     return [
         ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
+        *adapters,
         ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
         (
             "each GPU",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
@@ -22,6 +22,7 @@ from megatron_bapo.planning.layer_time import (
     output_block,
 )
 from megatron_bapo.planning.model_state import data_context_size, expert_data_size, model_state
+from megatron_bapo.planning.precision import DTYPE_BYTES
 from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 
@@ -174,7 +175,8 @@ class _MicroBatchPasses:
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         sp = tp if parallel.sequence_parallel else 1
         self.tokens, self.links = tokens / cp, Links(gpu, assumptions)
-        wide = Kernels(gpu, assumptions)
+        has_adapters = config.model.lora is not None
+        wide = Kernels(gpu, assumptions, is_frozen=has_adapters, has_adapters=has_adapters)
         num_moe, num_layers = len(arch.moe_layers), arch.num_hidden_layers
         num_bf16 = num_layers if config.fp8 is None else min(num_layers, sum(config.fp8.num_bf16_layers))
         narrow = Kernels(gpu, assumptions, None if config.fp8 is None else config.fp8.recipe)
@@ -199,7 +201,7 @@ class _MicroBatchPasses:
         attended, fed = mean(attention), (mean(mlp), mean(experts))
         self.layers = [attended + part for part in fed]
         """Of a dense layer and of one with experts."""
-        self.output = output_block(wide, arch, tp, self.tokens)
+        self.output = output_block(replace(wide, has_adapters=False), arch, tp, self.tokens)
         scores = 2.0 * arch.num_attention_heads * arch.head_dim * square / (tp * cp)
         scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
         self.recomputed_collectives = float(parallel.recompute_granularity == "full")
@@ -236,7 +238,9 @@ def _update_seconds(config: Config, arch: Architecture, gpu: Gpu, assumptions: A
     state = max(states, key=lambda each: each.gradients)
     ranks = max(dense, expert_data_size(parallel) if arch.moe_layers else 1)
     link = Links(gpu, assumptions).bandwidth(parallel.tensor_model_parallel_size * dense)
-    scatter, gather = state.gradients / link, state.parameters / link
+    grad_bytes = min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype])
+    trained = state.gradients / grad_bytes * DTYPE_BYTES[config.model.dtype]
+    scatter, gather = state.gradients / link, min(state.parameters, trained) / link
     hidden = assumptions.overlap
     data = scatter * (1 - hidden * parallel.overlap_grad_reduce)
     if parallel.use_distributed_optimizer:

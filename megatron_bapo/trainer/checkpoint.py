@@ -5,7 +5,10 @@ A checkpoint can be loaded with any parallel layout.
     checkpoints/step-00000020/
         weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file per rank that owns tensors
         state.json                       counters, Adam's step count, position in the prompt data
+        adapter_config.json              with `model.lora`, PEFT's config of the adapters
         in_flight/                       rollouts for later batches, if there are any
+
+With `model.lora` it contains the adapters, under PEFT's names; the frozen weights are those of the run's model.
 
 Before Adam's first step its moments are zero and are not saved.
 
@@ -28,6 +31,7 @@ from megatron_bapo.files import flush
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
+from megatron_bapo.model.peft_folder import write_adapter_config
 from megatron_bapo.parallel.collectives import barrier, broadcast_object
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.optimizer import STATES, State
@@ -116,6 +120,8 @@ def begin(
             (draft.partial / _FOLDERS[state_name]).mkdir(parents=True)
         if rollouts is not None:
             draft.content["data"] = rollouts.begin_saving(draft.partial)
+        if (lora := worker.config.model.lora) is not None:
+            write_adapter_config(draft.partial, lora, worker.config.model_path)
     barrier(worker.groups)
     return draft
 
@@ -129,7 +135,7 @@ def write_tensors(draft: Draft, model: PolicyModel, groups: ParallelGroups, read
     for state_name in draft.states:
         folder = draft.partial / _FOLDERS[state_name]
         try:
-            write_stage(folder, model, groups, read=functools.partial(read, state=state_name))
+            write_stage(folder, model.trained, groups, read=functools.partial(read, state=state_name))
         except OSError as failure:
             failures.append(failure)
     if failures:
@@ -160,7 +166,7 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     for state_name in _stored(state["adam_step"]):
         with SafetensorsFolder(checkpoint / _FOLDERS[state_name]) as folder:
             write = functools.partial(_write, worker, state_name)
-            load_tensors(worker.model, folder, worker.groups, write=write)
+            load_tensors(worker.model.trained, folder, worker.groups, write=write)
     worker.optimizer.num_steps = state["adam_step"]
     return state
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megatron_bapo.files import make_folder
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes
-from megatron_bapo.model.weight_copy import Advance, CopyResult, copy_tensors, first_difference
+from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
+from megatron_bapo.model.weight_copy import Advance, CopyResult, Tensors, copy_tensors, first_difference
 from megatron_bapo.trainer.checkpoint import WEIGHTS, write_state
 
 
@@ -37,7 +39,9 @@ def checkpoint_from_hugging_face(
     def complete(partial: Path) -> None:
         write_state(partial, state, adam_step=0)
 
-    return _convert(source, target, WEIGHTS, architecture, torch.float32, complete, max_file_bytes, advance)
+    with SafetensorsFolder(source) as tensors:
+        check_tensors(tensors.shapes(), architecture, source)
+        return _convert(tensors, target, WEIGHTS, architecture, torch.float32, complete, max_file_bytes, advance)
 
 
 def hugging_face_from_checkpoint(
@@ -45,18 +49,46 @@ def hugging_face_from_checkpoint(
 ) -> CopyResult:
     """Convert a trainer checkpoint to the Hugging Face folder `target`; config and tokenizer files come from `origin`.
 
-    Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
+    Adapters are merged into the weights of `origin`. Raises UserError under the same conditions as
+    `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
 
     def complete(partial: Path) -> None:
         complete_folder(partial, architecture, dtype, origin)
 
-    return _convert(checkpoint / WEIGHTS, target, ".", architecture, dtype, complete, max_file_bytes, advance)
+    weights = checkpoint / WEIGHTS
+    with SafetensorsFolder(weights) as saved, ExitStack() as stack:
+        tensors: Tensors = saved
+        if (checkpoint / ADAPTER_CONFIG).is_file():
+            lora = read_adapter_config(checkpoint)
+            weights, tensors = origin, MergedTensors(stack.enter_context(SafetensorsFolder(origin)), saved, lora)
+        check_tensors(tensors.shapes(), architecture, weights)
+        return _convert(tensors, target, ".", architecture, dtype, complete, max_file_bytes, advance)
+
+
+def peft_from_checkpoint(checkpoint: Path, origin: Path, target: Path, dtype: torch.dtype) -> int:
+    """Write the adapters of a trainer checkpoint as the PEFT folder `target`; return their number of tensors.
+
+    `origin` is the Hugging Face folder of the model that they adapt. Raises UserError if the checkpoint has no
+    adapters, or if the target exists.
+    """
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{checkpoint} has no adapters: model.lora was not set; convert it without --adapter")
+    if target.exists():
+        raise UserError(f"{target} already exists; choose another --output or delete it")
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial, f"--output {target}")
+    with SafetensorsFolder(checkpoint / WEIGHTS) as tensors:
+        write_peft_folder(partial, tensors, read_adapter_config(checkpoint), origin, dtype)
+        num_tensors = len(tensors.shapes())
+    partial.rename(target)
+    return num_tensors
 
 
 def _convert(
-    source: Path,
+    tensors: Tensors,
     target: Path,
     weights: str,
     architecture: Architecture,
@@ -66,14 +98,12 @@ def _convert(
     advance: Advance,
 ) -> CopyResult:
     shapes = expected_shapes(architecture)
-    with SafetensorsFolder(source) as tensors:
-        check_tensors(tensors.shapes(), architecture, source)
-        if target.exists():
-            return _check_existing(target, weights, tensors, architecture, dtype, advance)
-        partial = target.with_name(target.name + ".partial")
-        make_folder(partial / weights, f"--output {target}")
-        _check_room(partial, dtype.itemsize * sum(map(math.prod, shapes.values())))
-        copied = copy_tensors(tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance)
+    if target.exists():
+        return _check_existing(target, weights, tensors, architecture, dtype, advance)
+    partial = target.with_name(target.name + ".partial")
+    make_folder(partial / weights, f"--output {target}")
+    _check_room(partial, dtype.itemsize * sum(map(math.prod, shapes.values())))
+    copied = copy_tensors(tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance)
     complete(partial)
     flush_to_disk(partial)
     partial.rename(target)
@@ -83,7 +113,7 @@ def _convert(
 def _check_existing(
     target: Path,
     weights: str,
-    source: SafetensorsFolder,
+    source: Tensors,
     architecture: Architecture,
     dtype: torch.dtype,
     advance: Advance,

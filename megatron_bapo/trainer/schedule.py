@@ -38,6 +38,8 @@ def run_micro_batches(
     routing = model.routing
     if routing is not None:
         routing.start(trains=not forward_only)
+    if model.adapters is not None:
+        model.adapters.start(is_on=model.adapters_on, trains=not forward_only)
     # Megatron's wrapper would return float32 hidden states: twice the bytes, also gathered over tensor-parallel ranks.
     as_computed = {"fp32_output": False} if model.config.bf16 else {}
 

@@ -14,6 +14,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.data.packing import Plan, pack
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_import import load_hugging_face
+from megatron_bapo.model.peft_folder import load_adapters
 from megatron_bapo.model.vocab_parallel import OutputLayer, log_probs_and_entropy
 from megatron_bapo.parallel.collectives import broadcast_from_last_stage, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
@@ -74,13 +75,15 @@ class Worker:
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, load: bool = True) -> Worker:
     """Build this rank's shard of the policy and load the Hugging Face weights of `model_path`.
 
-    Without `load` the weights are randomly initialized, and `model_path` needs only a config.json.
+    With `model.lora`, the adapters get their initial values. Without `load` the weights are randomly initialized, and
+    `model_path` needs only a config.json.
     """
     model = build_policy(config, model_path, groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     if load:
         # Load through the optimizer, so its fp32 values are those of the file rather than the model's rounded ones.
         load_hugging_face(model, model_path, groups, write=optimizer.write_weights)
+        load_adapters(model, config, groups, write=optimizer.write_weights)
     fused_kernels = config.trainer.fused_kernels and kernels_work(groups, model.config.params_dtype)
     return Worker(config, groups, model, optimizer, fused_kernels)
 

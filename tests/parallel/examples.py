@@ -47,6 +47,11 @@ def with_offload_and_frozen_models(config: Config) -> Config:
     )
 
 
+def with_adapters(config: Config, lora: dict | None) -> Config:
+    """Settings with the section `model.lora`."""
+    return Config.model_validate(config.model_dump() | {"model": {**config.model.model_dump(), "lora": lora}})
+
+
 def make_examples(vocab_size: int, *, replies: bool = False) -> list[Example]:
     """Return ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
 

@@ -11,6 +11,8 @@ LIMIT_S = 2400
 HERE = Path(__file__).parent
 GPU_MEGATRON_SITE = HERE.parents[1] / "build" / "megatron-gpu-site"
 """Site folder with the Megatron-Core version of the GPU lock, created by the Makefile."""
+PEFT_SITE = HERE.parents[1] / "build" / "peft-site"
+"""Site folder with PEFT, which the tests of adapters compare with; created by the Makefile."""
 
 
 def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site: Path | None = None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from examples import LEARNING_RATE, make_config, make_examples, with_offload_and_frozen_models
+from examples import LEARNING_RATE, make_config, make_examples, with_adapters, with_offload_and_frozen_models
 from running import run_cases
 
 from megatron_bapo.model.vocab_parallel import token_loss
@@ -54,9 +54,13 @@ def total(*parts: Storages, without: Storages | None = None) -> int:
     return sum(size for key, size in together.items() if key not in (without or {}))
 
 
+def parameters_of(worker: Worker) -> Iterator[torch.nn.Parameter]:
+    return chain.from_iterable(chunk.gpt.parameters() for chunk in worker.model.chunks)
+
+
 @contextmanager
 def saved_tensors(worker: Worker) -> Iterator[Storages]:
-    parameters = storages(p for _, p in worker.model.named_parameters())
+    parameters = storages(parameters_of(worker))
     found: Storages = {}
     held = []
 
@@ -72,7 +76,7 @@ def saved_tensors(worker: Worker) -> Iterator[Storages]:
 def state_bytes(worker: Worker) -> dict[str, int]:
     ddps: list[Any] = [chunk.ddp for chunk in worker.model.chunks]
     gradients = storages(b.grad_data for ddp in ddps for b in ddp.buffers + ddp.expert_parallel_buffers)
-    parameters = storages(p for _, p in worker.model.named_parameters())
+    parameters = storages(parameters_of(worker))
     main, moments, host, num_updated = {}, {}, {}, 0
     for member in worker.optimizer._members:
         hybrid = isinstance(member.optimizer, HybridDeviceOptimizer)
@@ -99,7 +103,7 @@ def state_bytes(worker: Worker) -> dict[str, int]:
 
 
 def reference_bytes(worker: Worker) -> int:
-    if not worker.config.algorithm.needs_reference:
+    if not worker.config.has_reference_copy:
         return 0
     reference = create_reference(worker.config, worker.config.model_path, worker.groups)
     return total(storages(p for _, p in reference.named_parameters()))
@@ -140,6 +144,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     config = make_config(Path(case["model"]), out / "run", case["parallel"], case["dtype"], packing=True)
     if case["offload_and_frozen_models"]:
         config = with_offload_and_frozen_models(config)
+    config = with_adapters(config, case["lora"])
     worker = create_worker(config, config.model_path, groups)
     examples = make_examples(worker.model.architecture.vocab_size)
     supervised_update(worker, examples, LEARNING_RATE)

@@ -12,7 +12,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.activations import MicroBatch, chunk_activations, output_layer_bytes
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
-from tests.parallel.examples import make_config, with_offload_and_frozen_models
+from tests.parallel.examples import make_config, with_adapters, with_offload_and_frozen_models
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS, SMALL, Layout
 from tests.parallel.tensors import save_random_model
@@ -48,6 +48,14 @@ LENGTHS = (24, 24, 8)
 OFFLOADED = ("qwen3", "dp2-overlap")
 
 
+ADAPTED = [
+    ("qwen3-dp2-overlap", {"rank": 3, "target_modules": ("k_proj", "o_proj", "up_proj")}),
+    *((f"{EXPERTS[0]}-{name}", {"rank": 4}) for name in ("one-spread-bf16", "tp2-sp-ep2-etp1", "ep2-dp4")),
+    ("qwen3-pp2-vpp2", {"rank": 5}),
+]
+"""Cases that are repeated with adapters, a reference model and an offloaded optimizer where it is sharded."""
+
+
 def parallel(name: str) -> dict:
     return {**LAYOUTS[name].parallel, "ddp_bucket_size": 2000}
 
@@ -64,11 +72,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "parallel": parallel(name),
             "dtype": LAYOUTS[name].dtype,
             "offload_and_frozen_models": False,
+            "lora": None,
         }
         for model, name in CASES
     ]
     offloaded = next(case for case in cases if case["name"] == "-".join(OFFLOADED))
     cases.append({**offloaded, "name": "offloaded", "offload_and_frozen_models": True})
+    named = {case["name"]: case for case in cases}
+    for name, lora in ADAPTED:
+        cases.append({**named[name], "name": f"{name}-{lora['rank']}", "lora": lora, "offload_and_frozen_models": True})
+    cases.sort(key=lambda case: case["parallel"]["world_size"])
     launch("plan_ranks.py", cases, root, world_size=4)
     return root
 
@@ -113,6 +126,23 @@ def test_an_offloaded_optimizer_a_reference_model_and_a_teacher_have_exactly_the
         ours = model_state(config, architecture, rank["stage"], rank["data_rank"], rank["expert_data_rank"])
         assert asdict(ours) == rank["state"]
         assert ours.offloaded > ours.reference == ours.teacher > 0 == ours.optimizer
+
+
+@pytest.mark.parametrize(("case", "lora"), ADAPTED)
+def test_adapters_have_exactly_the_planned_bytes_and_need_no_reference_copy(
+    results: Path, case: str, lora: dict
+) -> None:
+    model, name = case.split("-", 1)
+    config, architecture = planned(results, model, name)
+    config = with_adapters(with_offload_and_frozen_models(config), lora)
+    for rank in ranks(results, f"{case}-{lora['rank']}"):
+        chunks = stage_chunks(architecture, config.parallel, rank["stage"])
+        split, settings = Split.of(config.parallel), config.model.lora
+        ours = [chunk_parameters(architecture, split, chunk, settings) for chunk in chunks]
+        assert [[p.numel for p in chunk] for chunk in ours] == rank["numel"]
+        state = model_state(config, architecture, rank["stage"], rank["data_rank"], rank["expert_data_rank"])
+        assert asdict(state) == rank["state"]
+        assert state.reference == 0
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

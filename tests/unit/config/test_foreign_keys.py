@@ -112,6 +112,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "two_or_more": (10, None),
     "tensor_parallel_only": (True, None),
     "modules": (["mlp"], None),
+    "targets": (["linear_qkv", "down_proj"], None),
     "first_stage": (11, 10),
     "last_stage": (10, None),
     "stage_contents": ("Et*11|(t*12|)*6t*11,L", None),

@@ -11,7 +11,7 @@ import torch
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.model.hf_mapping import global_name
+from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import parallel_state
 
@@ -144,6 +144,7 @@ class Shard:
 
     architecture: Architecture
     parameters: dict[str, torch.nn.Parameter]
+    table: Table = TABLE
     chunks: tuple[()] = ()
     """Replacement for a DDP chunk; without optimizer shards there is nothing to gather before an export."""
 
