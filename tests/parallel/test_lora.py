@@ -60,6 +60,7 @@ CONFIGS = {
 RESUMED_FROM = {"tp2-sp": "one-process", "cp2": "tp2-sp", "dp2-distopt-overlap": "cp2", "ep2-pp2-vpp2": "ep2"}
 SOME_LAYOUTS = ("one-process", "tp2-sp", "tp4-sp", "pp2-vpp2-cp2")
 NEW_LAYOUTS = ("one-process", "tp2-sp-ep2")
+DROPOUT_CASES = [("qwen3", "tp2"), ("qwen3", "tp2-sp"), ("qwen3", "cp2-selective"), ("qwen3_moe", "tp2-sp-ep2")]
 CASES = [(model, name) for model, names in LAYOUT_NAMES.items() for name in names]
 GPU_MEGATRON_CASES = [("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp-ep2")]
 
@@ -89,7 +90,10 @@ def save_adapter(root: Path, model: str) -> Path:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `MODEL-LAYOUT/` for every case; those named `new-` and `some-` have random initial ones."""
+    """Return a folder with `MODEL-LAYOUT/` for every case.
+
+    Those named `new-` and `some-` have random initial adapters, and those named `dropout-` drop half of the inputs.
+    """
     root, cases = tmp_path_factory.mktemp("lora"), []
     for model in LAYOUT_NAMES:
         save_random_model(AutoModelForCausalLM.from_config(CONFIGS[model]), root / model)
@@ -99,6 +103,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if layout in names:
                 path = {"path": str(root / f"{model}-adapter")}
                 cases.append(case_of(root, model, layout, path, f"{model}-{layout}"))
+            if (model, layout) in DROPOUT_CASES:
+                lora = {"path": str(root / f"{model}-adapter"), "dropout": 0.5}
+                cases.append(case_of(root, model, layout, lora, f"dropout-{model}-{layout}"))
         if layout in SOME_LAYOUTS:
             cases.append(case_of(root, "qwen3", layout, {"target_modules": SOME}, f"some-{layout}"))
         if layout in NEW_LAYOUTS:
@@ -317,6 +324,20 @@ def test_the_merged_model_has_the_log_probs_of_the_adapted_one(results: Path, na
     merged = AutoModelForCausalLM.from_pretrained(results / name / "merged")
     expected = {index: x.detach() for index, x in response_log_probs(merged).items()}
     assert largest_difference(log_probs_of(results / name, "final_log_probs"), expected) < HUGGING_FACE_LOG_PROB
+
+
+@pytest.mark.parametrize(("model", "layout"), DROPOUT_CASES)
+def test_dropout_acts_in_updates_and_leaves_the_ranks_with_the_same_adapters(
+    results: Path, model: str, layout: str
+) -> None:
+    """If replicated halves differed between ranks, the policy would not be the model that it exports."""
+    ours, without = results / f"dropout-{model}-{layout}", results / f"{model}-{layout}"
+    assert same_bits(log_probs_of(ours, "log_probs"), log_probs_of(without, "log_probs"))
+    gradients = load_folder(without / "gradients")
+    assert largest_difference(load_folder(ours / "gradients"), gradients) > 0.1 * largest(gradients)
+    merged = AutoModelForCausalLM.from_pretrained(ours / "merged")
+    expected = {index: x.detach() for index, x in response_log_probs(merged).items()}
+    assert largest_difference(log_probs_of(ours, "final_log_probs"), expected) < HUGGING_FACE_LOG_PROB
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
