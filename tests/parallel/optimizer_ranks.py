@@ -59,6 +59,7 @@ def same_bits(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]
 
 def replicas_agree(worker: Worker) -> bool:
     """Whether the ranks that share a parameter have equal values: the rounded main parameter."""
+    finish_param_gather([chunk.ddp for chunk in worker.model.chunks])
     agree = True
     for _, parameter in worker.model.named_parameters():
         axis = worker.optimizer.sharing_axis(parameter)
