@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_bapo.config.architecture import Architecture
+
+if TYPE_CHECKING:
+    import torch  # the rollout service imports this file without it
 
 Shape = tuple[int, ...]
 

@@ -12,7 +12,8 @@ from megatron_bapo.config.schema import Config
 from tests.unit.config.examples import ARITHMETIC, config, problems
 
 FIXED_ON_RESUME = (
-    *("seed", "model.path", "model.create", "model.dtype", "fp8", "data", "algorithm", "optimizer", "warm_start"),
+    *("seed", "model.path", "model.create", "model.dtype", "model.lora", "fp8", "data", "algorithm", "optimizer"),
+    "warm_start",
     *("trainer.train_batch_size", "trainer.ppo_mini_batch_size", "trainer.ppo_epochs"),
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.n"),
     *("rollout.max_response_length", "rollout.mode", "rollout.max_staleness", "rollout.max_reuse", "rollout.on_stale"),

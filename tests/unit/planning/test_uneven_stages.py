@@ -20,7 +20,7 @@ from tests.unit.planning.examples import RECIPES, recipe
 QWEN3_235B = (
     *("model.path=Qwen3-235B-A22B", "parallel.world_size=128", "parallel.pipeline_model_parallel_size=8"),
     *("rollout.num_engines=16", "rollout.tensor_parallel_size=8", "rollout.gpu_memory_utilization=0.85"),
-    "trainer.offload=true",
+    *("trainer.offload=true", "checkpoint.async_save=false"),
 )
 LAYOUT = "parallel.pipeline_model_parallel_layout"
 
