@@ -32,10 +32,19 @@ def is_alive(process: psutil.Process) -> bool:
     return status(process) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
+def is_running(process_id: int) -> bool:
+    """Return whether a process with this id runs."""
+    with suppress(psutil.NoSuchProcess):
+        return is_alive(psutil.Process(process_id))
+    return False
+
+
 def named_shared_memory(process: psutil.Process) -> list[str]:
     """Return the files of vLLM's message queues that a process uses, which would outlive a killed one."""
-    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    return [line for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")]
+    with suppress(OSError):  # the process has ended
+        lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+        return [line for line in lines if "/dev/shm/psm_" in line and not line.endswith("(deleted)")]
+    return []
 
 
 def sockets(process: psutil.Process, kind: str) -> list:

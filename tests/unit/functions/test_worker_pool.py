@@ -18,7 +18,7 @@ import pytest
 from megatron_bapo.errors import FunctionFailed, RunError, UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool, Result
-from tests.processes import command_line
+from tests.processes import command_line, is_running
 
 RIGHT = Result({"score": 1.0, "pred": None})
 
@@ -151,14 +151,9 @@ def results(spec: str, *answers: str, **settings: Any) -> list[float | None]:
     ]
 
 
-def is_alive(process_id: int) -> bool:
-    stat = Path(f"/proc/{process_id}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def wait_until_dead(process_id: int, limit_s: float) -> None:
     end = time.monotonic() + limit_s
-    while is_alive(process_id):
+    while is_running(process_id):
         assert time.monotonic() < end, f"process {process_id} still lives after {limit_s} s"
         time.sleep(0.02)
 
@@ -212,7 +207,7 @@ def test_a_daemon_of_a_function_ends_with_its_worker(module, tmp_path, function,
         if command == "escape":
             assert outcome == Result({"score": 0.0, "pred": None})
             (daemon,) = process_ids(pid_file)
-            assert is_alive(daemon)  # the worker lives, too
+            assert is_running(daemon)  # the worker lives, too
             return
         assert isinstance(outcome, FunctionFailed) or outcome == Result(None, timed_out=True)
         for daemon in process_ids(pid_file):
