@@ -67,8 +67,13 @@ def ours(folder: Path, prompts: Path, num_steps: int, changes: Sequence[str]) ->
     run_dir = folder / "ours"
     overrides = (
         *(f"run_dir={run_dir}", f"model.path={MODEL}", f"seed={SEED}", f"optimizer.lr={LR}"),
-        *("data.train.reasoning_gym=null", "data.train.size=null", f"data.train.path={prompts}"),
-        *("data.validation=null", "data.system_prompt=null", "data.max_prompt_length=256"),
+        *("data.train.reasoning_gym=null", "data.train.size=null", "data.train.seed=null"),
+        *(
+            f"data.train.path={prompts}",
+            "data.validation=null",
+            "data.system_prompt=null",
+            "data.max_prompt_length=256",
+        ),
         *(f"rollout.n={NUM_GENERATIONS}", f"rollout.max_response_length={MAX_RESPONSE_LENGTH}"),
         *(
             f"trainer.train_batch_size={BATCH_SIZE}",

@@ -126,13 +126,9 @@ def main() -> int:
         return 1
     finally:
         if run is not None:
-            run.checkpoints.close()
-        if run is not None and run.telemetry is not None:
-            run.telemetry.close()
-        if run is not None:
-            run.sampler.close()
-        if run is not None and run.recorder is not None:
-            run.recorder.close()
+            for part in (run.checkpoints, run.telemetry, run.sampler, run.recorder):
+                if part is not None:
+                    part.close()
     return 0
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Timer
 from typing import Any
@@ -46,6 +48,15 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@contextmanager
+def finishing_soon(rollouts: SlowRollouts) -> Iterator[None]:
+    """Let the rollouts' files become complete while the block waits for them."""
+    releasing = Timer(0.2, rollouts.may_finish.set)
+    releasing.start()
+    yield
+    releasing.join()
+
+
 def test_a_save_returns_before_the_files_are_written_and_the_checkpoint_is_not_visible_until_then(
     worker: Worker, tmp_path: Path
 ) -> None:
@@ -67,11 +78,9 @@ def test_a_second_save_waits_until_the_first_is_complete_and_says_for_how_long(w
     rollouts = SlowRollouts(folder)
     writer = CheckpointWriter(worker, folder, rollouts)
     writer.save(1, {})
-    releasing = Timer(0.2, rollouts.may_finish.set)
-    releasing.start()
-    writer.save(2, {})
-    writer.finish()
-    releasing.join()
+    with finishing_soon(rollouts):
+        writer.save(2, {})
+        writer.finish()
     assert rollouts.complete_at_begin == [[], ["step-00000001"]]
     seconds = scalars(writer.metrics())
     assert 0.0 < seconds["checkpoint/wait_s"] <= seconds["checkpoint/blocked_s"]
@@ -83,10 +92,8 @@ def test_a_run_that_fails_finishes_the_write_that_is_under_way(worker: Worker, t
     rollouts = SlowRollouts(folder)
     writer = CheckpointWriter(worker, folder, rollouts)
     writer.save(1, {})
-    releasing = Timer(0.2, rollouts.may_finish.set)
-    releasing.start()
-    writer.close()
-    releasing.join()
+    with finishing_soon(rollouts):
+        writer.close()
     assert names(folder) == ["step-00000001"]
 
 
