@@ -26,6 +26,12 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    shared_expert: str | None = None
+    """Name, in the tensors' names, of the expert that every token passes; None: the family has none."""
+    shared_expert_gate: bool = False
+    """Whether each token weights the output of the shared expert by the sigmoid of a gate."""
+    own_fields: frozenset[str] = frozenset()
+    """Fields that this family reads, and that must not change other families."""
     default_head_dim: int | None = None
     """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
 
@@ -35,12 +41,20 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True, default_head_dim=128),
     "qwen3_moe": Family(qk_norm=True, experts=True),
+    "qwen2_moe": Family(
+        qkv_bias=True,
+        experts=True,
+        shared_expert="shared_expert",
+        shared_expert_gate=True,
+        own_fields=frozenset({"shared_expert_intermediate_size"}),
+    ),
 }
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False, None),
     "attention_bias": (False, None),
+    "qkv_bias": (True, None),
     "attention_dropout": (0, None),
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
@@ -104,6 +118,8 @@ class Architecture:
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     """Whether the weights of the selected experts are scaled to sum to one."""
+    shared_expert_intermediate_size: int = 0
+    """Width of the expert that every token passes in layers with experts; 0: there is none."""
     moe_layers: frozenset[int] = frozenset()
     """Indices, from 0, of the layers that have experts instead of one MLP."""
 
@@ -185,15 +201,21 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
         rope_scaling={"rope_type": _rope_type(rope), **_rope_parameters(rope)} if scaled else {},
         **({name: fields[name] for name in _EXPERT_SIZES} if moe_layers else {}),
         norm_topk_prob=bool(moe_layers and fields.get("norm_topk_prob", False)),
+        shared_expert_intermediate_size=_shared_width(fields) if moe_layers else 0,
         moe_layers=moe_layers,
     )
 
 
 def _moe_layers(fields: dict[str, Any]) -> frozenset[int]:
-    """Return Qwen3-MoE's layers with experts: every `decoder_sparse_step`-th one, except those in `mlp_only_layers`."""
+    """Return Qwen's layers with experts: every `decoder_sparse_step`-th one, except those in `mlp_only_layers`."""
     step, dense = fields["decoder_sparse_step"], fields.get("mlp_only_layers") or ()
     layers = range(fields["num_hidden_layers"]) if fields["num_experts"] else ()
     return frozenset(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
+
+
+def _shared_width(fields: dict[str, Any]) -> int:
+    """Return the width of the expert that every token passes; 0 without one."""
+    return fields["shared_expert_intermediate_size"] if FAMILIES[fields["model_type"]].shared_expert else 0
 
 
 def _rope(fields: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +246,7 @@ def _problems(fields: dict[str, Any]) -> Iterator[str]:
     if not isinstance(epsilon, int | float) or epsilon <= 0:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
-        if fields.get(name, supported[0]) not in supported:
+        if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
             yield f"{name} is {fields[name]!r}, which the trainer does not support; it must be {supported[0]!r}"
     for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
         yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
@@ -257,7 +279,8 @@ def _size_problems(fields: dict[str, Any], names: tuple[str, ...]) -> Iterator[s
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
     if fields["num_experts"] == 0:
         return  # The model is dense.
-    found = list(_size_problems(fields, (*_EXPERT_SIZES, "decoder_sparse_step")))
+    shared = ("shared_expert_intermediate_size",) * (FAMILIES[fields["model_type"]].shared_expert is not None)
+    found = list(_size_problems(fields, (*_EXPERT_SIZES, *shared, "decoder_sparse_step")))
     yield from found
     if found:
         return

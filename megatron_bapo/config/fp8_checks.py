@@ -123,6 +123,7 @@ def _fp8_shape_problems(config: Config, architecture: Architecture, where: str) 
         widths["intermediate_size"] = (arch.intermediate_size, tp)
     if arch.moe_layers:
         widths["moe_intermediate_size"] = (arch.moe_intermediate_size, etp or tp)
+        widths["shared_expert_intermediate_size"] = (arch.shared_expert_intermediate_size, tp)
     for name, (width, size) in widths.items():
         if width % (size * fp8.weight_multiple):
             split = f" / {size} tensor-parallel ranks" if size > 1 else ""

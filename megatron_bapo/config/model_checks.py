@@ -169,7 +169,8 @@ def split_problems(architecture: Architecture, where: str, key: str, size: int) 
 
     Megatron's and vLLM's layers are split in the same way.
     """
-    for name in ("num_attention_heads", *(("intermediate_size",) * architecture.has_dense_layers)):
+    names = ("num_attention_heads", *(("intermediate_size",) * architecture.has_dense_layers))
+    for name in (*names, "shared_expert_intermediate_size"):
         value = getattr(architecture, name)
         if value % size:
             yield (

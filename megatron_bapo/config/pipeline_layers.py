@@ -141,7 +141,7 @@ def layer_flops(architecture: Architecture, layer: int) -> int:
     arch, heads = architecture, architecture.num_attention_heads * architecture.head_dim
     weights = arch.hidden_size * (2 * heads + 2 * arch.num_key_value_heads * arch.head_dim)
     if layer in arch.moe_layers:
-        experts = 3 * arch.num_experts_per_tok * arch.moe_intermediate_size
+        experts = 3 * (arch.num_experts_per_tok * arch.moe_intermediate_size + arch.shared_expert_intermediate_size)
         weights += arch.hidden_size * (arch.num_experts + experts)
     else:
         weights += 3 * arch.hidden_size * arch.intermediate_size

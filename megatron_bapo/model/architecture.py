@@ -108,7 +108,7 @@ def _chunk_contents(chunks: Sequence[range]) -> list[list[str]]:
 def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
     """Return the mixture-of-experts settings, without auxiliary losses.
 
-    Qwen3-MoE computes the softmax over all experts and, with `norm_topk_prob`, divides the selected weights by their
+    Qwen's models compute the softmax over all experts and, with `norm_topk_prob`, divide the selected weights by their
     sum. This equals the softmax over the logits of the selected experts, which is Megatron's router without
     `moe_router_pre_softmax`.
     """
@@ -124,6 +124,8 @@ def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": grouped,
+        "moe_shared_expert_intermediate_size": architecture.shared_expert_intermediate_size or None,
+        "moe_shared_expert_gate": architecture.family.shared_expert_gate,
     }
 
 

@@ -80,7 +80,7 @@ def _rounds(model: StageTensors, groups: ParallelGroups) -> list[list[_Share]]:
     """
     architecture, num_ranks = model.architecture, groups.stage_size
     entries = [
-        (parameter, lookup(name, model.table))
+        (parameter, lookup(name, architecture, model.table))
         for name, parameter in model.named_parameters()
         if name != "output_layer.weight" or not architecture.tie_word_embeddings
     ]

@@ -153,7 +153,7 @@ def load_tensors(
     """
     architecture = model.architecture
     for name, parameter in model.named_parameters():
-        entry = lookup(name, model.table)
+        entry = lookup(name, architecture, model.table)
         axis = split_axis(entry, groups)
         shape = entry.local_shape(architecture, axis.size)
         assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, but its row has {list(shape)}"

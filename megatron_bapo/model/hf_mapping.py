@@ -118,6 +118,7 @@ def _lengths(arch: Architecture) -> dict[str, int]:
         "mlp": arch.intermediate_size,
         "experts": arch.num_experts,
         "expert_mlp": arch.moe_intermediate_size,
+        "shared_mlp": arch.shared_expert_intermediate_size,
     }
 
 
@@ -127,6 +128,10 @@ def _is_dense(arch: Architecture, layer: int) -> bool:
 
 def _has_experts(arch: Architecture, layer: int) -> bool:
     return layer in arch.moe_layers
+
+
+def _has_shared_expert(name: str, arch: Architecture, layer: int) -> bool:
+    return arch.family.shared_expert == name and layer in arch.moe_layers
 
 
 def _has_qk_norm(arch: Architecture, _: int) -> bool:
@@ -145,6 +150,27 @@ _L = "model.layers.{layer}."
 _ATTENTION = _L + "self_attn."
 _EXPERT = _L + "mlp.experts.{expert}."
 _LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
+
+
+def _shared_expert(name: str) -> tuple[Row, Row]:
+    """Return the rows of the expert that every token passes; families call it by different names."""
+    prefix, is_in = f"{_L}mlp.{name}.", partial(_has_shared_expert, name)
+    return (
+        Row(
+            ("mlp.shared_experts.linear_fc1.weight",),
+            ((prefix + "gate_proj.weight", "shared_mlp hidden"), (prefix + "up_proj.weight", "shared_mlp hidden")),
+            partial(_evenly, "shared_mlp", 2),
+            is_in=is_in,
+        ),
+        Row(
+            ("mlp.shared_experts.linear_fc2.weight",),
+            ((prefix + "down_proj.weight", "hidden shared_mlp"),),
+            partial(_evenly, "shared_mlp", 1),
+            dim=1,
+            is_in=is_in,
+        ),
+    )
+
 
 TABLE = (
     Row(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), _vocabulary),
@@ -219,6 +245,12 @@ TABLE = (
         axis="expert_tensor",
         is_in=_has_experts,
     ),
+    *_shared_expert("shared_expert"),
+    Row(
+        ("mlp.shared_experts.gate_weight",),
+        ((_L + "mlp.shared_expert_gate.weight", "1 hidden"),),
+        is_in=partial(_has_shared_expert, "shared_expert"),
+    ),
 )
 
 Table = tuple[Row, ...]
@@ -289,17 +321,24 @@ def _entry(row: Row, layer: int, expert: int) -> Entry:
 
 
 @lru_cache
-def _by_name(table: Table) -> dict[str, Row]:
-    return {name: row for row in table for name in row.megatron}
+def _by_name(table: Table) -> dict[str, list[Row]]:
+    """Return the rows of each Megatron name. Rows with the same name are those of different families."""
+    found: dict[str, list[Row]] = {}
+    for row in table:
+        for name in row.megatron:
+            found.setdefault(name, []).append(row)
+    return found
 
 
-def lookup(name: str, table: Table = TABLE) -> Entry:
-    """Return the table entry of a parameter, given its name from `global_name`."""
+def lookup(name: str, arch: Architecture, table: Table = TABLE) -> Entry:
+    """Return the table entry of a model's parameter, given its name from `global_name`."""
     layer = _LAYER.fullmatch(name)
     expert = _EXPERT_NUMBER.fullmatch(layer[3]) if layer else None
-    row = _by_name(table).get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name)
+    rows = _by_name(table).get(f"{expert[1]}{{expert}}{expert[3]}" if expert else layer[3] if layer else name, ())
+    number = int(layer[2]) if layer else 0
+    row = next((row for row in rows if len(rows) == 1 or row.is_in(arch, number)), None)
     assert row is not None, f"no row in model/hf_mapping.py for the parameter {name}"
-    return _entry(row, int(layer[2]) if layer else 0, int(expert[2]) if expert else 0)
+    return _entry(row, number, int(expert[2]) if expert else 0)
 
 
 def entries(arch: Architecture, table: Table = TABLE) -> Iterator[Entry]:

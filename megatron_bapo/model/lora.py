@@ -162,7 +162,7 @@ def attach_adapters(
         weight = getattr(linear, "weight", None)
         if not isinstance(weight, torch.nn.Parameter):
             continue
-        entry = lookup(global_name(f"{name}.weight", layer_offset, expert_offset))
+        entry = lookup(global_name(f"{name}.weight", layer_offset, expert_offset), arch)
         if target_parts(entry.row, lora):
             axis = groups.tensor if entry.row.axis == "tensor" else groups.expert_tensor
             adapter = LinearAdapter(weight, entry, arch, lora, axis, sp=sp)

@@ -119,6 +119,7 @@ _SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
     "queries": lambda arch, rank, size: _evenly(arch.num_attention_heads * arch.head_dim, rank, size),
     "keys": _keys,
     "mlp": lambda arch, rank, size: _evenly(arch.intermediate_size, rank, size),
+    "shared_mlp": lambda arch, rank, size: _evenly(arch.shared_expert_intermediate_size, rank, size),
     "expert_mlp": lambda arch, rank, size: _evenly(arch.moe_intermediate_size, rank, size),
 }
 """Dims that vLLM's layers split, by their names in the table of `hf_mapping.py`; other dims are whole on every rank

@@ -43,7 +43,7 @@ class LocalSlices:
         for name, parameter in model.named_parameters():
             if name == "output_layer.weight" and architecture.tie_word_embeddings:
                 continue  # the embedding on the first stage is its value
-            entry = lookup(name)
+            entry = lookup(name, architecture)
             row, axis, shapes = entry.row, split_axis(entry, groups), entry.shapes(architecture)
             if row.layout is None:
                 self._boxes[entry.names[0]] = [_LocalBox(Box.whole(shapes[0]), parameter, 0, 0)]

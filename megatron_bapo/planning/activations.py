@@ -95,7 +95,7 @@ def layer_activations(
     elif has_experts:
         terms += _experts(architecture, parallel, batch)
     else:
-        elements, b = _mlp_elements(architecture, parallel, batch), batch.dtype_bytes
+        elements, b = _mlp_elements(architecture.intermediate_size, parallel, batch), batch.dtype_bytes
         terms["mlp"] += hidden // b * batch.input_bytes + elements * (batch.swiglu_bytes + batch.input_bytes)
     return terms
 
@@ -117,7 +117,7 @@ def largest_gradients(
     if has_experts:
         return max(_experts(architecture, parallel, batch).values())
     hidden = batch.tokens(parallel) * architecture.hidden_size * b
-    return 2 * _mlp_elements(architecture, parallel, batch) * b + 2 * hidden
+    return 2 * _mlp_elements(architecture.intermediate_size, parallel, batch) * b + 2 * hidden
 
 
 def output_layer_bytes(
@@ -196,13 +196,16 @@ def _mask_elements(lengths: Sequence[int], parallel: ParallelConfig) -> int:
     return sum(length * length for length in lengths) // parallel.context_parallel_size
 
 
-def _mlp_elements(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> int:
-    """Return the elements of the gate projection's output; the up projection has as many."""
-    return batch.tokens(parallel) * architecture.intermediate_size // parallel.tensor_model_parallel_size
+def _mlp_elements(width: int, parallel: ParallelConfig, batch: MicroBatch) -> int:
+    """Return the elements of the gate projection's output of an MLP; the up projection has as many."""
+    return batch.tokens(parallel) * width // parallel.tensor_model_parallel_size
 
 
 def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> Terms:
-    """Return the bytes of the router, the token permutation, and the experts' MLPs on the tokens sent to this rank."""
+    """Return the bytes of the router, the token permutation, and the experts' MLPs on the tokens sent to this rank.
+
+    The shared expert reads the router's input. Its gate saves itself and the output that it weights.
+    """
     split, b, chosen = batch.split_tokens(parallel), batch.dtype_bytes, arch.num_experts_per_tok
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
     received = int(split * chosen * expert_tp * batch.expert_imbalance)
@@ -215,5 +218,8 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
             "experts": received * arch.hidden_size * batch.input_bytes
             + mlp * (batch.swiglu_bytes + b + batch.input_bytes)
             + received * FP32,
+            "shared expert": _mlp_elements(arch.shared_expert_intermediate_size, parallel, batch)
+            * (batch.swiglu_bytes + batch.input_bytes)
+            + split * (arch.hidden_size + 1) * b * arch.family.shared_expert_gate,
         }
     )

@@ -137,9 +137,8 @@ def attention_block(
 
 
 @lru_cache(maxsize=65536)
-def mlp_block(kernels: Kernels, arch: Architecture, tp: int, tokens: float) -> Passes:
-    """Return the seconds of a dense layer's MLP."""
-    width = arch.intermediate_size / tp
+def mlp_block(kernels: Kernels, arch: Architecture, width: float, tokens: float) -> Passes:
+    """Return the seconds of an MLP that all tokens pass, with this width on each tensor-parallel rank."""
     return (
         kernels.linear(tokens, 2 * width, arch.hidden_size)
         + kernels.linear(tokens, arch.hidden_size, width)

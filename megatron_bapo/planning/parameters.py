@@ -144,6 +144,10 @@ def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraCo
         # Without expert parallelism Megatron reduces experts' gradients like all others.
         name = f"{prefix}mlp.experts.local_experts.{expert}."
         yield from _mlp(name, hidden, width, lora, is_expert=split.expert > 1)
+    if arch.shared_expert_intermediate_size:
+        if arch.family.shared_expert_gate:
+            yield Parameter(f"{prefix}mlp.shared_experts.gate_weight", hidden)
+        yield from _mlp(f"{prefix}mlp.shared_experts.", hidden, arch.shared_expert_intermediate_size // tp, lora)
 
 
 def _mlp(

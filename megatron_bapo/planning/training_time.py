@@ -188,10 +188,14 @@ class _MicroBatchPasses:
             return attention_block(kernels, arch, tp, sp, cp, self.tokens, square)
 
         def mlp(kernels: Kernels) -> Passes:
-            return mlp_block(kernels, arch, tp, self.tokens) if num_moe < num_layers else Passes()
+            width = arch.intermediate_size / tp
+            return mlp_block(kernels, arch, width, self.tokens) if num_moe < num_layers else Passes()
 
         def experts(kernels: Kernels) -> Passes:
-            return expert_block(kernels, arch, split, routed) if num_moe else Passes()
+            if not num_moe:
+                return Passes()
+            routed_experts, width = expert_block(kernels, arch, split, routed), arch.shared_expert_intermediate_size
+            return routed_experts + mlp_block(kernels, arch, width / tp, self.tokens) if width else routed_experts
 
         share = num_bf16 / num_layers
 

@@ -142,7 +142,7 @@ def test_weights_kept_in_fp8_train_and_are_exported_in_bfloat16(
     assert quantised == {of for of, _ in worker.model.named_parameters() if ".linear_" in of and "norm" not in of}
     for of, parameter in worker.model.named_parameters():
         # The optimizer has all bits of the loaded weights, however the model rounds them.
-        entry = lookup(of)
+        entry = lookup(of, worker.model.architecture)
         main = worker.optimizer.read(parameter, "main")
         assert main is not None
         if len(entry.names) == 1:
@@ -169,7 +169,7 @@ def test_the_first_and_the_last_layers_stay_in_bfloat16(models: dict[str, Path])
     worker = in_fp8(models["dense"], "tensorwise", more={"param": True, **layers})
     for of, parameter in worker.model.named_parameters():
         if ".linear_" in of and "norm" not in of:
-            assert is_float8tensor(parameter) == (lookup(of).layer == 1), of
+            assert is_float8tensor(parameter) == (lookup(of, worker.model.architecture).layer == 1), of
     whole = in_fp8(models["dense"], "tensorwise")
     few = in_fp8(models["dense"], "tensorwise", more=layers)
     exact = log_probs(fused(models["dense"]))

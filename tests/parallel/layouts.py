@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 _SHAPE = {
     "vocab_size": 126,  # not a multiple of 4, so the last rank of TP4 has padding
@@ -37,6 +37,11 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True, rope_parameters=_LLAMA3),
     "qwen3_moe": Qwen3MoeConfig(**_SHAPE, **_MOE, mlp_only_layers=[1]),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_SHAPE,
+        **_MOE | {"norm_topk_prob": False, "shared_expert_intermediate_size": 24},
+        mlp_only_layers=[1],
+    ),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
@@ -44,7 +49,11 @@ TEACHER = Qwen3MoeConfig(
     **{**_SHAPE, "vocab_size": 130, "num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 8}, **_MOE
 )
 """A teacher of another family and size than its students, with more rows in its output layer."""
-SMALL = ("qwen3", "qwen2", "llama", "qwen3_moe")
+FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
+"""Models of every layout that can split them."""
+SHARED = ("qwen2_moe",)
+"""Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
+SMALL = (*FOUNDATIONS, *SHARED)
 DEEP_DENSE, DEEP_MOE = "qwen3-61-layers", "qwen3_moe-94-layers"
 """Models with the number of layers of DeepSeek-V3 and Kimi K2, and of Qwen3-235B-A22B."""
 
@@ -69,7 +78,7 @@ class Layout:
     recompute: str | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
     dtype: str = "float32"
-    models: tuple[str, ...] = SMALL
+    models: tuple[str, ...] = FOUNDATIONS
     resume_from: str | None = None
     """Layout whose checkpoint this one resumes from; it precedes this one in the table."""
 
@@ -97,25 +106,26 @@ class Layout:
 
 _DENSE = ("qwen3", "qwen2", "llama")
 _MOE = ("qwen3_moe",)
+_ALL_MOE = (*_MOE, *SHARED)
 _BF16 = ("qwen3", "qwen3_moe")
 
 LAYOUTS = {
     "one-process": Layout(1, models=tuple(MODELS)),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
     "tp2": Layout(2, tp=2, models=_DENSE),
-    "tp2-sp": Layout(2, tp=2, sp=True),
-    "pp2": Layout(2, pp=2, resume_from="tp2-sp"),
+    "tp2-sp": Layout(2, tp=2, sp=True, models=SMALL),
+    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=SMALL),
     "pp2-uneven": Layout(2, pp=2, layers=(3, 1), distributed_optimizer=True, resume_from="pp2"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
     "pp2-vpp2-uneven": Layout(2, pp=2, vpp=2, layers=(16, 15, 16, 14), models=(DEEP_DENSE,), recompute="full"),
     "cp2": Layout(2, cp=2, resume_from="pp2-vpp2"),
-    "dp2": Layout(2, recompute="full"),
+    "dp2": Layout(2, recompute="full", models=SMALL),
     "dp2-distopt": Layout(2, distributed_optimizer=True),
     "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="cp2"),
     "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
-    "ep2": Layout(2, ep=2, models=_MOE, resume_from="pp2"),
-    "cp2-ep2": Layout(2, cp=2, ep=2, models=_MOE),
-    "tp4-sp": Layout(4, tp=4, sp=True),  # more ranks than key/value heads, except for llama
+    "ep2": Layout(2, ep=2, models=_ALL_MOE, resume_from="pp2"),
+    "cp2-ep2": Layout(2, cp=2, ep=2, models=_ALL_MOE),
+    "tp4-sp": Layout(4, tp=4, sp=True, models=SMALL),  # more ranks than key/value heads, except for llama
     "pp4": Layout(4, pp=4),
     "pp4-auto": Layout(4, pp=4, layers="auto", models=(DEEP_DENSE,), resume_from="one-process"),
     "pp4-vpp2-auto": Layout(4, pp=4, vpp=2, layers="auto", models=(DEEP_DENSE,), resume_from="pp4-auto"),
@@ -134,19 +144,19 @@ LAYOUTS = {
     "pp2-vpp2-cp2": Layout(4, pp=2, vpp=2, cp=2),
     "pp2-vpp2-dp2": Layout(4, pp=2, vpp=2, distributed_optimizer=True, overlap=True, resume_from="pp4"),
     "cp2-dp2": Layout(4, cp=2, distributed_optimizer=True, overlap=True),
-    "tp2-sp-ep2": Layout(4, tp=2, sp=True, ep=2, models=_MOE, distributed_optimizer=True),
-    "tp2-sp-ep4-etp1": Layout(4, tp=2, sp=True, ep=4, etp=1, models=_MOE),
+    "tp2-sp-ep2": Layout(4, tp=2, sp=True, ep=2, models=_ALL_MOE, distributed_optimizer=True),
+    "tp2-sp-ep4-etp1": Layout(4, tp=2, sp=True, ep=4, etp=1, models=_ALL_MOE),
     "ep2-pp2": Layout(4, ep=2, pp=2, models=_MOE, distributed_optimizer=True, overlap=True),
-    "ep2-pp2-vpp2": Layout(4, ep=2, pp=2, vpp=2, models=_MOE, resume_from="tp2-sp-ep2"),
+    "ep2-pp2-vpp2": Layout(4, ep=2, pp=2, vpp=2, models=_ALL_MOE, resume_from="tp2-sp-ep2"),
     "ep2-dp4": Layout(4, ep=2, models=_MOE, distributed_optimizer=True),
     "tp2-sp-pp2-cp2": Layout(8, tp=2, sp=True, pp=2, cp=2, distributed_optimizer=True, resume_from="tp2-sp-dp2"),
     "tp2-pp2-dp2": Layout(8, tp=2, pp=2, models=_DENSE, distributed_optimizer=True, overlap=True),
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
-    "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_MOE),
+    "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_ALL_MOE),
     "pp8-auto": Layout(8, pp=8, layers="auto", models=(DEEP_MOE,), resume_from="ep2-pp2-vpp2-uneven"),
-    "one-process-bf16": Layout(1, dtype="bfloat16", models=_BF16),
-    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=_BF16),
+    "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, *SHARED)),
+    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, *SHARED)),
     "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),
     "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=_BF16),
 }  # fmt: skip

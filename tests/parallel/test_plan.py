@@ -14,7 +14,7 @@ from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
 from tests.parallel.examples import make_config, with_adapters, with_offload_and_frozen_models
 from tests.parallel.launching import launch
-from tests.parallel.layouts import MODELS, SMALL, Layout
+from tests.parallel.layouts import MODELS, SHARED, SMALL, Layout
 from tests.parallel.tensors import save_random_model
 from tests.tolerances import PLANNED_ACTIVATIONS
 
@@ -25,9 +25,9 @@ LAYOUTS = {
     "one": Layout(1, models=SMALL),
     "one-full": Layout(1, recompute="full", models=EXPERTS),
     "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe")),
-    "one-mlp-moe": Layout(1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=EXPERTS),
+    "one-mlp-moe": Layout(1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=(*EXPERTS, *SHARED)),
     "one-bf16": Layout(1, **BF16, models=("qwen3",)),
-    "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=EXPERTS),
+    "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED)),
     "tp2": Layout(2, tp=2, **BF16, models=("qwen3",)),
     "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=("qwen2",)),
     "pp2": Layout(2, pp=2, **SPREAD, **BF16, models=("llama",)),
@@ -39,7 +39,7 @@ LAYOUTS = {
     "tp4-sp": Layout(4, tp=4, sp=True, **SPREAD, **BF16, models=("qwen2",)),
     "tp2-sp-pp2-core-attn": Layout(4, tp=2, sp=True, pp=2, recompute="selective", **BF16, models=("qwen2",)),
     "pp2-cp2": Layout(4, pp=2, cp=2, **SPREAD, overlap=True, recompute="full", **BF16, models=("qwen3",)),
-    "tp2-sp-ep2-etp1": Layout(4, tp=2, sp=True, ep=2, etp=1, **SPREAD, **BF16, models=EXPERTS),
+    "tp2-sp-ep2-etp1": Layout(4, tp=2, sp=True, ep=2, etp=1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED)),
     "ep2-dp4": Layout(4, ep=2, **SPREAD, overlap=True, **BF16, models=EXPERTS),
 }
 CASES = [(model, name) for name, layout in LAYOUTS.items() for model in layout.models]

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
 from megatron_bapo.errors import UserError
@@ -22,6 +22,7 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
+    "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=20),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
@@ -53,10 +54,21 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
     assert architecture.rope_scaling == {}
 
 
-def test_only_qwen2_has_query_biases_only_qwen3_normalises_queries_and_only_qwen3_moe_has_experts():
-    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2"]
+def test_qwen2_has_query_biases_qwen3_normalises_queries_and_two_families_have_experts():
+    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2", "qwen2_moe"]
     assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
-    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe"]
+    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe", "qwen2_moe"]
+
+
+def test_the_width_of_the_shared_expert_is_read(tmp_path):
+    assert read(tmp_path, CONFIGS["qwen2_moe"]).shared_expert_intermediate_size == 20
+    assert read(tmp_path, CONFIGS["qwen2_moe"], num_experts=0).shared_expert_intermediate_size == 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("shared_expert_intermediate_size", 0), ("qkv_bias", False)])
+def test_a_qwen2_moe_model_without_its_shared_expert_or_biases_is_refused(tmp_path, field, value):
+    with pytest.raises(UserError, match=f"{field} is {value}"):
+        read(tmp_path, CONFIGS["qwen2_moe"], **{field: value})
 
 
 @pytest.mark.parametrize("spelling", ["num_experts", "num_local_experts"])

@@ -17,7 +17,7 @@ from megatron_bapo.parallel.megatron import parallel_state
 
 
 def architecture(family: str, **changes: Any) -> Architecture:
-    """Return a small model; Qwen3-MoE has one dense layer among its four."""
+    """Return a small model; those with experts have one dense layer among their four."""
     shape: dict[str, Any] = {
         "num_hidden_layers": 4,
         "hidden_size": 16,
@@ -39,6 +39,8 @@ def architecture(family: str, **changes: Any) -> Architecture:
             "norm_topk_prob": True,
             "moe_layers": frozenset({0, 2, 3}),
         }
+    if FAMILIES[family].shared_expert:
+        shape |= {"shared_expert_intermediate_size": 24}
     return Architecture(family=FAMILIES[family], **shape | changes)
 
 
@@ -136,6 +138,11 @@ def _layer(
         yield from (
             (f"mlp.experts.local_experts.{e}.{name}.weight", shape) for e in experts for name, shape in shapes.items()
         )
+    if width := arch.shared_expert_intermediate_size:
+        if arch.family.shared_expert_gate:
+            yield "mlp.shared_experts.gate_weight", (1, hidden)
+        yield "mlp.shared_experts.linear_fc1.weight", (2 * width // tp, hidden)
+        yield "mlp.shared_experts.linear_fc2.weight", (hidden, width // tp)
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeTopKRouter
 
-from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.architecture import FAMILIES, read_architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
@@ -25,6 +26,7 @@ ROTARY = {
     "qwen2": (Qwen2Config, Qwen2RotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeRotaryEmbedding),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeRotaryEmbedding),
 }
 SCALINGS = {
     "default": {"rope_type": "default"},
@@ -108,6 +110,13 @@ def test_only_the_configured_layers_have_experts():
     assert (config.moe_ffn_hidden_size, config.ffn_hidden_size) == (8, 24)
 
 
+def test_only_qwen2_moe_has_a_shared_expert_and_its_gate():
+    configs = {name: config_of(name) for name in FAMILIES}
+    widths = {name: config.moe_shared_expert_intermediate_size for name, config in configs.items()}
+    assert {name: width for name, width in widths.items() if width} == {"qwen2_moe": 24}
+    assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == ["qwen2_moe"]
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_dense_model_has_no_experts(family):
     assert config_of(family).num_moe_experts is None
@@ -120,6 +129,7 @@ def test_families_differ_in_biases_and_norms_of_queries():
         ("qwen2", True, False),
         ("qwen3", False, True),
         ("qwen3_moe", False, True),
+        ("qwen2_moe", True, False),
     ]
 
 

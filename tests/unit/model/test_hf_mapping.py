@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -32,8 +34,10 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
+    "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
+OF_FAMILY = {"qwen3_moe": EXPERTS, "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12}}
 
 
 def test_the_table_has_every_parameter_of_transformer_engines_layers():
@@ -45,7 +49,7 @@ def test_the_table_has_every_parameter_of_transformer_engines_layers():
     assert recorded.keys() == FAMILIES.keys()
     for family, parameters in recorded.items():
         arch = architecture(family, tie_word_embeddings=False)
-        found = {name: lookup(name) for name in parameters}
+        found = {name: lookup(name, arch) for name in parameters}
         assert {name: list(entry.local_shape(arch, 1)) for name, entry in found.items()} == parameters
         assert sorted(name for entry in found.values() for name in entry.names) == sorted(expected_shapes(arch))
 
@@ -65,7 +69,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         num_key_value_heads=1,
         head_dim=4,
         tie_word_embeddings=tie,
-        **(EXPERTS if name == "qwen3_moe" else {}),
+        **OF_FAMILY.get(name, {}),
     )
     model_class(config).save_pretrained(folder)
     return folder
@@ -105,6 +109,8 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
             "moe_intermediate_size": etp * draw(st.integers(1, 3)),
             "moe_layers": draw(st.frozensets(layers)),
         }
+    if FAMILIES[family].shared_expert:
+        shape |= {"shared_expert_intermediate_size": tp * draw(st.integers(1, 3))}
     parallel = ParallelConfig(
         # The product of the ranks of both grids, which also covers data parallelism.
         world_size=tp * pp * ep * etp,
@@ -128,7 +134,7 @@ def test_merging_what_all_ranks_read_gives_the_bits_of_the_checkpoint(model_and_
     for rank in range(parallel.world_size):
         groups = groups_of(parallel, rank)
         for name, shape in parameter_shapes(arch, parallel, groups, transformer_engine=transformer_engine):
-            entry = lookup(name)
+            entry = lookup(name, arch)
             axis = groups.expert_tensor if entry.row.is_expert else groups.tensor
             if name == "output_layer.weight" and arch.tie_word_embeddings:
                 continue
@@ -152,7 +158,7 @@ def test_merging_what_all_ranks_read_gives_the_bits_of_the_checkpoint(model_and_
 def test_padding_rows_of_the_vocabulary_are_zero():
     arch = architecture("llama", vocab_size=5, hidden_size=2)
     table = torch.arange(1.0, 11.0).view(5, 2)
-    entry = lookup("embedding.word_embeddings.weight")
+    entry = lookup("embedding.word_embeddings.weight", arch)
 
     parts = [local_tensor(entry, arch, [table], rank, 4) for rank in range(4)]
 
@@ -162,7 +168,7 @@ def test_padding_rows_of_the_vocabulary_are_zero():
 
 def test_a_key_value_head_follows_the_query_heads_that_share_it():
     arch = architecture("qwen3", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-    row = lookup("decoder.layers.0.self_attention.linear_qkv.weight").row
+    row = lookup("decoder.layers.0.self_attention.linear_qkv.weight", arch).row
 
     # Rank 1 holds the second group: query heads 2 and 3, then the second key, then the second value.
     assert row.layout is not None
@@ -189,7 +195,7 @@ def test_layers_and_experts_are_counted_from_the_models_start(local, expected):
 
 @pytest.mark.parametrize("name", ["local_experts.11.linear_fc1.weight", "linear_fc1.weight11"])
 def test_an_experts_tensors_carry_its_layer_and_its_number(name):
-    entry = lookup(f"decoder.layers.7.mlp.experts.{name}")
+    entry = lookup(f"decoder.layers.7.mlp.experts.{name}", architecture("qwen3_moe"))
 
     expert = "model.layers.7.mlp.experts.11"
     assert entry.names == (f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight")
@@ -207,14 +213,14 @@ def test_transformer_engines_fused_norms_map_to_the_norms_of_the_local_specs():
     local_to_fused = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
 
     for local, fused in local_to_fused.items():
-        ours, theirs = (lookup(f"decoder.layers.3.{prefix}weight") for prefix in (local, fused))
+        ours, theirs = (lookup(f"decoder.layers.3.{prefix}weight", architecture("llama")) for prefix in (local, fused))
         assert ours == theirs
     assert len(local_to_fused) == 2
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.router.expert_bias"]
+    "name", ["decoder.layers.0.mlp.shared_experts.fc1.weight", "decoder.layers.0.mlp.router.bias"]
 )
 def test_the_error_for_a_parameter_without_a_row_names_it(name):
     with pytest.raises(AssertionError, match=rf"no row in .* {name}"):
-        lookup(name)
+        lookup(name, architecture("llama"))

@@ -24,7 +24,7 @@ from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.weight_sync.plan import Box, Slice
 from tests.unit.model.shards import architecture, empty_shard, groups_of
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe")
 
 
 @st.composite
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
     # Megatron splits the rows of queries, keys and values jointly.
     assume((arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
     stage = tp * cp * dp
-    experts = family == "qwen3_moe"
+    experts = family.endswith("_moe")
     etp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if stage % size == 0])) if experts else None
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if stage % (size * etp) == 0])) if etp else 1
     parallel = ParallelConfig(
