@@ -108,18 +108,25 @@ def _chunk_contents(chunks: Sequence[range]) -> list[list[str]]:
 def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
     """Return the mixture-of-experts settings, without auxiliary losses.
 
-    Qwen's models compute the softmax over all experts and, with `norm_topk_prob`, divide the selected weights by their
+    Routers with a softmax compute the softmax over all experts and, with `norm_topk_prob`, divide the selected weights by their
     sum. This equals the softmax over the logits of the selected experts, which is Megatron's router without
-    `moe_router_pre_softmax`.
+    `moe_router_pre_softmax`. Routers with a sigmoid choose experts by their score plus a bias and weight them by their
+    score without it.
     """
     if not architecture.moe_layers:
         return {}
+    sigmoid, grouped_choice = architecture.family.sigmoid_router, architecture.topk_group < architecture.n_group
     return {
         "num_moe_experts": architecture.num_experts,
         "moe_ffn_hidden_size": architecture.moe_intermediate_size,
         "moe_layer_freq": [int(layer in architecture.moe_layers) for layer in range(architecture.num_hidden_layers)],
         "moe_router_topk": architecture.num_experts_per_tok,
-        "moe_router_pre_softmax": not architecture.norm_topk_prob,
+        "moe_router_score_function": "sigmoid" if sigmoid else "softmax",
+        "moe_router_enable_expert_bias": sigmoid,
+        "moe_router_pre_softmax": not sigmoid and not architecture.norm_topk_prob,
+        "moe_router_num_groups": architecture.n_group if grouped_choice else None,
+        "moe_router_group_topk": architecture.topk_group if grouped_choice else None,
+        "moe_router_topk_scaling_factor": scale if (scale := architecture.routed_scaling_factor) != 1 else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
@@ -130,14 +137,14 @@ def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
 
 
 def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
-    """Return inverse frequencies, float32 [head_dim / 2], and the factor for cosine and sine.
+    """Return inverse frequencies, float32 [rotary_dim / 2], and the factor for cosine and sine.
 
-    Scaled rope types use the functions of transformers. All dimensions of a head rotate, so multiplying the softmax
-    scale by the square of the factor is equivalent to multiplying queries and keys by the factor.
+    Scaled rope types use the functions of transformers. With them all dimensions of a head rotate, so multiplying the
+    softmax scale by the square of the factor is equivalent to multiplying queries and keys by the factor.
     """
-    base, head_dim = architecture.rope_theta, architecture.head_dim
+    base, dim = architecture.rope_theta, architecture.rotary_dim
     if not architecture.rope_scaling:
-        return 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)), 1.0
+        return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), 1.0
     # Most models have no scaling, and importing transformers takes more than a second in every trainer rank.
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

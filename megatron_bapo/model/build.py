@@ -63,9 +63,9 @@ class PolicyModel:
         return TABLE
 
     @property
-    def trained(self) -> PolicyModel | Adapters:
-        """What the optimizer updates and checkpoints contain: the adapters, or the whole model without any."""
-        return self if self.adapters is None else self.adapters
+    def trained(self) -> TrainedParameters | Adapters:
+        """What the optimizer updates and checkpoints contain: the adapters, or without any all parameters that train."""
+        return TrainedParameters(self) if self.adapters is None else self.adapters
 
     def without_adapters(self) -> PolicyModel:
         """Return the model that the adapters adapt, which has the same parameters in memory."""
@@ -88,6 +88,28 @@ class PolicyModel:
         weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
         assert weight is not None, "only the last pipeline stage has an output layer"
         return weight
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """Parameters of a model that an optimizer updates, with the interface that import and export use."""
+
+    model: PolicyModel
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.model.architecture
+
+    @property
+    def table(self) -> Table:
+        return self.model.table
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return self.model.chunks
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((name, each) for name, each in self.model.named_parameters() if each.requires_grad)
 
 
 def finish_param_gather(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -129,6 +151,7 @@ def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, fr
         _build_chunk(config, architecture, megatron, groups, index, layers[index], frozen)
         for index in range(groups.num_virtual_stages)
     )
+    megatron.moe_router_enable_expert_bias = False  # Megatron would update the biases, which it has created by now
     expert_offset, routing, adapters = _expert_offset(architecture, groups), None, None
     if config.algorithm.routing_replay != "none" and not frozen:
         routing = RoutingReplay.install(architecture, chunks, groups, sp=parallel.sequence_parallel)
@@ -188,13 +211,31 @@ def _build_chunk(
     if lora is not None and not frozen:
         offsets = {"layer_offset": layers.start, "expert_offset": _expert_offset(architecture, groups)}
         attach_adapters(gpt, architecture, lora, groups, **offsets, sp=parallel.sequence_parallel)
+    in_dtype = Float16Module(megatron, gpt) if megatron.bf16 else gpt
+    freeze_router_biases(gpt)
     wrapped = DistributedDataParallel(
         megatron,
         ddp,
-        Float16Module(megatron, gpt) if megatron.bf16 else gpt,
+        in_dtype,
         disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
     return Chunk(gpt, wrapped, layers.start)
+
+
+def freeze_router_biases(gpt: GPTModel) -> None:
+    """Make the routers' biases frozen parameters in fp32, which are imported and exported as all others.
+
+    Megatron has them as buffers, which it converts to the model's dtype, and moves them to balance the load of the
+    experts. Engines that generate rollouts do not, so they stay as they are.
+    """
+    decoder: Any = gpt.decoder
+    for layer in decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None and router.expert_bias is not None:
+            bias = router.expert_bias.float()
+            del router.expert_bias
+            router.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+            router.enable_expert_bias = False  # do not count the tokens of each expert
 
 
 def _pass_on(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:

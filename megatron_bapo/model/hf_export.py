@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,7 @@ from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.files import flush
 from megatron_bapo.model.build import Chunk, PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
-from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, lookup
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, frozen_tensors, lookup
 from megatron_bapo.model.lora import merged_values
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
@@ -84,6 +84,7 @@ def _rounds(model: StageTensors, groups: ParallelGroups) -> list[list[_Share]]:
         for name, parameter in model.named_parameters()
         if name != "output_layer.weight" or not architecture.tie_word_embeddings
     ]
+    entries.sort(key=lambda each: each[1].row.is_frozen)  # as `write_safetensors` requires
     sizes = [sum(map(math.prod, entry.shapes(architecture))) for _, entry in entries]
     totals, in_round, rounds = [0] * num_ranks, [0] * num_ranks, [[]]
     for (parameter, entry), size in zip(entries, sizes, strict=True):
@@ -191,20 +192,27 @@ def stream_tensors(
             yield own.pop(0)
 
 
-def write_safetensors(path: Path, shapes: dict[str, Shape], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write a stream of tensors of one dtype to a safetensors file, one at a time, and flush it to disk.
+def write_safetensors(
+    path: Path,
+    shapes: dict[str, Shape],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    in_fp32: Collection[str] = (),
+) -> None:
+    """Write a stream of tensors to a safetensors file, one at a time, and flush it to disk.
 
-    `shapes` lists the tensors in order, because the format begins with a table of contents.
+    `shapes` lists the tensors in order, because the format begins with a table of contents. They have the dtype of the
+    first one, except those in `in_fp32`, which are the last ones.
     """
     remaining, dtype = iter(shapes.items()), None
     with path.open("wb") as file:
         for name, tensor in tensors:
             if dtype is None:
                 dtype = tensor.dtype
-                file.write(table_of_contents(shapes, str(dtype).removeprefix("torch.")))
+                file.write(table_of_contents(shapes, str(dtype).removeprefix("torch."), in_fp32))
             next_name, next_shape = next(remaining, (None, ()))
-            assert (name, tensor.shape, tensor.dtype) == (next_name, next_shape, dtype), (
-                f"expected {next_name} {list(next_shape)} {dtype}, got {name} {list(tensor.shape)} {tensor.dtype}"
+            kind = torch.float32 if name in in_fp32 else dtype
+            assert (name, tensor.shape, tensor.dtype) == (next_name, next_shape, kind), (
+                f"expected {next_name} {list(next_shape)} {kind}, got {name} {list(tensor.shape)} {tensor.dtype}"
             )
             file.write(raw_bytes(tensor.contiguous()))
             del tensor  # free it before the next one is allocated
@@ -223,7 +231,7 @@ def write_stage(folder: Path, model: StageTensors, groups: ParallelGroups, *, re
         if shapes:
             number = groups.pipeline.rank * groups.stage_size + groups.stage_rank + 1
             name = f"model-{number:05d}-of-{groups.pipeline.size * groups.stage_size:05d}.safetensors"
-            write_safetensors(folder / name, shapes, tensors)
+            write_safetensors(folder / name, shapes, tensors, frozen_tensors(model.architecture))
     finally:
         for _ in tensors:
             pass
@@ -260,7 +268,10 @@ def flush_to_disk(folder: Path) -> None:
 
 
 def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype, source: Path) -> None:
-    """Complete a folder of weights to a Hugging Face checkpoint: add an index, and config and tokenizer of `source`."""
+    """Complete a folder of weights to a Hugging Face checkpoint: add an index, and config and tokenizer of `source`.
+
+    Layers that predict further tokens are not among the weights, and config.json says so.
+    """
     _write_index(folder, architecture, dtype.itemsize)
     _write_config(source, folder, str(dtype).removeprefix("torch."))
     for name in COPIED_FILES:
@@ -278,7 +289,8 @@ def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> Non
         f"{len(wrong)} of {len(expected)} exported tensors are wrong, first {wrong[0]}: expected shape "
         f"{expected.get(wrong[0])}, found {found.get(wrong[0])}"
     )
-    total_size = itemsize * sum(math.prod(shape) for shape in found.values())
+    frozen = frozen_tensors(architecture)
+    total_size = sum((4 if name in frozen else itemsize) * math.prod(shape) for name, shape in found.items())
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(files.items()))}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1))
 
@@ -287,4 +299,6 @@ def _write_config(source: Path, target: Path, dtype: str) -> None:
     """Write config.json with the dtype of the weights, under the key names of transformers 4 and 5."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in fields}
+    if fields.get("num_nextn_predict_layers"):
+        fields["num_nextn_predict_layers"] = 0
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

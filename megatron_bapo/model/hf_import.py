@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture, listed_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, lookup
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, is_of_next_token_layer, lookup
 from megatron_bapo.model.precision import set_values
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
@@ -85,11 +85,15 @@ class SafetensorsFolder:
 def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: Path) -> None:
     """Check that a folder has every expected tensor in its shape and no other, and raise UserError otherwise.
 
-    Redundant tensors of tied embeddings and of old exports are allowed.
+    Redundant tensors of tied embeddings and of old exports are allowed, and layers that predict further tokens.
     """
     expected = expected_shapes(architecture)
     ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
-    surplus = {name for name in found.keys() - expected - ignorable if not name.endswith("rotary_emb.inv_freq")}
+    surplus = {
+        name
+        for name in found.keys() - expected - ignorable
+        if not name.endswith("rotary_emb.inv_freq") and not is_of_next_token_layer(architecture, name)
+    }
     if missing := sorted(expected.keys() - found):
         raise UserError(
             f"{folder} lacks {len(missing)} tensors that config.json requires, first {missing[0]}; complete the "

@@ -83,6 +83,8 @@ class Row:
     """Mesh axis over which the layout splits the parameter."""
     is_in: Callable[[Architecture, int], bool] = lambda _arch, _layer: True
     """Whether a layer of a model has the parameter."""
+    is_frozen: bool = False
+    """Whether training leaves the parameter as it is; it is in fp32 whatever the model's dtype."""
     parts: tuple[int, ...] | None = None
     """Parts of the layout that are the tensors of `hugging_face`; None: all. Rows of other parts are zero."""
 
@@ -128,6 +130,10 @@ def _is_dense(arch: Architecture, layer: int) -> bool:
 
 def _has_experts(arch: Architecture, layer: int) -> bool:
     return layer in arch.moe_layers
+
+
+def _has_router_bias(arch: Architecture, layer: int) -> bool:
+    return arch.family.sigmoid_router and layer in arch.moe_layers
 
 
 def _has_shared_expert(name: str, arch: Architecture, layer: int) -> bool:
@@ -251,6 +257,14 @@ TABLE = (
         ((_L + "mlp.shared_expert_gate.weight", "1 hidden"),),
         is_in=partial(_has_shared_expert, "shared_expert"),
     ),
+    *_shared_expert("shared_experts"),
+    # Frozen rows are the last ones, so that files have them behind all other tensors.
+    Row(
+        ("mlp.router.expert_bias",),
+        ((_L + "mlp.gate.e_score_correction_bias", "experts"),),
+        is_in=_has_router_bias,
+        is_frozen=True,
+    ),
 )
 
 Table = tuple[Row, ...]
@@ -357,3 +371,23 @@ def expected_shapes(arch: Architecture, table: Table = TABLE) -> dict[str, Shape
         for entry in entries(arch, table)
         for name, shape in zip(entry.names, entry.shapes(arch), strict=True)
     }
+
+
+def frozen_tensors(arch: Architecture) -> frozenset[str]:
+    """Return the names of the tensors that training leaves as they are, which are in fp32."""
+    rows = tuple(row for row in TABLE if row.is_frozen)
+    return frozenset(expected_shapes(arch, rows))
+
+
+def trained_shapes(arch: Architecture) -> dict[str, Shape]:
+    """Return name and shape of every tensor that training changes."""
+    return expected_shapes(arch, tuple(row for row in TABLE if not row.is_frozen))
+
+
+_TENSOR_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def is_of_next_token_layer(arch: Architecture, name: str) -> bool:
+    """Whether a tensor belongs to a layer behind the last one that predicts further tokens (multi-token prediction)."""
+    layer, first = _TENSOR_LAYER.match(name), arch.num_hidden_layers
+    return layer is not None and first <= int(layer[1]) < first + arch.num_nextn_predict_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,28 +61,38 @@ def copy_tensors(
     *,
     max_file_bytes: int,
     advance: Advance,
+    in_fp32: Collection[str] = (),
 ) -> CopyResult:
     """Write the tensors named in `shapes` to `folder` as `dtype`, skipping files that already have the right bits.
 
-    Every file is read back and compared with its source, including files of an interrupted call. Memory usage is two
-    tensors, excluding the mapped files. Raises RunError if a written file differs from its source.
+    Tensors in `in_fp32`, which are the last ones, are written in fp32. Every file is read back and compared with its
+    source, including files of an interrupted call. Memory usage is two tensors, excluding the mapped files. Raises
+    RunError if a written file differs from its source.
     """
     files, num_kept = plan_files(shapes, dtype.itemsize, max_file_bytes), 0
     paths = [folder / f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     for leftover in set(folder.glob("*.safetensors*")) - set(paths):
         leftover.unlink()  # from a call with another file size, or partially written
     for path, part in zip(paths, files, strict=True):
-        if _has_tensors(path, source, part, dtype, lambda _: None):
-            advance(2 * dtype.itemsize * sum(map(math.prod, part.values())))
+        kinds = {name: torch.float32 if name in in_fp32 else dtype for name in part}
+        if _has_tensors(path, source, kinds, lambda _: None):
+            advance(2 * sum(kinds[name].itemsize * math.prod(shape) for name, shape in part.items()))
             num_kept += 1
             continue
         unfinished = path.with_name(path.name + ".partial")
-        write_safetensors(unfinished, part, ((name, _read(source, name, dtype, advance)) for name in part))
-        if not _has_tensors(unfinished, source, part, dtype, advance):
+        tensors = ((name, _read(source, name, kind, advance)) for name, kind in kinds.items())
+        write_safetensors(unfinished, part, tensors, in_fp32)
+        if not _has_tensors(unfinished, source, kinds, advance):
             raise RunError(f"{unfinished} differs from what was written to it; check the disk, then run this again")
         unfinished.rename(path)
-    num_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    return CopyResult(len(shapes), num_bytes, len(files), num_kept)
+    return CopyResult(len(shapes), total_bytes(shapes, dtype, in_fp32), len(files), num_kept)
+
+
+def total_bytes(shapes: dict[str, Shape], dtype: torch.dtype, in_fp32: Collection[str] = ()) -> int:
+    """Return the bytes of tensors in `dtype`, except those in `in_fp32`."""
+    return sum(
+        math.prod(shape) * (torch.float32 if name in in_fp32 else dtype).itemsize for name, shape in shapes.items()
+    )
 
 
 def first_difference(
@@ -91,14 +101,16 @@ def first_difference(
     shapes: dict[str, Shape],
     dtype: torch.dtype,
     advance: Advance,
+    in_fp32: Collection[str] = (),
 ) -> str | None:
     """Return the first tensor that `written` lacks, or has with other bits than `source` as `dtype`, or has in excess.
 
-    Returns None if there is no difference.
+    Tensors in `in_fp32` are compared in fp32. Returns None if there is no difference.
     """
     found = written.shapes()
     for name in shapes:
-        if name not in found or not _same_bits(written.slice(name)[:], _read(source, name, dtype, advance)):
+        kind = torch.float32 if name in in_fp32 else dtype
+        if name not in found or not _same_bits(written.slice(name)[:], _read(source, name, kind, advance)):
             return name
     return next(iter(found.keys() - shapes), None)
 
@@ -109,14 +121,14 @@ def _read(source: Tensors, name: str, dtype: torch.dtype, advance: Advance) -> t
     return tensor
 
 
-def _has_tensors(path: Path, source: Tensors, part: dict[str, Shape], dtype: torch.dtype, advance: Advance) -> bool:
-    """Whether the file contains exactly these tensors, with the bits of the source."""
+def _has_tensors(path: Path, source: Tensors, kinds: dict[str, torch.dtype], advance: Advance) -> bool:
+    """Whether the file contains exactly the tensors in `kinds`, in these dtypes, with the bits of the source."""
     if not path.is_file():
         return False
     try:
         with safe_open(path, "pt") as file:
-            return set(file.keys()) == set(part) and all(
-                _same_bits(file.get_tensor(name), _read(source, name, dtype, advance)) for name in part
+            return set(file.keys()) == set(kinds) and all(
+                _same_bits(file.get_tensor(name), _read(source, name, kind, advance)) for name, kind in kinds.items()
             )
     except SafetensorError:
         return False

@@ -11,7 +11,7 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
+from megatron_bapo.model.hf_mapping import Entry, entries, trained_shapes
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -27,14 +27,16 @@ def _part(shape: Shape, dim: int, start: int, size: int) -> Box:
 
 
 def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, list[Shard]]:
-    """Return the parts of every tensor and the trainer ranks that have them, in Megatron's rank order tp-cp-ep-dp-pp.
+    """Return the parts of every tensor that training changes and the trainer ranks that have them.
 
+    Ranks are in Megatron's order tp-cp-ep-dp-pp.
     The copy of the embedding in a tied output layer on the last pipeline stage is omitted.
     """
     stages = layer_stages(arch, parallel)
     return {
         name: shards
         for entry in entries(arch)
+        if not entry.row.is_frozen
         for name, shards in _entry_shards(entry, arch, parallel, _stage(entry, stages))
     }
 
@@ -127,7 +129,7 @@ _SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
 
 
 def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Shard]]:
-    """Return the parts of every tensor that the ranks of an engine need."""
+    """Return the parts of every tensor that training changes and that the ranks of an engine need."""
     tp = engine.tensor_parallel_size
     return {
         name: [
@@ -137,6 +139,7 @@ def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Sh
             if (box := _engine_box(entry, part, arch, engine, rank)) is not None
         ]
         for entry in entries(arch)
+        if not entry.row.is_frozen
         for part, name in enumerate(entry.names)
     }
 
@@ -262,7 +265,7 @@ def weight_plan(
 ) -> WeightPlan:
     """Return the weight transfer plan for the layouts of the trainer and the engines."""
     return make_plan(
-        expected_shapes(arch),
+        trained_shapes(arch),
         dtype,
         trainer_shards(arch, parallel),
         engine_shards(arch, engine),

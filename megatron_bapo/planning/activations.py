@@ -74,7 +74,7 @@ def chunk_activations(
             of_layer = layer_activations(architecture, parallel, batch, has_experts=has_experts)
             terms += Counter({name: count * num_bytes for name, num_bytes in of_layer.items()})
     if parallel.recompute_granularity == "full":
-        terms["rotary angles"] += tokens * architecture.head_dim * FP32
+        terms["rotary angles"] += tokens * architecture.rotary_dim * FP32
     if chunk.has_output:
         terms["norms"] += _norm(split, architecture.hidden_size, batch)
     return terms
@@ -157,7 +157,7 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     terms: Terms = Counter()
     terms["norms"] += _norm(split, arch.hidden_size, batch)
     terms["attention projections"] += split * arch.hidden_size * batch.input_bytes
-    terms["rotary angles"] += 0 if batch.fused_attention else 4 * tokens * d * b
+    terms["rotary angles"] += 0 if batch.fused_attention else 4 * tokens * arch.rotary_dim * b
     # The whole projection output stays in memory where a saved tensor is a view of a part of it.
     keeps_projection = recompute
     if arch.family.qk_norm:

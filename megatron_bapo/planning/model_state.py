@@ -85,7 +85,7 @@ def model_state(
     layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
     lora: Any = config.model.lora
     counts = _num_elements(architecture, layout, stage, data_rank, expert_data_rank, lora)
-    num_frozen, num_elements, num_allocated, num_own = counts
+    num_frozen, num_elements, num_allocated, num_own, biases = counts
     optimizer = num_own * FP32
     main = optimizer if config.model.dtype != "float32" else 0
     offload = config.optimizer.cpu_offload
@@ -97,12 +97,14 @@ def model_state(
     num_reference = num_elements if lora is None else num_frozen
     on_device = not assumptions.reference_on_host
     return ModelState(
-        parameters=(num_frozen + num_allocated) * dtype - saved,
+        parameters=(num_frozen + num_allocated) * dtype + biases * FP32 - saved,
         gradients=num_allocated * min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype]),
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_reference * dtype - saved + copies if config.has_reference_copy and on_device else 0,
+        reference=num_reference * dtype + biases * FP32 - saved + copies
+        if config.has_reference_copy and on_device
+        else 0,
         teacher=_teacher_bytes(config, stage) if on_device else 0,
         updated=num_own,
         quantised=copies,
@@ -116,11 +118,11 @@ def _teacher_bytes(config: Config, stage: int) -> int:
         return 0
     layout: Any = config.parallel.for_teacher
     config = config.model_copy(update={"parallel": layout})
-    _, num_elements, _, _ = _num_elements(teacher, layout, stage, 0, 0, None)
+    _, num_elements, _, _, biases = _num_elements(teacher, layout, stage, 0, 0, None)
     in_fp8 = quantised_elements(config, teacher, stage)
     # Of a weight and its transpose in FP8, the weight takes the place of the bfloat16 one with fp8.param.
     kept = DTYPE_BYTES[config.model.dtype] if config.fp8 is not None and config.fp8.param else 0
-    return num_elements * DTYPE_BYTES[config.model.dtype] + in_fp8 * (2 * FP8_BYTES - kept)
+    return num_elements * DTYPE_BYTES[config.model.dtype] + biases * FP32 + in_fp8 * (2 * FP8_BYTES - kept)
 
 
 @lru_cache(maxsize=4096)
@@ -131,13 +133,17 @@ def _num_elements(
     data_rank: int,
     expert_data_rank: int,
     lora: Any,
-) -> tuple[int, int, int, int]:
-    """Return element counts: (frozen, trained, allocated for these with padding, updated by this rank's optimizer)."""
-    num_frozen = num_elements = num_allocated = num_own = 0
+) -> tuple[int, int, int, int, int]:
+    """Return element counts.
+
+    They are (frozen, trained, allocated for these with padding, updated by this rank's optimizer, frozen in fp32).
+    """
+    num_frozen = num_elements = num_allocated = num_own = num_biases = 0
     for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
         every = chunk_parameters(architecture, Split.of(parallel), chunk, lora)
         parameters = [parameter for parameter in every if parameter.is_trained]
-        num_frozen += sum(parameter.numel for parameter in every if not parameter.is_trained)
+        num_frozen += sum(parameter.numel for parameter in every if not (parameter.is_trained or parameter.in_fp32))
+        num_biases += sum(parameter.numel for parameter in every if parameter.in_fp32)
         num_elements += sum(parameter.numel for parameter in parameters)
         if not parallel.use_distributed_optimizer:
             continue
@@ -147,8 +153,8 @@ def _num_elements(
             num_allocated += buckets[-1].stop if buckets else 0
             num_own += sum(bucket.num_owned(rank, size) for bucket in buckets)
     if not parallel.use_distributed_optimizer:
-        return num_frozen, num_elements, num_elements, num_elements
-    return num_frozen, num_elements, num_allocated, num_own
+        return num_frozen, num_elements, num_elements, num_elements, num_biases
+    return num_frozen, num_elements, num_allocated, num_own, num_biases
 
 
 def data_context_size(parallel: ParallelConfig) -> int:

@@ -31,7 +31,9 @@ class Parameter:
     shares_embedding: bool = False
     """True for tied embeddings on different pipeline stages: each copy has its own gradient bucket."""
     is_trained: bool = True
-    """False for weights that are frozen because the model has adapters."""
+    """False for weights that are frozen because the model has adapters, and for routers' biases."""
+    in_fp32: bool = False
+    """True if the parameter is in fp32 whatever the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def chunk_parameters(
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a chunk on one rank of the stage, adapters included, in Megatron's order."""
     parameters = _each_parameter(architecture, split, chunk, lora)
-    return tuple(replace(p, is_trained=lora is None or ".adapter." in p.name) for p in parameters)
+    return tuple(replace(p, is_trained=p.is_trained and (lora is None or ".adapter." in p.name)) for p in parameters)
 
 
 def whole_model(architecture: Architecture) -> ChunkShape:
@@ -86,8 +88,12 @@ def whole_model(architecture: Architecture) -> ChunkShape:
 
 @lru_cache
 def num_parameters(architecture: Architecture) -> int:
-    """Return the whole model's parameter count; tied weights count once, vocabulary padding does not count."""
-    return sum(parameter.numel for parameter in chunk_parameters(architecture, Split(), whole_model(architecture)))
+    """Return the whole model's parameter count; tied weights count once.
+
+    Padding of the vocabulary and routers' biases, which are not trained, do not count.
+    """
+    parameters = chunk_parameters(architecture, Split(), whole_model(architecture))
+    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
 
 
 def num_trained_parameters(architecture: Architecture, lora: LoraConfig | None) -> int:
@@ -139,6 +145,8 @@ def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraCo
         yield from _mlp(f"{prefix}mlp.", hidden, arch.intermediate_size // tp, lora)
         return
     yield Parameter(f"{prefix}mlp.router.weight", arch.num_experts * hidden)
+    if arch.family.sigmoid_router:
+        yield Parameter(f"{prefix}mlp.router.expert_bias", arch.num_experts, is_trained=False, in_fp32=True)
     width = arch.moe_intermediate_size // split.expert_tensor
     for expert in range(arch.num_experts // split.expert):
         # Without expert parallelism Megatron reduces experts' gradients like all others.

@@ -8,6 +8,8 @@ start undoes each layer's packing, sharding and quantization, and finish does th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory
 from megatron_bapo.rollout.route_recorder import RouteRecorder
-from megatron_bapo.rollout.weight_sources import WeightSource, weight_source
+from megatron_bapo.rollout.weight_sources import WeightSource, read_frozen_tensors, weight_source
 from megatron_bapo.weight_sync.route import WeightRoute
 
 BACKEND = "megatron_bapo"
@@ -58,6 +60,8 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
         route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
         self.source = weight_source(route, layout, rank, self.device)
+        # vLLM must load every tensor in each update, also those that the trainer does not send.
+        self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
     def start_weight_update(self) -> None:
         if current_platform.is_cpu():
@@ -72,7 +76,8 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
     def receive_weights(self, update_info: VersionInfo) -> None:
         """Load whole tensors; vLLM's weight loaders select this worker's parts."""
         self._version = update_info.version
-        self.model.load_weights(self.source.read(self._version))  # pyright: ignore[reportCallIssue]
+        tensors = chain(self._frozen.items(), self.source.read(self._version))
+        self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError
+from megatron_bapo.model.hf_mapping import frozen_tensors, is_of_next_token_layer
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import open_storage, transfer_group
 from megatron_bapo.weight_sync.plan import WeightPlan
@@ -61,14 +63,28 @@ def plan_of(route: WeightRoute, version: int) -> WeightPlan:
 
 
 def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in the checkpoint's safetensors files."""
-    shapes = {}
+    """Return the names and shapes of the tensors in the checkpoint's safetensors files that every version has."""
+    shapes, architecture = {}, read_architecture(model_path)
     for path in sorted(model_path.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
     if json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)  # some checkpoints repeat the embedding
-    return shapes
+    frozen = frozen_tensors(architecture)
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if name not in frozen and not is_of_next_token_layer(architecture, name)
+    }
+
+
+def read_frozen_tensors(model_path: Path) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors that training leaves as they are, which no version has."""
+    frozen, found = frozen_tensors(read_architecture(model_path)), dict[str, torch.Tensor]()
+    for path in sorted(model_path.glob("*.safetensors")) if frozen else ():
+        with safe_open(path, "pt") as file:
+            found.update((name, file.get_tensor(name)) for name in frozen.intersection(file.keys()))
+    return found
 
 
 def check_complete(route: WeightRoute, version: int, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -6,23 +6,30 @@ written to the target name plus `.partial` and renamed when it is complete; a la
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import make_folder
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
-from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
-from megatron_bapo.model.weight_copy import Advance, CopyResult, Tensors, copy_tensors, first_difference
+from megatron_bapo.model.weight_copy import (
+    Advance,
+    CopyResult,
+    Tensors,
+    copy_tensors,
+    first_difference,
+    total_bytes,
+)
 from megatron_bapo.trainer.checkpoint import WEIGHTS, write_state
 
 
@@ -41,7 +48,8 @@ def checkpoint_from_hugging_face(
 
     with SafetensorsFolder(source) as tensors:
         check_tensors(tensors.shapes(), architecture, source)
-        return _convert(tensors, target, WEIGHTS, architecture, torch.float32, complete, max_file_bytes, advance)
+        shapes = trained_shapes(architecture)
+        return _convert(tensors, shapes, target, WEIGHTS, torch.float32, complete, max_file_bytes, advance)
 
 
 def hugging_face_from_checkpoint(
@@ -49,7 +57,7 @@ def hugging_face_from_checkpoint(
 ) -> CopyResult:
     """Convert a trainer checkpoint to the Hugging Face folder `target`; config and tokenizer files come from `origin`.
 
-    Adapters are merged into the weights of `origin`. Raises UserError under the same conditions as
+    Adapters are merged into the weights of `origin`, which also has the tensors that training leaves as they are. Raises UserError under the same conditions as
     `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
@@ -57,14 +65,32 @@ def hugging_face_from_checkpoint(
     def complete(partial: Path) -> None:
         complete_folder(partial, architecture, dtype, origin)
 
-    weights = checkpoint / WEIGHTS
+    weights, frozen = checkpoint / WEIGHTS, frozen_tensors(architecture)
     with SafetensorsFolder(weights) as saved, ExitStack() as stack:
         tensors: Tensors = saved
         if (checkpoint / ADAPTER_CONFIG).is_file():
             lora = read_adapter_config(checkpoint)
             weights, tensors = origin, MergedTensors(stack.enter_context(SafetensorsFolder(origin)), saved, lora)
+        elif frozen:
+            tensors = _WithFrozen(saved, stack.enter_context(SafetensorsFolder(origin)), frozen)
         check_tensors(tensors.shapes(), architecture, weights)
-        return _convert(tensors, target, ".", architecture, dtype, complete, max_file_bytes, advance)
+        shapes = expected_shapes(architecture)
+        return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
+
+
+@dataclass(frozen=True)
+class _WithFrozen:
+    """The tensors of a checkpoint, and those of its model that training leaves as they are."""
+
+    saved: SafetensorsFolder
+    origin: SafetensorsFolder
+    frozen: frozenset[str]
+
+    def shapes(self) -> dict[str, Shape]:
+        return self.saved.shapes() | {name: shape for name, shape in self.origin.shapes().items() if name in self.frozen}
+
+    def slice(self, name: str) -> Any:
+        return (self.origin if name in self.frozen else self.saved).slice(name)
 
 
 def peft_from_checkpoint(checkpoint: Path, origin: Path, target: Path, dtype: torch.dtype) -> int:
@@ -89,21 +115,23 @@ def peft_from_checkpoint(checkpoint: Path, origin: Path, target: Path, dtype: to
 
 def _convert(
     tensors: Tensors,
+    shapes: dict[str, Shape],
     target: Path,
     weights: str,
-    architecture: Architecture,
     dtype: torch.dtype,
     complete: Callable[[Path], None],
     max_file_bytes: int,
     advance: Advance,
+    in_fp32: frozenset[str] = frozenset(),
 ) -> CopyResult:
-    shapes = expected_shapes(architecture)
     if target.exists():
-        return _check_existing(target, weights, tensors, architecture, dtype, advance)
+        return _check_existing(target, weights, tensors, shapes, dtype, advance, in_fp32)
     partial = target.with_name(target.name + ".partial")
     make_folder(partial / weights, f"--output {target}")
-    _check_room(partial, dtype.itemsize * sum(map(math.prod, shapes.values())))
-    copied = copy_tensors(tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance)
+    _check_room(partial, total_bytes(shapes, dtype, in_fp32))
+    copied = copy_tensors(
+        tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance, in_fp32=in_fp32
+    )
     complete(partial)
     flush_to_disk(partial)
     partial.rename(target)
@@ -114,21 +142,21 @@ def _check_existing(
     target: Path,
     weights: str,
     source: Tensors,
-    architecture: Architecture,
+    shapes: dict[str, Shape],
     dtype: torch.dtype,
     advance: Advance,
+    in_fp32: frozenset[str],
 ) -> CopyResult:
     """Compare an existing target with what would be written. Raises UserError if they differ."""
-    shapes, other = expected_shapes(architecture), f"{target} already exists with other content"
+    other = f"{target} already exists with other content"
     if not any((target / weights).glob("*.safetensors")):
         raise UserError(f"{other}: it has no weights; choose another --output or delete it")
     with SafetensorsFolder(target / weights) as written:
-        different = first_difference(written, source, shapes, dtype, lambda size: advance(2 * size))
+        different = first_difference(written, source, shapes, dtype, lambda size: advance(2 * size), in_fp32)
         num_files = len(set(written.file_names().values()))
     if different is not None:
         raise UserError(f"{other}: {different} differs; choose another --output or delete it")
-    num_bytes = dtype.itemsize * sum(map(math.prod, shapes.values()))
-    return CopyResult(len(shapes), num_bytes, num_files, num_files)
+    return CopyResult(len(shapes), total_bytes(shapes, dtype, in_fp32), num_files, num_files)
 
 
 def _check_room(partial: Path, num_bytes: int) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,17 @@ from megatron_bapo.weight_sync.plan import ITEM_BYTES, Box, Shape, Slice
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
-def table_of_contents(shapes: Mapping[str, Shape], dtype: str) -> bytes:
-    """Return the header of a safetensors file: its length, then JSON padded to a multiple of 8 bytes."""
+def table_of_contents(shapes: Mapping[str, Shape], dtype: str, in_fp32: Collection[str] = ()) -> bytes:
+    """Return the header of a safetensors file: its length, then JSON padded to a multiple of 8 bytes.
+
+    The tensors are in `dtype`, except those in `in_fp32`.
+    """
     contents: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
-        contents[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        kind = "float32" if name in in_fp32 else dtype
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[kind]
+        contents[name] = {"dtype": _DTYPES[kind], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(contents, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded

@@ -24,7 +24,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     worker = create_worker(config, config.model_path, groups)
     found = log_probs(worker)
     train(worker, 1)
-    write_stage(out, worker.model, groups, read=partial(worker.optimizer.read, state="exp_avg"))
+    write_stage(out, worker.model.trained, groups, read=partial(worker.optimizer.read, state="exp_avg"))
     if groups.is_main:
         np.save(out / "log_probs.npy", found)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 _SHAPE = {
     "vocab_size": 126,  # not a multiple of 4, so the last rank of TP4 has padding
@@ -42,6 +42,19 @@ MODELS: dict[str, PretrainedConfig] = {
         **_MOE | {"norm_topk_prob": False, "shared_expert_intermediate_size": 24},
         mlp_only_layers=[1],
     ),
+    "glm4_moe": Glm4MoeConfig(
+        **{**_SHAPE, "hidden_size": 48, "num_hidden_layers": 4},
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=16,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+    ),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
@@ -51,7 +64,7 @@ TEACHER = Qwen3MoeConfig(
 """A teacher of another family and size than its students, with more rows in its output layer."""
 FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Models of every layout that can split them."""
-SHARED = ("qwen2_moe",)
+SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
 SMALL = (*FOUNDATIONS, *SHARED)
 DEEP_DENSE, DEEP_MOE = "qwen3-61-layers", "qwen3_moe-94-layers"

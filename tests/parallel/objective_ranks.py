@@ -96,7 +96,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
             found[f"update-{number}"] = scalars(reduce_metrics(updated, groups))
             if number == 0:
                 read = partial(worker.optimizer.read, state="exp_avg")
-                write_stage(out / "gradients", worker.model, groups, read=read)
+                write_stage(out / "gradients", worker.model.trained, groups, read=read)
     save_hugging_face(worker.model, groups, config.model_path, out / "final")
     traced = {index: trace.gather(index, groups) for index in TRACED}
     found_here = {index: described(each) for index, each in traced.items() if each is not None}

@@ -37,7 +37,7 @@ def update(worker: Worker) -> dict[str, float]:
 
 def write_gradients(worker: Worker, folder: Path) -> None:
     """Write a tenth of the gradients: Adam's first moment after the first update, under any sharding."""
-    write_stage(folder, worker.model, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
+    write_stage(folder, worker.model.trained, worker.groups, read=partial(worker.optimizer.read, state="exp_avg"))
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:

@@ -97,7 +97,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         examples = [replace(e, advantage=g.advantage, weight=g.weight) for e, g in zip(examples, given, strict=True)]
         marked = trace.mark([examples[i] for i in chosen], chosen)
         updated = update_policy(worker, marked, lr=LEARNING_RATE, on_policy=False, fresh_rollout=True, trace=trace)
-    write_stage(out / "gradients", worker.model, groups, read=partial(worker.optimizer.read, state="exp_avg"))
+    write_stage(out / "gradients", worker.model.trained, groups, read=partial(worker.optimizer.read, state="exp_avg"))
     metrics = scalars(reduce_metrics(updated, groups))
     traced = {index: trace.gather(index, groups) for index in chosen}
     held = [0 if e.routes is None else len(e.routes) for e in examples]

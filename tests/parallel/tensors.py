@@ -13,6 +13,9 @@ def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> No
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
 
 

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
 from megatron_bapo.errors import UserError
@@ -22,6 +22,9 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE, head_dim=8, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12, n_shared_experts=2
+    ),
     "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=20),
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -54,15 +57,58 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
     assert architecture.rope_scaling == {}
 
 
-def test_qwen2_has_query_biases_qwen3_normalises_queries_and_two_families_have_experts():
+def test_qwen2_has_query_biases_qwen3_normalises_queries_and_three_families_have_experts():
     assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2", "qwen2_moe"]
     assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
-    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe", "qwen2_moe"]
+    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe", "qwen2_moe", "glm4_moe"]
 
 
 def test_the_width_of_the_shared_expert_is_read(tmp_path):
     assert read(tmp_path, CONFIGS["qwen2_moe"]).shared_expert_intermediate_size == 20
     assert read(tmp_path, CONFIGS["qwen2_moe"], num_experts=0).shared_expert_intermediate_size == 0
+
+
+def test_glms_router_shared_expert_and_share_of_rotated_dimensions_are_read(tmp_path):
+    changes = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 2}
+    architecture = read(tmp_path, CONFIGS["glm4_moe"], **changes)
+
+    assert (architecture.num_experts, architecture.num_experts_per_tok) == (8, 4)
+    assert (architecture.n_group, architecture.topk_group, architecture.routed_scaling_factor) == (4, 2, 2.5)
+    assert architecture.moe_layers == {2, 3, 4, 5}
+    assert architecture.shared_expert_intermediate_size == 2 * 12
+    assert architecture.rotary_dim == 4
+    assert architecture.num_nextn_predict_layers == 1
+
+
+@pytest.mark.parametrize(("bias", "norm"), [(True, False), (True, True), (False, True)])
+def test_glms_biases_and_norms_of_queries_are_read(tmp_path, bias, norm):
+    family = read(tmp_path, CONFIGS["glm4_moe"], attention_bias=bias, use_qk_norm=norm).family
+    assert (family.qkv_bias, family.qk_norm) == (bias, norm)
+
+
+def test_the_share_of_rotated_dimensions_is_read_where_older_checkpoints_have_it(tmp_path):
+    older = {"rope_parameters": None, "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    assert read(tmp_path, CONFIGS["glm4_moe"], **older).rotary_dim == 2
+    assert read(tmp_path, CONFIGS["glm4_moe"], **older | {"partial_rotary_factor": None}).rotary_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is False with num_experts_per_tok=4, but Megatron's sigmoid router"),
+        ({"n_group": 3}, "n_group is 3 with num_experts=8 and topk_group=1; it must divide the experts"),
+        ({"n_group": 2, "topk_group": 4}, "n_group is 2 .* and be at least topk_group"),
+        ({"n_group": 4, "topk_group": 1}, "topk_group is 1 of 4 groups .* by its 4 best experts, and the model by 2"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0; it must be a positive number"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be a whole number of at least 0"),
+        ({"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive whole number"),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor is 2; it must be a number above 0"),
+        ({"rope_parameters": YARN}, "partial_rotary_factor is 0.5 with the RoPE type 'yarn'"),
+    ],
+)
+def test_what_megatrons_sigmoid_router_or_partial_rope_cannot_do_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["glm4_moe"], **changes)
 
 
 @pytest.mark.parametrize(("field", "value"), [("shared_expert_intermediate_size", 0), ("qkv_bias", False)])

@@ -39,6 +39,8 @@ def architecture(family: str, **changes: Any) -> Architecture:
             "norm_topk_prob": True,
             "moe_layers": frozenset({0, 2, 3}),
         }
+    if FAMILIES[family].sigmoid_router:
+        shape |= {"n_group": 4, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
     if FAMILIES[family].shared_expert:
         shape |= {"shared_expert_intermediate_size": 24}
     return Architecture(family=FAMILIES[family], **shape | changes)
@@ -127,6 +129,8 @@ def _layer(
         yield "mlp.linear_fc2.weight", (hidden, arch.intermediate_size // tp)
         return
     yield "mlp.router.weight", (arch.num_experts, hidden)
+    if arch.family.sigmoid_router:
+        yield "mlp.router.expert_bias", (arch.num_experts,)
     shapes = {
         "linear_fc1": (2 * arch.moe_intermediate_size // etp, hidden),
         "linear_fc2": (hidden, arch.moe_intermediate_size // etp),

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, Glm4MoeTopkRouter
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRotaryEmbedding
@@ -27,6 +28,7 @@ ROTARY = {
     "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeRotaryEmbedding),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeRotaryEmbedding),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeRotaryEmbedding),
 }
 SCALINGS = {
     "default": {"rope_type": "default"},
@@ -58,8 +60,10 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [(family, scaling) for family in ROTARY for scaling in SCALINGS if family != "glm4_moe" or scaling == "default"],
+)
 def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family, scaling):
     config_class, embedding_class = ROTARY[family]
     rope = {"rope_theta": 1e6, **SCALINGS[scaling]}
@@ -102,6 +106,37 @@ def test_the_router_weights_experts_as_transformers_does(norm_topk_prob):
     assert config.moe_router_load_balancing_type == "none"
 
 
+@pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2), (2, 2)])
+def test_a_sigmoid_router_chooses_and_weights_experts_as_transformers_does(n_group, topk_group):
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    groups, scale = {"n_group": n_group, "topk_group": topk_group}, {"routed_scaling_factor": 2.5}
+    config = config_of("glm4_moe", num_experts=8, num_experts_per_tok=4, **groups, **scale)
+    router = Glm4MoeTopkRouter(
+        Glm4MoeConfig(hidden_size=16, n_routed_experts=8, num_experts_per_tok=4, norm_topk_prob=True, **groups, **scale)
+    )
+    torch.nn.init.normal_(router.weight)
+    hidden = torch.randn(200, 16)
+    _, _, unbiased = router(hidden)
+    torch.nn.init.normal_(router.e_score_correction_bias, std=0.3)
+    logits, expected, chosen = router(hidden)
+
+    weights, is_chosen = topk_routing_with_score_function(
+        logits,
+        config.moe_router_topk,
+        num_groups=config.moe_router_num_groups,
+        group_topk=config.moe_router_group_topk,
+        scaling_factor=config.moe_router_topk_scaling_factor,
+        score_function=config.moe_router_score_function,
+        expert_bias=router.e_score_correction_bias,
+    )
+
+    assert (chosen.sort(1).values != unbiased.sort(1).values).any()
+    torch.testing.assert_close(weights, torch.zeros_like(weights).scatter(1, chosen, expected))
+    assert is_chosen.sum(1).tolist() == [4] * 200
+    assert config.moe_router_enable_expert_bias
+
+
 def test_only_the_configured_layers_have_experts():
     config = config_of("qwen3_moe")
 
@@ -110,10 +145,10 @@ def test_only_the_configured_layers_have_experts():
     assert (config.moe_ffn_hidden_size, config.ffn_hidden_size) == (8, 24)
 
 
-def test_only_qwen2_moe_has_a_shared_expert_and_its_gate():
+def test_two_families_have_a_shared_expert_and_qwen2_moe_its_gate():
     configs = {name: config_of(name) for name in FAMILIES}
     widths = {name: config.moe_shared_expert_intermediate_size for name, config in configs.items()}
-    assert {name: width for name, width in widths.items() if width} == {"qwen2_moe": 24}
+    assert {name: width for name, width in widths.items() if width} == {"qwen2_moe": 24, "glm4_moe": 24}
     assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == ["qwen2_moe"]
 
 
@@ -130,6 +165,7 @@ def test_families_differ_in_biases_and_norms_of_queries():
         ("qwen3", False, True),
         ("qwen3_moe", False, True),
         ("qwen2_moe", True, False),
+        ("glm4_moe", False, False),
     ]
 
 

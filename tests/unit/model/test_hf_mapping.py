@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -25,7 +27,17 @@ from megatron_bapo.config.architecture import FAMILIES, Architecture, read_archi
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.hf_export import merge
 from megatron_bapo.model.hf_import import local_tensor
-from megatron_bapo.model.hf_mapping import TABLE, Piece, entries, expected_shapes, global_name, lookup
+from megatron_bapo.model.hf_mapping import (
+    TABLE,
+    Piece,
+    entries,
+    expected_shapes,
+    frozen_tensors,
+    global_name,
+    is_of_next_token_layer,
+    lookup,
+    trained_shapes,
+)
 from megatron_bapo.parallel.megatron import get_gpt_layer_local_spec
 from tests.unit.model.shards import architecture, groups_of, parameter_shapes
 
@@ -35,9 +47,15 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
-OF_FAMILY = {"qwen3_moe": EXPERTS, "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12}}
+GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2}
+OF_FAMILY = {
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12},
+    "glm4_moe": GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True},
+}
 
 
 def test_the_table_has_every_parameter_of_transformer_engines_layers():
@@ -216,6 +234,30 @@ def test_transformer_engines_fused_norms_map_to_the_norms_of_the_local_specs():
         ours, theirs = (lookup(f"decoder.layers.3.{prefix}weight", architecture("llama")) for prefix in (local, fused))
         assert ours == theirs
     assert len(local_to_fused) == 2
+
+
+def test_frozen_tensors_are_the_routers_biases_and_all_others_are_trained():
+    arch = architecture("glm4_moe")
+    frozen = frozen_tensors(arch)
+
+    assert frozen == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (0, 2, 3)}
+    assert trained_shapes(arch).keys() == expected_shapes(arch).keys() - frozen
+    assert [*expected_shapes(arch)][-3:] == sorted(frozen)  # as files need them
+    assert not frozen_tensors(architecture("qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.layers.3.mlp.gate.weight", False),
+        ("model.layers.4.eh_proj.weight", True),
+        ("model.layers.5.mlp.gate.weight", False),
+        ("model.norm.weight", False),
+    ],
+)
+def test_layers_that_predict_further_tokens_follow_the_last_layer(name, expected):
+    assert is_of_next_token_layer(architecture("glm4_moe", num_nextn_predict_layers=1), name) == expected
+    assert not is_of_next_token_layer(architecture("glm4_moe"), name)
 
 
 @pytest.mark.parametrize(

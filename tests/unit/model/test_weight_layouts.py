@@ -24,7 +24,7 @@ from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.weight_sync.plan import Box, Slice
 from tests.unit.model.shards import architecture, empty_shard, groups_of
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe")
 
 
 @st.composite

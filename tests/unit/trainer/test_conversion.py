@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.weight_copy import CopyResult
@@ -82,6 +90,29 @@ def test_a_model_comes_back_from_a_checkpoint_bit_for_bit_and_loads_in_transform
     models = [AutoModelForCausalLM.from_pretrained(source.parent / name) for name in ("source", "back")]
     assert torch.equal(*(model(token_ids).logits for model in models))
     assert (source.parent / "back" / "tokenizer_config.json").is_file()
+
+
+def test_routers_biases_come_back_in_fp32_and_layers_that_predict_further_tokens_do_not(tmp_path):
+    source, bias = tmp_path / "source", "model.layers.1.mlp.gate.e_score_correction_bias"
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    torch.manual_seed(0)
+    Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **experts)).bfloat16().save_pretrained(source)
+    tensors = load(source) | {bias: torch.randn(4)}
+    tensors.pop("lm_head.weight", None)
+    further = {"model.layers.2.eh_proj.weight": torch.zeros(8, 16)}
+    save_file(tensors | further, source / "model.safetensors", metadata={"format": "pt"})
+    to_checkpoint(source)
+    copied = to_hugging_face(source)
+
+    checkpoint, back = (load(source.parent / name) for name in ("step-00000000/weights", "back"))
+    assert checkpoint.keys() == tensors.keys() - {bias}
+    assert back.keys() == tensors.keys()
+    assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert copied.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert json.loads((source.parent / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    models = [AutoModelForCausalLM.from_pretrained(source.parent / name) for name in ("source", "back")]
+    assert torch.equal(*(model(torch.arange(10)[None]).logits for model in models))
+    assert to_hugging_face(source).num_bytes == copied.num_bytes  # finds what it would write
 
 
 def test_a_checkpoint_before_the_first_update_holds_no_moments(source):

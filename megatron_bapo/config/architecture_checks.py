@@ -1,0 +1,217 @@
+"""Checks of the fields of a model's `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_bapo.config.families import FAMILIES
+
+_SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False, None),
+    "attention_bias": (False, None),
+    "qkv_bias": (True, None),
+    "attention_dropout": (0, None),
+    "use_sliding_window": (False, None),
+    "partial_rotary_factor": (1, None),
+    "use_qk_norm": (False, None),
+    "use_mrope": (False, None),
+    "shared_expert_intermediate_size": (0, None),
+    "n_shared_experts": (0, None),
+    "num_shared_experts": (0, None),
+    "num_nextn_predict_layers": (0, None),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+}
+"""Supported values of fields whose other values change the model; the first one is the default."""
+
+_ROPE_KEYS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Required and optional keys of each RoPE type, as in transformers' modeling_rope_utils."""
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "model_type": (str, "text"),
+    "layer_types": (list, "a list"),
+    "mlp_only_layers": (list, "a list"),
+    "rope_scaling": (dict, "an object"),
+    "rope_parameters": (dict, "an object"),
+}
+"""Type of each field that is not a number, with its name in messages."""
+
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_GROUP_SCORE_EXPERTS = 2
+"""Experts of a group whose scores are added up to choose groups, as in DeepSeek-V3."""
+
+
+def rope_settings(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE settings, which transformers 5 and earlier versions name differently."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+
+
+def rope_type(rope: dict[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_parameters(rope: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that are specific to the RoPE type."""
+    common = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+    return {name: value for name, value in rope.items() if value is not None and name not in common}
+
+
+def partial_rotary_factor(fields: dict[str, Any]) -> float:
+    """Return the share of a head's dimensions that RoPE rotates, which transformers 5 writes to the RoPE settings."""
+    default = FAMILIES[fields["model_type"]].partial_rotary_factor
+    return rope_settings(fields).get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default
+
+
+def field_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield every missing field and every unsupported value, one line each."""
+    family = FAMILIES[fields["model_type"]]
+    yield from _size_problems(fields, SIZES)
+    if family.experts:
+        yield from _expert_problems(fields)
+    if fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
+        pass  # every attention head has its own key/value head
+    else:
+        yield from _size_problems(fields, ("num_key_value_heads",))
+    epsilon = fields.get("rms_norm_eps")
+    if not isinstance(epsilon, int | float) or epsilon <= 0:
+        yield _expected("rms_norm_eps", epsilon, "a positive number")
+    for name, supported in _SUPPORTED_VALUES.items():
+        if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
+            yield f"{name} is {fields[name]!r}, which the trainer does not support; it must be {supported[0]!r}"
+    for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
+        yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
+    yield from _rope_problems(fields)
+
+
+def _expected(name: str, value: Any, kind: str) -> str:
+    if value is None:
+        return f"{name} is missing; use the checkpoint's original config.json"
+    return f"{name} is {value!r}; it must be {kind}"
+
+
+def kind_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield the fields of another type than expected, one line each."""
+    for name, (kind, words) in _KINDS.items():
+        if not isinstance(fields.get(name), kind | None):
+            yield _expected(name, fields[name], words)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _size_problems(fields: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        value = fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield _expected(name, value, "a positive whole number")
+
+
+def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
+    if fields["num_experts"] == 0:
+        return  # The model is dense.
+    family, sizes = FAMILIES[fields["model_type"]], [*EXPERT_SIZES, "decoder_sparse_step"]
+    if family.sigmoid_router:
+        sizes += ["n_shared_experts", "n_group", "topk_group"]
+    elif family.shared_expert is not None:
+        sizes.append("shared_expert_intermediate_size")
+    found = list(_size_problems(fields, sizes))
+    yield from found
+    if found:
+        return
+    selected, experts = fields["num_experts_per_tok"], fields["num_experts"]
+    if selected > experts:
+        yield f"num_experts_per_tok is {selected}; it must not exceed num_experts={experts}"
+    if selected == 1 and fields.get("norm_topk_prob"):
+        yield (
+            "norm_topk_prob is True with num_experts_per_tok=1, which leaves the router without a gradient; it must be "
+            "False"
+        )
+    if family.sigmoid_router:
+        yield from _sigmoid_router_problems(fields)
+
+
+def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
+    selected, groups, chosen = fields["num_experts_per_tok"], fields["n_group"], fields["topk_group"]
+    if selected > 1 and not fields.get("norm_topk_prob"):
+        yield (
+            f"norm_topk_prob is {fields.get('norm_topk_prob')!r} with num_experts_per_tok={selected}, but Megatron's "
+            "sigmoid router scales the weights of the selected experts to sum to one; it must be True"
+        )
+    scale, dense = fields["routed_scaling_factor"], fields["first_k_dense_replace"]
+    if not _is_number(scale) or scale <= 0:
+        yield _expected("routed_scaling_factor", scale, "a positive number")
+    if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
+        yield _expected("first_k_dense_replace", dense, "a whole number of at least 0")
+    if fields["num_experts"] % groups or chosen > groups:
+        yield (
+            f"n_group is {groups} with num_experts={fields['num_experts']} and topk_group={chosen}; it must divide the "
+            "experts and be at least topk_group"
+        )
+    elif chosen < groups and selected // chosen != _GROUP_SCORE_EXPERTS:
+        yield (
+            f"topk_group is {chosen} of {groups} groups with num_experts_per_tok={selected}: Megatron scores a group "
+            f"by its {selected // chosen} best experts, and the model by {_GROUP_SCORE_EXPERTS}; use a model whose "
+            f"num_experts_per_tok is {_GROUP_SCORE_EXPERTS} times its topk_group"
+        )
+
+
+def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
+    if fields.get("rope_scaling") and fields.get("rope_parameters"):
+        yield "rope_scaling and rope_parameters are both given, but libraries differ in which one they read; keep one"
+        return
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    rope = rope_settings(fields)
+    theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
+    if not _is_number(theta):
+        yield _expected("rope_theta", theta, "a number")
+    if rope_type(rope) not in _ROPE_KEYS:
+        yield (
+            f"{name} has the type {rope_type(rope)!r}, which the trainer does not support; it must be one of "
+            f"{', '.join(_ROPE_KEYS)}"
+        )
+        return
+    required, optional = _ROPE_KEYS[rope_type(rope)]
+    given = rope_parameters(rope)
+    for key in required:
+        if key not in given:
+            yield f"{name}.{key} is missing, but the RoPE type {rope_type(rope)!r} requires it; add it"
+        elif not _is_number(given[key]):
+            yield _expected(f"{name}.{key}", given[key], "a number")
+    for key in sorted(given.keys() - {*required, *optional}):
+        yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
+    factor = rope.get("partial_rotary_factor", 1)
+    if "partial_rotary_factor" in FAMILIES[fields["model_type"]].own_fields:
+        yield from _partial_rotary_problems(fields)
+    elif factor not in (1, None):
+        yield f"{name}.partial_rotary_factor is {factor!r}, which the trainer does not support; it must be 1"
+    if "original_max_position_embeddings" in fields:
+        yield (
+            f"original_max_position_embeddings must be inside {name}, because libraries differ in how they read it "
+            "elsewhere; move it there"
+        )
+
+
+def _partial_rotary_problems(fields: dict[str, Any]) -> Iterator[str]:
+    factor, kind = partial_rotary_factor(fields), rope_type(rope_settings(fields))
+    if not _is_number(factor) or not 0 < factor <= 1:
+        yield _expected("partial_rotary_factor", factor, "a number above 0 and up to 1")
+    elif kind != "default" and factor != 1:
+        yield (
+            f"partial_rotary_factor is {factor!r} with the RoPE type {kind!r}, which the trainer does not support "
+            "together; the type must be 'default'"
+        )

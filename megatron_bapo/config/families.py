@@ -1,0 +1,53 @@
+"""Supported model families and how they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a model family from a plain pre-norm RMSNorm/SwiGLU/RoPE decoder."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False
+    shared_expert: str | None = None
+    """Name, in the tensors' names, of the expert that every token passes; None: the family has none."""
+    shared_expert_gate: bool = False
+    """Whether each token weights the output of the shared expert by the sigmoid of a gate."""
+    sigmoid_router: bool = False
+    """Whether the router scores each expert by a sigmoid, and adds a bias to choose among them, instead of a softmax."""
+    partial_rotary_factor: float = 1.0
+    """Share of a head's dimensions that RoPE rotates if config.json has none."""
+    own_fields: frozenset[str] = frozenset()
+    """Fields that this family reads, and that must not change other families."""
+    default_head_dim: int | None = None
+    """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True, default_head_dim=128),
+    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "qwen2_moe": Family(
+        qkv_bias=True,
+        experts=True,
+        shared_expert="shared_expert",
+        shared_expert_gate=True,
+        own_fields=frozenset({"shared_expert_intermediate_size"}),
+    ),
+    "glm4_moe": Family(
+        experts=True,
+        shared_expert="shared_experts",
+        sigmoid_router=True,
+        partial_rotary_factor=0.5,
+        own_fields=frozenset(
+            {
+                *("attention_bias", "use_qk_norm", "partial_rotary_factor", "n_shared_experts"),
+                "num_nextn_predict_layers",
+            }
+        ),
+    ),
+}
