@@ -213,7 +213,7 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
     return Counter(
         {
             "router": split * arch.hidden_size * b
-            + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32)),
+            + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32) + _sigmoid_bytes(arch)),
             # Gate and up, the intermediate results up to the second projection's input, and each token's weight.
             "experts": received * arch.hidden_size * batch.input_bytes
             + mlp * (batch.swiglu_bytes + b + batch.input_bytes)
@@ -223,3 +223,15 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
             + split * (arch.hidden_size + 1) * b * arch.family.shared_expert_gate,
         }
     )
+
+
+def _sigmoid_bytes(arch: Architecture) -> int:
+    """Return the bytes per token that a router saves to score experts by a sigmoid instead of a softmax.
+
+    They are the scores of all experts, those of the selected ones with their sum, and what choosing groups saves.
+    """
+    if not arch.family.sigmoid_router:
+        return 0
+    grouped = arch.topk_group < arch.n_group
+    best_of_groups = arch.n_group * arch.num_experts_per_tok // arch.topk_group * INDEX + arch.num_experts
+    return (arch.num_experts + arch.num_experts_per_tok + 1) * FP32 + best_of_groups * grouped
