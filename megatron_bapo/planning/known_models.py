@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent / "architectures"
 """One folder per published model, named as on the Hugging Face Hub, with the fields of its config.json that the planner
 reads. README.md there names the sources."""
 SAME_CONFIG = {
+    "GLM-4.5-Air-Base": "GLM-4.5-Air",
     "Qwen2.5-3B-Instruct": "Qwen2.5-3B",
     "Qwen2.5-Math-1.5B-Instruct": "Qwen2.5-Math-1.5B",
     "Qwen2.5-Math-7B-Instruct": "Qwen2.5-Math-7B",

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
@@ -46,6 +46,14 @@ MODELS = {
         **SHAPE, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         norm_topk_prob=True, mlp_only_layers=[1],
     ),
+    "qwen2_moe": Qwen2MoeConfig(
+        **{**SHAPE, "head_dim": 16}, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=64, mlp_only_layers=[1],
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SHAPE, attention_bias=True, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=4,
+        moe_intermediate_size=32, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_mtp_layers=0,
+    ),
 }  # fmt: skip
 TRAINERS = {
     "tp2-pp2-uneven": (
@@ -71,13 +79,32 @@ TRAINERS = {
             "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
         },
     ),
+    "qwen2_moe-tp2-ep2": (
+        "qwen2_moe",
+        {
+            "world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "glm4_moe-tp2-ep2": (
+        "glm4_moe",
+        {
+            "world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        },
+    ),
 }  # fmt: skip
 ENGINES = {
     "tp1": {"tensor_parallel_size": 1},
     "tp2": {"tensor_parallel_size": 2},
     "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
-PUBLISHED_FOR = {"dense": ("tp1", "tp2"), "experts": ("tp2", "tp2-ep")}
+PUBLISHED_FOR = {
+    "dense": ("tp1", "tp2"),
+    "experts": ("tp2", "tp2-ep"),
+    "qwen2_moe": ("tp1", "tp2"),
+    "glm4_moe": ("tp2", "tp1"),
+}
 NUM_SYNCS = 3
 
 
@@ -101,11 +128,15 @@ class Published:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     root = tmp_path_factory.mktemp("weight-sync")
-    with closing(WeightStore.create()) as dense, closing(WeightStore.create()) as experts:
-        stores = {"dense": dense, "experts": experts}
+    with ExitStack() as stack:
+        stores = {name: stack.enter_context(closing(WeightStore.create())) for name in MODELS}
         for name, config in MODELS.items():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+            model = AutoModelForCausalLM.from_config(config)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(buffer, std=0.3)
+            model.save_pretrained(root / name)
             save_tokenizer(root / name)
         cases = [
             {
@@ -176,7 +207,10 @@ def without_the_others_parts(
     return poisoned
 
 
-@pytest.mark.parametrize(("model", "engine_name"), [("dense", "tp2"), ("dense", "tp1"), ("experts", "tp2")])
+@pytest.mark.parametrize(
+    ("model", "engine_name"),
+    [("dense", "tp2"), ("dense", "tp1"), ("experts", "tp2"), ("qwen2_moe", "tp1"), ("glm4_moe", "tp2")],
+)
 def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     published: Published, model: str, engine_name: str, record_property: Any
 ) -> None:

@@ -1,4 +1,4 @@
-"""A reference for routing replay: transformers' Qwen3-MoE that records its experts, or is forced to given ones."""
+"""A reference for routing replay: transformers' models that record their experts, or are forced to given ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megatron_bapo.trainer.micro_batches import Example
 
 def routers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the routers of the layers with experts, in order."""
-    return [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
+    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
 
 
 def input_tokens(example: Example) -> torch.Tensor:
@@ -36,13 +36,15 @@ def routes_of(model: PreTrainedModel, tokens: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def forced(model: PreTrainedModel, routes: np.ndarray) -> Iterator[None]:
-    """Let the routers choose the experts [T, L, K] and weigh them by their own normalized probabilities."""
+    """Let the routers choose the experts [T, L, K] and weigh them by their own normalized scores."""
 
     def of_layer(layer: int) -> object:
         def replace(router: torch.nn.Module, inputs: tuple, output: tuple) -> tuple:
             experts = torch.from_numpy(routes[:, layer].astype(np.int64))
-            weights = output[0].softmax(-1).gather(1, experts)
-            return output[0], weights / weights.sum(-1, keepdim=True), experts
+            is_sigmoid = hasattr(router, "e_score_correction_bias")
+            weights = (output[0].sigmoid() if is_sigmoid else output[0].softmax(-1)).gather(1, experts)
+            scale = getattr(router, "routed_scaling_factor", 1.0)
+            return output[0], scale * weights / weights.sum(-1, keepdim=True), experts
 
         return replace
 

@@ -51,6 +51,8 @@ LAYOUT_NAMES = {
         "tp2-sp-ep2-etp1-cp2-pp2-vpp2",
     ),
     "only_experts": ("one-process", "tp2-sp-ep2"),
+    "qwen2_moe": ("one-process", "tp2-sp-ep2"),
+    "glm4_moe": ("one-process", "tp2-sp-ep2"),
 }
 """Between them: every mesh axis, recomputation of whole layers and of parts, and overlap."""
 CONFIGS = {
@@ -299,9 +301,10 @@ class Adapted:
         return functional_call(self.model, parameters, (tokens,))
 
 
-def test_one_process_with_experts_matches_plain_torch(results: Path) -> None:
-    """Compare log-probs and gradients of the adapters of attention, dense MLP and every expert."""
-    ours, base = results / "qwen3_moe-one-process", AutoModelForCausalLM.from_pretrained(results / "qwen3_moe")
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_one_process_with_experts_matches_plain_torch(results: Path, model: str) -> None:
+    """Compare log-probs and gradients of the adapters of attention, dense MLP, every expert and a shared expert."""
+    ours, base = results / f"{model}-one-process", AutoModelForCausalLM.from_pretrained(results / model)
     adapted = Adapted(base, load_folder(ours / "initial"))
     expected = {name: x.detach() for name, x in response_log_probs(adapted).items()}
     assert largest_difference(log_probs_of(ours, "log_probs"), expected) < HUGGING_FACE_LOG_PROB

@@ -38,15 +38,20 @@ CASES = {
 }
 
 
+GLM_CASES = {f"glm-{layout}": case(layout, "rollout", noise=False) for layout in ("one-process", "tp2-sp-ep2")}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `NAME/` for every case."""
     root = tmp_path_factory.mktemp("routing")
-    model = AutoModelForCausalLM.from_config(MODELS["qwen3_moe"])
-    save_random_model(model, root / "model")
-    save_reference(model, root)
-    shared = {"model": str(root / "model"), "engine": str(root / "engine.safetensors")}
-    cases = [{**settings, **shared, "name": name} for name, settings in CASES.items()]
+    cases = []
+    for model_type, folder, settings in ("qwen3_moe", root, CASES), ("glm4_moe", root / "glm", GLM_CASES):
+        model = AutoModelForCausalLM.from_config(MODELS[model_type])
+        save_random_model(model, folder / "model")
+        save_reference(model, folder)
+        shared = {"model": str(folder / "model"), "engine": str(folder / "engine.safetensors")}
+        cases += [{**case, **shared, "name": name} for name, case in settings.items()]
     launch_all("routing_ranks.py", sorted(cases, key=lambda case: str(case["parallel"])), root)
     return root
 
@@ -142,6 +147,15 @@ def test_gradients_are_those_of_one_process_and_reach_the_routers(results: Path,
 def test_gradients_under_replay_are_those_of_the_forced_model(results: Path) -> None:
     ours, theirs = load_folder(results / "rollout-one-process" / "gradients"), load_folder(results / "forced-gradients")
     assert largest_difference(ours, theirs) < GRADIENT * largest(theirs)
+
+
+@pytest.mark.parametrize("name", GLM_CASES)
+def test_a_sigmoid_router_weights_replayed_experts_by_their_scores_without_the_bias(results: Path, name: str) -> None:
+    expected, theirs = load_file(results / "glm" / "forced.safetensors"), load_folder(results / "glm/forced-gradients")
+    for which in "recomputed", "updated":
+        found = load_file(results / name / f"{which}.safetensors")
+        assert max(np.abs(found[i] - expected[i]).max() for i in found) < HUGGING_FACE_LOG_PROB
+    assert largest_difference(load_folder(results / name / "gradients"), theirs) < GRADIENT * largest(theirs)
 
 
 def test_replay_removes_the_mismatch_of_an_engine_with_noisy_routers(results: Path) -> None:

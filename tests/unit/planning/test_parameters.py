@@ -16,6 +16,7 @@ from megatron_bapo.planning.parameters import (
 )
 
 BILLIONS = {
+    "GLM-4.5-Air": 106.852,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
     "DeepSeek-R1-Distill-Qwen-7B": 7.616,
     "DeepSeek-R1-Distill-Qwen-32B": 32.764,
@@ -31,7 +32,7 @@ BILLIONS = {
     "Qwen3-30B-A3B": 30.532,
     "Qwen3-235B-A22B": 235.094,
 }
-"""Parameter counts on the models' Hugging Face pages."""
+"""Parameter counts on the models' Hugging Face pages; GLM-4.5-Air's without the layer that predicts further tokens."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2507)(?=-|$)")
 """Variants of a model have its shape."""
 
