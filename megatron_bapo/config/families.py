@@ -17,7 +17,7 @@ class Family:
     shared_expert_gate: bool = False
     """Whether each token weights the output of the shared expert by the sigmoid of a gate."""
     sigmoid_router: bool = False
-    """Whether the router scores each expert by a sigmoid, and adds a bias to choose among them, instead of a softmax."""
+    """Whether the router scores experts by sigmoids, and chooses among them with a bias, instead of by a softmax."""
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that RoPE rotates if config.json has none."""
     own_fields: frozenset[str] = frozenset()

@@ -108,10 +108,10 @@ def _chunk_contents(chunks: Sequence[range]) -> list[list[str]]:
 def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
     """Return the mixture-of-experts settings, without auxiliary losses.
 
-    Routers with a softmax compute the softmax over all experts and, with `norm_topk_prob`, divide the selected weights by their
+    Qwen's models compute the softmax over all experts and, with `norm_topk_prob`, divide the selected weights by their
     sum. This equals the softmax over the logits of the selected experts, which is Megatron's router without
     `moe_router_pre_softmax`. Routers with a sigmoid choose experts by their score plus a bias and weight them by their
-    score without it.
+    score without it, divided by the sum of the selected ones.
     """
     if not architecture.moe_layers:
         return {}

@@ -64,7 +64,7 @@ class PolicyModel:
 
     @property
     def trained(self) -> TrainedParameters | Adapters:
-        """What the optimizer updates and checkpoints contain: the adapters, or without any all parameters that train."""
+        """What the optimizer updates and checkpoints contain: the adapters, or without any all trained parameters."""
         return TrainedParameters(self) if self.adapters is None else self.adapters
 
     def without_adapters(self) -> PolicyModel:

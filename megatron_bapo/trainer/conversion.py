@@ -57,8 +57,8 @@ def hugging_face_from_checkpoint(
 ) -> CopyResult:
     """Convert a trainer checkpoint to the Hugging Face folder `target`; config and tokenizer files come from `origin`.
 
-    Adapters are merged into the weights of `origin`, which also has the tensors that training leaves as they are. Raises UserError under the same conditions as
-    `checkpoint_from_hugging_face`.
+    Adapters are merged into the weights of `origin`, which also has the tensors that training leaves as they are.
+    Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
 
@@ -87,7 +87,9 @@ class _WithFrozen:
     frozen: frozenset[str]
 
     def shapes(self) -> dict[str, Shape]:
-        return self.saved.shapes() | {name: shape for name, shape in self.origin.shapes().items() if name in self.frozen}
+        return self.saved.shapes() | {
+            name: shape for name, shape in self.origin.shapes().items() if name in self.frozen
+        }
 
     def slice(self, name: str) -> Any:
         return (self.origin if name in self.frozen else self.saved).slice(name)

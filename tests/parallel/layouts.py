@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import Glm4MoeConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Glm4MoeConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 _SHAPE = {
     "vocab_size": 126,  # not a multiple of 4, so the last rank of TP4 has padding
@@ -168,8 +176,8 @@ LAYOUTS = {
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
     "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_ALL_MOE),
     "pp8-auto": Layout(8, pp=8, layers="auto", models=(DEEP_MOE,), resume_from="ep2-pp2-vpp2-uneven"),
-    "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, *SHARED)),
-    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, *SHARED)),
+    "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, "glm4_moe")),
+    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, "glm4_moe")),
     "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),
     "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=_BF16),
 }  # fmt: skip

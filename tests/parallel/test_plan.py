@@ -25,7 +25,9 @@ LAYOUTS = {
     "one": Layout(1, models=SMALL),
     "one-full": Layout(1, recompute="full", models=EXPERTS),
     "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe")),
-    "one-mlp-moe": Layout(1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=(*EXPERTS, *SHARED)),
+    "one-mlp-moe": Layout(
+        1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=(*EXPERTS, *SHARED)
+    ),
     "one-bf16": Layout(1, **BF16, models=("qwen3",)),
     "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED)),
     "tp2": Layout(2, tp=2, **BF16, models=("qwen3",)),

@@ -2,7 +2,15 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import Glm4MoeConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Glm4MoeConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
 from megatron_bapo.errors import UserError
@@ -95,7 +103,10 @@ def test_the_share_of_rotated_dimensions_is_read_where_older_checkpoints_have_it
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_topk_prob": False}, "norm_topk_prob is False with num_experts_per_tok=4, but Megatron's sigmoid router"),
+        (
+            {"norm_topk_prob": False},
+            "norm_topk_prob is False with num_experts_per_tok=4, but Megatron's sigmoid router",
+        ),
         ({"n_group": 3}, "n_group is 3 with num_experts=8 and topk_group=1; it must divide the experts"),
         ({"n_group": 2, "topk_group": 4}, "n_group is 2 .* and be at least topk_group"),
         ({"n_group": 4, "topk_group": 1}, "topk_group is 1 of 4 groups .* by its 4 best experts, and the model by 2"),
