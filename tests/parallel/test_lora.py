@@ -17,7 +17,7 @@ from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors
 from megatron_bapo.model.lora_mapping import PEFT_PREFIX, adapter_table
 from megatron_bapo.model.peft_folder import ADAPTER_WEIGHTS, write_adapter_config
 from megatron_bapo.trainer.checkpoint import checkpoints
@@ -149,7 +149,9 @@ def metrics_of(folder: Path) -> dict[str, dict[str, float]]:
 def differences(ours: Path, reference: Path) -> dict[str, float]:
     """Return absolute differences of log-probs and parameters, and relative ones of gradients and their norm."""
     gradients = load_folder(reference / "gradients")
-    assert all(gradient.abs().max() > 1e-5 for gradient in gradients.values())
+    # Some experts get no tokens.
+    assert all(gradient.abs().max() > 1e-5 for name, gradient in gradients.items() if ".experts." not in name)
+    assert sum(gradient.abs().max() > 1e-5 for gradient in gradients.values()) > 0.8 * len(gradients)
     norms = [metrics_of(folder)["update-0"]["actor/grad_norm"] for folder in (ours, reference)]
     return {
         **{
@@ -347,7 +349,9 @@ def test_dropout_acts_in_updates_and_leaves_the_ranks_with_the_same_adapters(
 def test_engines_receive_the_merged_weights(results: Path, model: str, layout: str) -> None:
     folder = results / f"{model}-{layout}"
     published = {name: tensor.float().clone() for name, tensor in WeightStore(folder / "store").read(1)}
-    assert same_bits(published, load_folder(folder / "merged"))
+    frozen = frozen_tensors(read_architecture(results / model))
+    merged = {name: tensor for name, tensor in load_folder(folder / "merged").items() if name not in frozen}
+    assert same_bits(published, merged)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tp2-sp", "qwen3_moe-tp2-sp-ep2"])
