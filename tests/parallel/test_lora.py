@@ -151,7 +151,7 @@ def differences(ours: Path, reference: Path) -> dict[str, float]:
     gradients = load_folder(reference / "gradients")
     # Some experts get no tokens.
     assert all(gradient.abs().max() > 1e-5 for name, gradient in gradients.items() if ".experts." not in name)
-    assert sum(gradient.abs().max() > 1e-5 for gradient in gradients.values()) > 0.8 * len(gradients)
+    assert sum(gradient.abs().max() > 1e-5 for gradient in gradients.values()) > 0.75 * len(gradients)
     norms = [metrics_of(folder)["update-0"]["actor/grad_norm"] for folder in (ours, reference)]
     return {
         **{
