@@ -60,7 +60,7 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
         route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
         self.source = weight_source(route, layout, rank, self.device)
-        # vLLM must load every tensor in each update, also those that the trainer does not send.
+        # The trainer does not send them, but an engine that has slept at level 2 has lost them like all others.
         self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
     def start_weight_update(self) -> None:
