@@ -47,7 +47,7 @@ MODELS = {
         norm_topk_prob=True, mlp_only_layers=[1],
     ),
     "qwen2_moe": Qwen2MoeConfig(
-        **{**SHAPE, "head_dim": 16}, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
+        **{**SHAPE, "num_attention_heads": 2}, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=32, shared_expert_intermediate_size=64, mlp_only_layers=[1],
     ),
     "glm4_moe": Glm4MoeConfig(
