@@ -220,9 +220,14 @@ def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
         "rollout.colocate": "trainer_gpus" not in fields and "sequence" not in fields,
         "trainer.train_batch_size": fields["batch"],
         "trainer.ppo_mini_batch_size": fields.get("update", fields["batch"]),
-        "fp8": {"recipe": fields["fp8"], "param": "sequence" in fields} if "fp8" in fields else None,
+        "fp8": {"recipe": fields["fp8"], "param": "sequence" in fields} if fields.get("fp8") else None,
         "model.path": fields["model"],
     }
+    if fields.get("embedding_and_loss_are_layers"):
+        num_chunks = layout["PP"] * layout.get("VPP", 1)
+        each = (_architecture(fields["model"]).num_hidden_layers + 2) // num_chunks
+        layers = [each - 1, *[each] * (num_chunks - 2), each - 1]
+        settings["parallel.pipeline_model_parallel_layout"] = layers
     settings["rollout.sleep_level"] = 2 if settings["rollout.colocate"] else 0
     settings["trainer.offload"] = settings["rollout.colocate"]
     settings["rollout.on_weight_update"] = "drain" if settings["rollout.mode"] == "sync" else "abort_and_resume"

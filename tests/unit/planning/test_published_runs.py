@@ -38,6 +38,15 @@ def test_every_run_names_its_source_and_has_its_own_name() -> None:
     assert all(run.fields["source"] for run in RUNS)
 
 
+def test_a_step_that_waits_for_the_host_waits_longer_in_fp8() -> None:
+    """The host quantizes four tensors of each of 16 experts in 48 layers of 64 micro-batches."""
+    run = next(run for run in RUNS if run.name == "qwen3-30b-a3b-mxfp8-b200-mbs1")
+    narrow, wide = (run.plan(fp8=recipe).time.trainer for recipe in ("mxfp8", None))
+    assert narrow.launch > 0
+    assert wide.launch > 0
+    assert narrow.total - wide.total == pytest.approx(64 * 48 * 16 * 4 * 30e-6, rel=0.01)
+
+
 def test_experts_on_other_hosts_cost_what_crosses_hosts() -> None:
     """Of 16 expert-parallel ranks half are on the same host, so that half of the copies cross the network."""
     across, near = (

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.planning.flops import forward_flops
 from megatron_bapo.planning.hardware import GPUS, Assumptions
-from megatron_bapo.planning.layer_time import Kernels
+from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block
 from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 from tests.unit.planning.examples import recipe
@@ -100,6 +100,18 @@ def test_large_products_reach_the_assumed_efficiency_and_tiles_and_waves_cost() 
     flops = 2 * (132 * 128) * (256 * 32) * 8192
     assert kernels.product(132 * 128, 256 * 32, 8192) == pytest.approx(flops / (989e12 * 0.6), rel=0.05)
     assert kernels.product(133 * 128, 256, 8192) > 1.5 * kernels.product(132 * 128, 256, 8192)  # a second wave
+
+
+def test_each_expert_of_a_rank_has_its_own_kernels_that_quantize_its_tensors() -> None:
+    """One scale per tensor takes four kernels for each input and gradient; `delayed` quantizes all at once."""
+    architecture = recipe("qwen3-30b-a3b_16gpus").architecture
+    for ranks in (8, 16):
+        apart, together = (
+            expert_block(Kernels(GPUS["H100"], Assumptions(), name), architecture, ExpertSplit(ranks, 1), tokens=0)
+            for name in ("tensorwise", "delayed")
+        )
+        for more in (apart.forward - together.forward, apart.backward - together.backward):
+            assert more == pytest.approx(128 / ranks * 2 * 4 * KERNEL_S)
 
 
 def test_mfu_is_below_the_efficiency_of_matrix_products() -> None:
