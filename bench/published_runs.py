@@ -38,7 +38,7 @@ LAYOUT_KEYS = {
 }
 INVERSE = ("tokens_per_s_per_gpu", "tflops", "mfu")
 """Figures that grow as a run gets faster."""
-SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s")
+SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s", "tokens_per_s_per_gpu")
 """A run's speed is compared by the first of these figures that its source has."""
 TOLERANCE = 1.25
 """Largest factor between a planned and a published figure, if not the source's own range is wider."""
@@ -94,10 +94,19 @@ class PublishedRun:
 
     fields: Mapping[str, Any]
     base: Mapping[str, Any]
+    is_held_out: bool = False
+    """Whether no efficiency was estimated with this run."""
 
     @property
     def name(self) -> str:
         return self.fields["name"]
+
+    @property
+    def group(self) -> str:
+        """The runs with which its ratio is summed up."""
+        if "transfer_s" in self.fields["published"]:
+            return "transfers"
+        return "held_out_steps" if self.is_held_out else "steps"
 
     @property
     def trains_only(self) -> bool:
@@ -180,11 +189,12 @@ class PublishedRun:
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Return the training and RL runs of the data file."""
+    """Return the training and RL runs of the data file, the held-out ones last."""
     bases = data()["bases"]
     return tuple(
-        PublishedRun({**bases[fields["base"]].get("fields", {}), **fields}, bases[fields["base"]])
-        for fields in data()["runs"]
+        PublishedRun({**bases[fields["base"]].get("fields", {}), **fields}, bases[fields["base"]], is_held_out)
+        for is_held_out, runs in ((False, data()["runs"]), (True, data()["held_out"]))
+        for fields in runs
     )
 
 
@@ -306,11 +316,10 @@ def main() -> None:
 
 def summary(ratios: Mapping[str, float]) -> dict[str, float]:
     """Return the geometric means of planned over published seconds, and the share of runs within the tolerance."""
-    transfers = {run.name for run in published_runs() if "transfer_s" in run.fields["published"]}
-    groups = {
-        "steps": [ratio for name, ratio in ratios.items() if name not in transfers],
-        "transfers": [ratio for name, ratio in ratios.items() if name in transfers],
-    }
+    groups: dict[str, list[float]] = {"steps": [], "held_out_steps": [], "transfers": []}
+    for run in published_runs():
+        if run.name in ratios:
+            groups[run.group].append(ratios[run.name])
     near = {name: [1 / TOLERANCE <= ratio <= TOLERANCE for ratio in values] for name, values in groups.items()}
     means = {f"{name}_geometric_mean": geometric_mean(values) for name, values in groups.items() if values}
     return means | {f"{name}_within_25_percent": sum(values) / len(values) for name, values in near.items() if values}
