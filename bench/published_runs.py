@@ -88,7 +88,7 @@ class Comparison:
         return low <= self.published.high and high >= self.published.low
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PublishedRun:
     """One row of the data file."""
 
@@ -138,21 +138,23 @@ class PublishedRun:
         return found
 
     @property
-    def is_superseded(self) -> bool:
-        """Whether a later release of the source runs the same layout much faster."""
-        return "superseded" in self.fields
+    def exception(self) -> str:
+        """Why the run may be off: `superseded` by a release that runs the layout much faster, or `differs` from what
+        the planner can express; else empty."""
+        return next((name for name in ("superseded", "differs") if name in self.fields), "")
 
-    @property
-    def time_ratio(self) -> float:
-        """Planned over published seconds, of the first figure that tells the run's speed."""
-        return next(each for each in self.comparisons() if each.figure in SPEED_FIGURES).time_ratio
+    def time_ratio(self, **changes: Any) -> float:
+        """Return planned over published seconds, of the first figure that tells the run's speed."""
+        planned = self.figures(self.plan(**changes))
+        figure = next(name for name in self.fields["published"] if name in SPEED_FIGURES)
+        value = planned[figure]
+        return Comparison(figure, Interval.of(self.fields["published"][figure]), value, Interval.of(value)).time_ratio
 
     def figures(self, plan: Plan) -> dict[str, float]:
         """Return the planned figures by the names of the data file."""
         time = plan.time
         seconds = time.training if self.trains_only else time.total
-        stage = max(plan.stages, key=lambda stage: stage.peak)
-        return {
+        figures = {
             "step_s": seconds,
             "training_s": time.training,
             "generation_s": time.generation,
@@ -160,9 +162,12 @@ class PublishedRun:
             "tokens_per_s_per_gpu": time.num_tokens / seconds / (time.num_gpus if self.trains_only else plan.num_gpus),
             "tflops": time.model_flops / time.training / time.num_gpus / 1e12,
             "mfu": time.mfu * self._counted,
-            "memory_gb": (stage.peak - stage.reserved) / 1e9,
             "transfer_s": time.weight_sync,
         }
+        if "memory_gb" in self.fields["published"]:
+            stage = max(plan.stages, key=lambda stage: stage.peak)
+            figures["memory_gb"] = (stage.peak - stage.reserved) / 1e9
+        return figures
 
     @property
     def _counted(self) -> float:
@@ -281,16 +286,6 @@ def _config(settings: Mapping[str, Any]) -> Config:
     return Config.model_validate(document)
 
 
-def step_spreads(runs: Sequence[PublishedRun]) -> dict[bool, tuple[float, float]]:
-    """Return the (lowest, highest) planned over published seconds of RL steps, without and with experts."""
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    for run in runs:
-        if "step_s" in run.fields["published"] and not run.trains_only:
-            found = next(each for each in run.comparisons() if each.figure == "step_s")
-            ratios[bool(run.architecture.moe_layers)].append(found.ratio)
-    return {has_experts: (min(values), max(values)) for has_experts, values in ratios.items()}
-
-
 def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
@@ -305,9 +300,9 @@ def main() -> None:
         if chosen not in run.name:
             continue
         for each in run.comparisons():
-            note = "" if each.agrees else "superseded" if run.is_superseded else "off"
+            note = "" if each.agrees else run.exception or "off"
             rows.append((run.name, each.figure, each.published, each.planned, each.ratio, each.range, note))
-        ratios[run.name] = run.time_ratio
+        ratios[run.name] = run.time_ratio()
         if chosen:
             _print_parts(run)
     columns = ("run", "figure", "published", "planned", "ratio", "planned range", "")

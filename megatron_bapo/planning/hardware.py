@@ -74,6 +74,9 @@ class Assumptions:
     """The same of the dense FP8 peak. Quantization counts apart."""
     attention_efficiency: float = 0.5
     """Fraction of the dense bfloat16 peak that fused attention reaches, forward and backward."""
+    tile_us: float = 2.2
+    """Time of a tile's start and end in a matrix product, whatever its speed: 256 elements of the inner dimension on an
+    H100 in bfloat16. It is estimated from experts, whose products are short, against dense models."""
     memory_efficiency: float = 0.65
     """Fraction of the memory bandwidth that an engine reaches while it decodes, and that the trainer's element-wise
     kernels reach."""

@@ -17,9 +17,6 @@ from megatron_bapo.planning.hardware import Assumptions, Gpu
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Size of the output tile that one multiprocessor computes at a time; cuBLAS's usual one for large products."""
-TILE_S = 2.2e-6
-"""Seconds of a tile's start and end, whatever its speed: 256 elements of the inner dimension on an H100 in bfloat16. It
-is estimated over the published runs, from experts, whose products are short, against dense models."""
 KERNEL_S = 4e-6
 """Seconds of a kernel that has next to nothing to do. vLLM's quantization of a small tensor with one scale is three
 such kernels in a row, and takes 11 to 14 us on H100 and B200 (vllm-project/vllm#24342, vllm-project/vllm#24697)."""
@@ -74,6 +71,10 @@ class Kernels:
         return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower
 
     @property
+    def tile_s(self) -> float:
+        return self.assumptions.tile_us / 1e6
+
+    @property
     def bytes_per_s(self) -> float:
         return self.gpu.memory_tb_s * 1e12 * self.assumptions.memory_efficiency
 
@@ -101,9 +102,9 @@ class Kernels:
         """
         tiles = math.ceil(max(rows, 1.0) / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
         waves = math.ceil(tiles / self.gpu.num_sms)
-        whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + TILE_S)
+        whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + self.tile_s)
         # Kernels choose smaller tiles where these leave many multiprocessors idle, at about half the speed.
-        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + TILE_S
+        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + self.tile_s
         return count * min(whole, max(smaller, whole / 4))
 
     def linear(self, rows: float, columns: float, inner: float, count: float = 1.0) -> Passes:
