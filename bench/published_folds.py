@@ -53,8 +53,12 @@ def estimated(runs: Sequence[PublishedRun]) -> dict[str, float]:
     for _ in range(NUM_STEPS):
         logs, slopes = _linear(seen, change)
         step = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(change)), slopes.T @ logs + PENALTY * change)
-        change = change - step
+        change = min((change - part * step for part in (1.0, 0.5, 0.25)), key=lambda each: _error(seen, each))
     return _values(change)
+
+
+def _error(runs: Sequence[PublishedRun], change: Vector) -> float:
+    return float(np.sum(_log_ratios(runs, change) ** 2) + PENALTY * np.sum(change**2))
 
 
 @cache
