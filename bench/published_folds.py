@@ -3,8 +3,8 @@
 python -m bench.published_folds
 
 `plan` has six efficiencies that no data sheet states. For each model, and for each project that publishes runs, they
-are estimated over the runs of all others, and the left-out runs are planned with these estimates. An estimate takes
-Gauss-Newton steps for the logarithms of planned over published seconds, from the values of planning/hardware.py, which
+are estimated over the runs of all others, and the left-out runs are planned with these estimates. An estimate is a
+Gauss-Newton step for the logarithms of planned over published seconds, from the values of planning/hardware.py, which
 a small penalty keeps where no run tells more. Superseded runs are planned, but nothing is estimated with them.
 """
 
@@ -30,8 +30,7 @@ EFFICIENCIES = (
     "host_expert_layer_ms",
     "decode_sequence_us",
 )
-NUM_STEPS = 2
-STEP = 0.02
+DIFFERENCE = 0.02
 """Change of a logarithm for a derivative."""
 PENALTY = 0.1
 """Weight of a squared relative change of an efficiency against the squared error of a run."""
@@ -47,14 +46,14 @@ def folds(key: Callable[[PublishedRun], str]) -> dict[str, dict[str, float]]:
 
 
 def estimated(runs: Sequence[PublishedRun]) -> dict[str, float]:
-    """Return the efficiencies that fit these runs best."""
+    """Return the efficiencies that fit these runs best, of those on the way of one Gauss-Newton step."""
     seen = [run for run in runs if not run.exception]
-    change = np.zeros(len(EFFICIENCIES))
-    for _ in range(NUM_STEPS):
-        logs, slopes = _linear(seen, change)
-        step = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(change)), slopes.T @ logs + PENALTY * change)
-        change = min((change - part * step for part in (1.0, 0.5, 0.25)), key=lambda each: _error(seen, each))
-    return _values(change)
+    none = np.zeros(len(EFFICIENCIES))
+    logs = _log_ratios(seen, none)
+    moved = [_log_ratios(seen, row) for row in DIFFERENCE * np.eye(len(none))]
+    slopes = (np.stack(moved, axis=1) - logs[:, None]) / DIFFERENCE
+    step = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(none)), slopes.T @ logs)
+    return _values(min((-part * step for part in (1.0, 0.5, 0.25)), key=lambda change: _error(seen, change)))
 
 
 def _error(runs: Sequence[PublishedRun], change: Vector) -> float:
@@ -79,16 +78,13 @@ def model_spreads() -> dict[bool, tuple[float, float]]:
     return {has_experts: (min(values), max(values)) for has_experts, values in ratios.items()}
 
 
-def _linear(runs: Sequence[PublishedRun], change: Vector) -> tuple[Vector, Vector]:
-    """Return the logarithms of time ratios and their derivatives by the logarithms of the efficiencies."""
-    at = _log_ratios(runs, change)
-    moved = [_log_ratios(runs, change + row) for row in STEP * np.eye(len(change))]
-    return at, (np.stack(moved, axis=1) - at[:, None]) / STEP
-
-
 def _log_ratios(runs: Sequence[PublishedRun], change: Vector) -> Vector:
-    values = _values(change)
-    return np.log([run.time_ratio(**values) for run in runs])
+    return np.array([_log_ratio(run, tuple(change.tolist())) for run in runs])
+
+
+@cache
+def _log_ratio(run: PublishedRun, change: tuple[float, ...]) -> float:
+    return float(np.log(run.time_ratio(**_values(np.array(change)))))
 
 
 def _values(change: Vector) -> dict[str, float]:

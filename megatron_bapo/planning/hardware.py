@@ -143,7 +143,11 @@ class Assumptions:
     fused_swiglu: bool = False
     """Whether SwiGLU is one kernel that saves only its input (Megatron's bias_activation_fusion)."""
     reference_on_host: bool = False
-    """Whether the reference model and the teacher are in host memory except while they score."""
+    """Whether the reference model and the teacher are in host memory except while they score. The policy's parameters
+    are then copied out, the reference model's in, and the policy's back (NeMo-RL's `use_reference_model`)."""
+    unpinned_gb_s: float | None = None
+    """Bandwidth at which the optimizer's state is copied to newly allocated host memory that is not pinned; null:
+    `host_copy_gb_s`. A module that is moved by `.to("cpu")` reaches 2.8 GB/s on an H200 (sgl-project/sglang#32032)."""
     pads_pipelines: bool = False
     """Whether pipelines pad every micro-batch to the token budget."""
     balances_stages: bool = False

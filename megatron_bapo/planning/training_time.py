@@ -56,6 +56,8 @@ class TrainingTime:
     data: float = 0.0
     """Gradient reduction and parameter gathers that computation does not hide."""
     optimizer: float = 0.0
+    swap: float = 0.0
+    """Exchanging the policy's parameters with those of a reference model in host memory."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -118,7 +120,14 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
         pipeline=done * hop,
         data=updates * data,
         optimizer=updates * optimizer,
+        swap=_swap_seconds(config, arch, assumptions),
     )
+
+
+def _swap_seconds(config: Config, arch: Architecture, assumptions: Assumptions) -> float:
+    if not (assumptions.reference_on_host and config.has_reference_copy):
+        return 0.0
+    return 3 * model_state(config, arch, 0, assumptions=assumptions).parameters / (assumptions.host_copy_gb_s * 1e9)
 
 
 def _teacher_seconds(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
