@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.published_runs import TOLERANCE, PublishedRun, geometric_mean, published_runs
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.planning.hardware import Assumptions
 
 Vector = npt.NDArray[np.float64]
@@ -128,4 +128,5 @@ def _near(ratios: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()
