@@ -88,7 +88,7 @@ class Kernels:
     def quantising_kernels(self) -> int:
         """Kernels in which Transformer Engine quantizes one expert's tensor.
 
-        `multi_tensor_quantize_impl` (pytorch/csrc/extensions/cast.cpp, up to 2.15) goes from expert to expert.
+        `multi_tensor_quantize_impl` (pytorch/csrc/extensions/cast.cpp of 2.9) goes from expert to expert.
         `tensorwise` resets the largest value, finds it, computes the scale, casts and transposes
         (common/recipe/current_scaling.cu); only `delayed` has one kernel for many experts.
         """
