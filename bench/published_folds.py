@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from bench.published_runs import TOLERANCE, PublishedRun, geometric_mean, publis
 from bench.report import option_parser, report
 from megatron_bapo.planning.hardware import Assumptions
 
-Vector = npt.NDArray[np.float64]
+Vector = npt.NDArray[np.floating[Any]]
 
 EFFICIENCIES = (
     "compute_efficiency",
@@ -52,7 +53,7 @@ def estimated(runs: Sequence[PublishedRun]) -> dict[str, float]:
     logs = _log_ratios(seen, none)
     moved = [_log_ratios(seen, row) for row in DIFFERENCE * np.eye(len(none))]
     slopes = (np.stack(moved, axis=1) - logs[:, None]) / DIFFERENCE
-    step: Vector = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(none)), slopes.T @ logs)
+    step = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(none)), slopes.T @ logs)
     return _values(min((-part * step for part in (1.0, 0.5, 0.25)), key=lambda change: _error(seen, change)))
 
 
