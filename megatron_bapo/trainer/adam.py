@@ -25,16 +25,16 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
         assert closure is None, "no closure is used here"
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+                if (gradient := parameter.grad) is not None:
+                    self._update(parameter, gradient, group)
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        for values, gradient, *moments in zip(*(each.view(-1).split(CHUNK) for each in tensors), strict=True):
+        tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        for values, slopes, *moments in zip(*(each.view(-1).split(CHUNK) for each in tensors), strict=True):
             mean, square = (moment.float() for moment in moments)
             adamw(
-                *([values], [gradient], [mean], [square], [], [state["step"].clone()]),
+                *([values], [slopes], [mean], [square], [], [state["step"].clone()]),
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

@@ -48,7 +48,7 @@ def test_an_offloaded_optimizer_takes_no_gradients_in_bfloat16() -> None:
     for key in ("grads_dtype", "moments_dtype"):
         with pytest.raises(ValidationError, match=f"set {key}=float32, or cpu_offload=false"):
             config(optimizer={key: "bfloat16", "cpu_offload": True, "adam_beta2": 0.95}, model__dtype="bfloat16")
-    with pytest.raises(ValidationError, match="set adam_beta2=0.996 or lower, or moments_dtype=float32"):
+    with pytest.raises(ValidationError, match=r"set adam_beta2=0\.996 or lower, or moments_dtype=float32"):
         config(optimizer={"moments_dtype": "bfloat16"})
     moments = {"moments_dtype": "bfloat16", "adam_beta2": 0.996}
     assert check_config(config(optimizer={"grads_dtype": "bfloat16", **moments}, model__dtype="bfloat16")) == []
