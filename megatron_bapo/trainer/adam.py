@@ -31,10 +31,10 @@ class Bfloat16MomentsAdamW(torch.optim.AdamW):
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
-        for values, slopes, *moments in zip(*(each.view(-1).split(CHUNK) for each in tensors), strict=True):
+        for weights, gradients, *moments in zip(*(each.view(-1).split(CHUNK) for each in tensors), strict=True):
             mean, square = (moment.float() for moment in moments)
             adamw(
-                *([values], [slopes], [mean], [square], [], [state["step"].clone()]),
+                *([weights], [gradients], [mean], [square], [], [state["step"].clone()]),
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],
