@@ -37,7 +37,7 @@ LAYOUT_KEYS = {
 }
 INVERSE = ("tokens_per_s_per_gpu", "tflops", "mfu")
 """Figures that grow as a run gets faster."""
-SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s")
+SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s", "tokens_per_s_per_gpu")
 """A run's speed is compared by the first of these figures that its source has."""
 TOLERANCE = 1.25
 """Largest factor between a planned and a published figure, if not the source's own range is wider."""
@@ -87,16 +87,25 @@ class Comparison:
         return low <= self.published.high and high >= self.published.low
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PublishedRun:
     """One row of the data file."""
 
     fields: Mapping[str, Any]
     base: Mapping[str, Any]
+    is_held_out: bool = False
+    """Whether no efficiency was estimated with this run."""
 
     @property
     def name(self) -> str:
         return self.fields["name"]
+
+    @property
+    def group(self) -> str:
+        """The runs with which its ratio is summed up."""
+        if "transfer_s" in self.fields["published"]:
+            return "transfers"
+        return "held_out_steps" if self.is_held_out else "steps"
 
     @property
     def trains_only(self) -> bool:
@@ -128,21 +137,23 @@ class PublishedRun:
         return found
 
     @property
-    def is_superseded(self) -> bool:
-        """Whether a later release of the source runs the same layout much faster."""
-        return "superseded" in self.fields
+    def exception(self) -> str:
+        """Why the run may be off: `superseded` by a release that runs the layout much faster, or `differs` from what
+        the planner can express; else empty."""
+        return next((name for name in ("superseded", "differs") if name in self.fields), "")
 
-    @property
-    def time_ratio(self) -> float:
-        """Planned over published seconds, of the first figure that tells the run's speed."""
-        return next(each for each in self.comparisons() if each.figure in SPEED_FIGURES).time_ratio
+    def time_ratio(self, **changes: Any) -> float:
+        """Return planned over published seconds, of the first figure that tells the run's speed."""
+        planned = self.figures(self.plan(**changes))
+        figure = next(name for name in self.fields["published"] if name in SPEED_FIGURES)
+        value = planned[figure]
+        return Comparison(figure, Interval.of(self.fields["published"][figure]), value, Interval.of(value)).time_ratio
 
     def figures(self, plan: Plan) -> dict[str, float]:
         """Return the planned figures by the names of the data file."""
         time = plan.time
         seconds = time.training if self.trains_only else time.total
-        stage = max(plan.stages, key=lambda stage: stage.peak)
-        return {
+        figures = {
             "step_s": seconds,
             "training_s": time.training,
             "generation_s": time.generation,
@@ -150,9 +161,12 @@ class PublishedRun:
             "tokens_per_s_per_gpu": time.num_tokens / seconds / (time.num_gpus if self.trains_only else plan.num_gpus),
             "tflops": time.model_flops / time.training / time.num_gpus / 1e12,
             "mfu": time.mfu * self._counted,
-            "memory_gb": (stage.peak - stage.reserved) / 1e9,
             "transfer_s": time.weight_sync,
         }
+        if "memory_gb" in self.fields["published"]:
+            stage = max(plan.stages, key=lambda stage: stage.peak)
+            figures["memory_gb"] = (stage.peak - stage.reserved) / 1e9
+        return figures
 
     @property
     def _counted(self) -> float:
@@ -179,11 +193,12 @@ class PublishedRun:
 
 @cache
 def published_runs() -> tuple[PublishedRun, ...]:
-    """Return the training and RL runs of the data file."""
+    """Return the training and RL runs of the data file, the held-out ones last."""
     bases = data()["bases"]
     return tuple(
-        PublishedRun({**bases[fields["base"]].get("fields", {}), **fields}, bases[fields["base"]])
-        for fields in data()["runs"]
+        PublishedRun({**bases[fields["base"]].get("fields", {}), **fields}, bases[fields["base"]], is_held_out)
+        for is_held_out, runs in ((False, data()["runs"]), (True, data()["held_out"]))
+        for fields in runs
     )
 
 
@@ -219,9 +234,14 @@ def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
         "rollout.colocate": "trainer_gpus" not in fields and "sequence" not in fields,
         "trainer.train_batch_size": fields["batch"],
         "trainer.ppo_mini_batch_size": fields.get("update", fields["batch"]),
-        "fp8": {"recipe": fields["fp8"], "param": "sequence" in fields} if "fp8" in fields else None,
+        "fp8": {"recipe": fields["fp8"], "param": "sequence" in fields} if fields.get("fp8") else None,
         "model.path": fields["model"],
     }
+    if fields.get("embedding_and_loss_are_layers"):
+        num_chunks = layout["PP"] * layout.get("VPP", 1)
+        each = (_architecture(fields["model"]).num_hidden_layers + 2) // num_chunks
+        layers = [each - 1, *[each] * (num_chunks - 2), each - 1]
+        settings["parallel.pipeline_model_parallel_layout"] = layers
     settings["rollout.sleep_level"] = 2 if settings["rollout.colocate"] else 0
     settings["trainer.offload"] = settings["rollout.colocate"]
     settings["rollout.on_weight_update"] = "drain" if settings["rollout.mode"] == "sync" else "abort_and_resume"
@@ -265,16 +285,6 @@ def _config(settings: Mapping[str, Any]) -> Config:
     return Config.model_validate(document)
 
 
-def step_spreads(runs: Sequence[PublishedRun]) -> dict[bool, tuple[float, float]]:
-    """Return the (lowest, highest) planned over published seconds of RL steps, without and with experts."""
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    for run in runs:
-        if "step_s" in run.fields["published"] and not run.trains_only:
-            found = next(each for each in run.comparisons() if each.figure == "step_s")
-            ratios[bool(run.architecture.moe_layers)].append(found.ratio)
-    return {has_experts: (min(values), max(values)) for has_experts, values in ratios.items()}
-
-
 def geometric_mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
@@ -289,9 +299,9 @@ def main() -> None:
         if chosen not in run.name:
             continue
         for each in run.comparisons():
-            note = "" if each.agrees else "superseded" if run.is_superseded else "off"
+            note = "" if each.agrees else run.exception or "off"
             rows.append((run.name, each.figure, each.published, each.planned, each.ratio, each.range, note))
-        ratios[run.name] = run.time_ratio
+        ratios[run.name] = run.time_ratio()
         if chosen:
             _print_parts(run)
     columns = ("run", "figure", "published", "planned", "ratio", "planned range", "")
@@ -300,11 +310,10 @@ def main() -> None:
 
 def summary(ratios: Mapping[str, float]) -> dict[str, float]:
     """Return the geometric means of planned over published seconds, and the share of runs within the tolerance."""
-    transfers = {run.name for run in published_runs() if "transfer_s" in run.fields["published"]}
-    groups = {
-        "steps": [ratio for name, ratio in ratios.items() if name not in transfers],
-        "transfers": [ratio for name, ratio in ratios.items() if name in transfers],
-    }
+    groups: dict[str, list[float]] = {"steps": [], "held_out_steps": [], "transfers": []}
+    for run in published_runs():
+        if run.name in ratios:
+            groups[run.group].append(ratios[run.name])
     near = {name: [1 / TOLERANCE <= ratio <= TOLERANCE for ratio in values] for name, values in groups.items()}
     means = {f"{name}_geometric_mean": geometric_mean(values) for name, values in groups.items() if values}
     return means | {f"{name}_within_25_percent": sum(values) / len(values) for name, values in near.items() if values}

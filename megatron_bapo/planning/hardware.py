@@ -74,6 +74,9 @@ class Assumptions:
     """The same of the dense FP8 peak. Quantization counts apart."""
     attention_efficiency: float = 0.5
     """Fraction of the dense bfloat16 peak that fused attention reaches, forward and backward."""
+    tile_us: float = 2.2
+    """Time of a tile's start and end in a matrix product, whatever its speed: 256 elements of the inner dimension on an
+    H100 in bfloat16. It is estimated from experts, whose products are short, against dense models."""
     memory_efficiency: float = 0.65
     """Fraction of the memory bandwidth that an engine reaches while it decodes, and that the trainer's element-wise
     kernels reach."""
@@ -121,6 +124,10 @@ class Assumptions:
     GPU waits if it is faster. bench.gpu_train_step measures it."""
     host_expert_layer_ms: float = 10.0
     """The same for a layer with experts, whose dispatcher waits for the routed tokens' counts."""
+    host_expert_tensor_us: float = 30.0
+    """Time in which the host launches the quantization of one expert's tensor in FP8; a layer has four for each expert
+    of a rank. With 16 experts a rank, a step of Qwen3-235B-A22B on B200 that waits for the host takes 20.1 s in MXFP8
+    and 17.2 s in bfloat16, 1.9 ms a layer (NVIDIA-NeMo/Megatron-Bridge#1760)."""
     decode_sequence_us: float = 30.0
     """Time of the host for one sequence in one decoding step: scheduling, sampling, log-probs and detokenization.
     Estimated from the published synchronous runs with long responses."""
@@ -136,15 +143,21 @@ class Assumptions:
     fused_swiglu: bool = False
     """Whether SwiGLU is one kernel that saves only its input (Megatron's bias_activation_fusion)."""
     reference_on_host: bool = False
-    """Whether the reference model and the teacher are in host memory except while they score."""
+    """Whether the reference model and the teacher are in host memory except while they score. The policy's parameters
+    are then copied out, the reference model's in, and the policy's back (NeMo-RL's `use_reference_model`)."""
+    unpinned_gb_s: float | None = None
+    """Bandwidth at which the optimizer's state is copied to newly allocated host memory that is not pinned; null:
+    `host_copy_gb_s`. A module that is moved by `.to("cpu")` reaches 2.8 GB/s on an H200 (sgl-project/sglang#32032)."""
     pads_pipelines: bool = False
     """Whether pipelines pad every micro-batch to the token budget."""
     balances_stages: bool = False
     """Whether the pipeline's split of layers accounts for the output layer."""
     dispatcher: Dispatcher = "alltoall"
     """Token dispatcher of expert parallelism: `alltoall` sends each token once per expert; `hybridep` (as DeepEP) once
-    per host over the network and once per rank within a host, fuses the permutation into it and can be captured in CUDA
-    graphs, which halves the time of the host."""
+    per host over the network and once per rank within a host, permutes and pads in its own kernels and is captured in
+    CUDA graphs, which halves the time of the host."""
+    captures_graphs: bool = False
+    """Whether attention, router and preprocessing of layers with experts are CUDA graphs beside `alltoall`, too."""
     broadcasts_weights: bool = False
     """Whether a weight transfer without a store gathers full tensors and broadcasts them from one rank per pipeline
     stage, instead of sending every shard to the ranks that need it."""

@@ -17,9 +17,12 @@ from megatron_bapo.planning.hardware import Assumptions, Gpu
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Size of the output tile that one multiprocessor computes at a time; cuBLAS's usual one for large products."""
-TILE_S = 2.2e-6
-"""Seconds of a tile's start and end, whatever its speed: 256 elements of the inner dimension on an H100 in bfloat16. It
-is estimated over the published runs, from experts, whose products are short, against dense models."""
+KERNEL_S = 4e-6
+"""Seconds of a kernel that has next to nothing to do. vLLM's quantization of a small tensor with one scale is three
+such kernels in a row, and takes 11 to 14 us on H100 and B200 (vllm-project/vllm#24342, vllm-project/vllm#24697)."""
+QUANTISED_EXPERT_TENSORS = 4
+"""Tensors of an expert that Transformer Engine's GroupedLinear quantizes for each micro-batch: the inputs of both
+products and the gradients of both outputs."""
 BLOCKWISE_SPEED = 0.75
 """Speed of products with block scales on Hopper over those with one scale per tensor: partial sums are scaled outside
 the tensor cores (arXiv 2412.19437, section 3.3.2)."""
@@ -68,6 +71,10 @@ class Kernels:
         return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower
 
     @property
+    def tile_s(self) -> float:
+        return self.assumptions.tile_us / 1e6
+
+    @property
     def bytes_per_s(self) -> float:
         return self.gpu.memory_tb_s * 1e12 * self.assumptions.memory_efficiency
 
@@ -77,6 +84,16 @@ class Kernels:
         largest value in another pass first."""
         return 0 if self.fp8_recipe is None else 6 if self.fp8_recipe == "tensorwise" else 4
 
+    @property
+    def quantising_kernels(self) -> int:
+        """Kernels in which Transformer Engine quantizes one expert's tensor.
+
+        `multi_tensor_quantize_impl` (pytorch/csrc/extensions/cast.cpp of 2.9) goes from expert to expert.
+        `tensorwise` resets the largest value, finds it, computes the scale, casts and transposes
+        (common/recipe/current_scaling.cu); only `delayed` has one kernel for many experts.
+        """
+        return {None: 0, "delayed": 0, "tensorwise": 4}.get(self.fp8_recipe, 1)
+
     def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
         """Return the seconds of `count` products [rows, inner] x [inner, columns], one after another.
 
@@ -85,9 +102,9 @@ class Kernels:
         """
         tiles = math.ceil(max(rows, 1.0) / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
         waves = math.ceil(tiles / self.gpu.num_sms)
-        whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + TILE_S)
+        whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + self.tile_s)
         # Kernels choose smaller tiles where these leave many multiprocessors idle, at about half the speed.
-        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + TILE_S
+        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + self.tile_s
         return count * min(whole, max(smaller, whole / 4))
 
     def linear(self, rows: float, columns: float, inner: float, count: float = 1.0) -> Passes:
@@ -151,9 +168,10 @@ def mlp_block(kernels: Kernels, arch: Architecture, width: float, tokens: float)
 def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, tokens: float) -> Passes:
     """Return the seconds of router, permutations and experts, on the rank with the most tokens.
 
-    `tokens` are those that the rank routes. Permuting copies
-    each token once per expert, and a rank with several experts sorts what it receives by expert and back. In FP8 each
-    expert's tokens are padded to a multiple of 16 or 32 and back, which copies them.
+    `tokens` are those that the rank routes. Permuting copies each token once per expert, and a rank with several
+    experts sorts what it receives by expert and back. In FP8 each expert's tokens are padded to a multiple of 16 or 32
+    and back, which copies them. HybridEP pads while it permutes; it puts a token once into the buffer of every rank
+    with one of its experts, and copies it from there (moe_permute_fusion_into_hybridep is off by default).
     """
     chosen, hidden = arch.num_experts_per_tok, arch.hidden_size
     imbalance = kernels.assumptions.expert_imbalance if parallel.expert > 1 else 1.0
@@ -162,8 +180,10 @@ def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, to
     fused = kernels.assumptions.dispatcher == "hybridep"
     sorted_ = 0.0 if fused or parallel.expert == 1 or local <= 1 else 4.0 * chosen * imbalance
     # Permuting reads and writes every copy. Undoing it scales the copies by their weights and adds them up.
-    copied = 2.0 * (1 + chosen) if fused else 7.0 * chosen
-    padded = 4.0 * chosen * imbalance if kernels.fp8_recipe is not None else 0.0
+    buffered = 4.0 * parallel.expert * (1 - (1 - 1 / parallel.expert) ** chosen) if parallel.expert > 1 else 0.0
+    copied = 2.0 * (1 + chosen) + buffered if fused else 7.0 * chosen
+    padded = 4.0 * chosen * imbalance if kernels.fp8_recipe is not None and not fused else 0.0
+    launched = KERNEL_S * kernels.quantising_kernels * QUANTISED_EXPERT_TENSORS / 2 * local
     moved = 2 * hidden * tokens * (copied + sorted_ + padded) + 2 * received * 3 * width
     return (
         kernels.linear(received / local, 2 * width, hidden, local)
@@ -171,6 +191,7 @@ def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, to
         + kernels.moved(moved)
         + Kernels(kernels.gpu, kernels.assumptions).linear(tokens, arch.num_experts, hidden)
         + kernels.quantised(received * (hidden + width), received * (2 * width + hidden))
+        + Passes(launched, launched)
     )
 
 

@@ -117,5 +117,7 @@ def step_time(
 
 def _offload_seconds(config: Config, architecture: Architecture, assumptions: Assumptions) -> float:
     """Return the seconds of moving parameters and optimizer state to host memory and back; gradients are dropped."""
-    state = model_state(config, architecture, 0, assumptions=assumptions)
-    return 2 * (state.on_device - state.gradients) / (assumptions.host_copy_gb_s * 1e9)
+    state, pinned = model_state(config, architecture, 0, assumptions=assumptions), assumptions.host_copy_gb_s * 1e9
+    unpinned = pinned if assumptions.unpinned_gb_s is None else assumptions.unpinned_gb_s * 1e9
+    slower = state.optimizer * (1 / unpinned - 1 / pinned)
+    return 2 * (state.on_device - state.gradients) / pinned + slower

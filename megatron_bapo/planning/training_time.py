@@ -13,6 +13,7 @@ from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.layer_time import (
+    QUANTISED_EXPERT_TENSORS,
     ExpertSplit,
     Kernels,
     Passes,
@@ -29,6 +30,10 @@ from megatron_bapo.planning.trainer_memory import num_micro_batches
 ADAM_BYTES = 32
 """Memory traffic of one parameter's Adam update: it reads the gradient, the parameter and both moments, and writes the
 parameter, both moments and the low-precision copy."""
+
+GRAPHS_LEAVE = 0.78
+"""Share of the host's time that CUDA graphs of attention, router and preprocessing leave: 484 of 623 ms of a step of
+Qwen3-30B-A3B (Megatron-Bridge, skills/nemo-mbridge-perf-cuda-graphs)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class TrainingTime:
     data: float = 0.0
     """Gradient reduction and parameter gathers that computation does not hide."""
     optimizer: float = 0.0
+    swap: float = 0.0
+    """Exchanging the policy's parameters with those of a reference model in host memory."""
 
     @property
     def parts(self) -> dict[str, float]:
@@ -113,7 +120,14 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
         pipeline=done * hop,
         data=updates * data,
         optimizer=updates * optimizer,
+        swap=_swap_seconds(config, arch, assumptions),
     )
+
+
+def _swap_seconds(config: Config, arch: Architecture, assumptions: Assumptions) -> float:
+    if not (assumptions.reference_on_host and config.has_reference_copy):
+        return 0.0
+    return 3 * model_state(config, arch, 0, assumptions=assumptions).parameters / (assumptions.host_copy_gb_s * 1e9)
 
 
 def _teacher_seconds(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
@@ -224,7 +238,9 @@ class _MicroBatchPasses:
         )
         """Of the mean layer and one pass: (tensor, context, expert) parallelism."""
         dense_ms, expert_ms = assumptions.host_layer_ms, assumptions.host_expert_layer_ms
-        expert_ms *= 0.5 if assumptions.dispatcher == "hybridep" else 1.0
+        expert_ms *= 0.5 if assumptions.dispatcher == "hybridep" else GRAPHS_LEAVE**assumptions.captures_graphs
+        quantised = 0 if narrow.fp8_recipe is None else QUANTISED_EXPERT_TENSORS * arch.num_experts / split.expert
+        expert_ms += quantised * (1 - share) * assumptions.host_expert_tensor_us / 1e3
         self.host_s = (dense_ms + (expert_ms - dense_ms) * num_moe / num_layers) / 1e3
         """Of the mean layer, forward and backward."""
 

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.planning.flops import forward_flops
 from megatron_bapo.planning.hardware import GPUS, Assumptions
-from megatron_bapo.planning.layer_time import Kernels
+from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block
+from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 from tests.unit.planning.examples import recipe
@@ -100,6 +101,33 @@ def test_large_products_reach_the_assumed_efficiency_and_tiles_and_waves_cost() 
     flops = 2 * (132 * 128) * (256 * 32) * 8192
     assert kernels.product(132 * 128, 256 * 32, 8192) == pytest.approx(flops / (989e12 * 0.6), rel=0.05)
     assert kernels.product(133 * 128, 256, 8192) > 1.5 * kernels.product(132 * 128, 256, 8192)  # a second wave
+
+
+def test_each_expert_of_a_rank_has_its_own_kernels_that_quantize_its_tensors() -> None:
+    """One scale per tensor takes four kernels for each input and gradient; `delayed` quantizes all at once."""
+    architecture = recipe("qwen3-30b-a3b_16gpus").architecture
+    for ranks in (8, 16):
+        apart, together = (
+            expert_block(Kernels(GPUS["H100"], Assumptions(), name), architecture, ExpertSplit(ranks, 1), tokens=0)
+            for name in ("tensorwise", "delayed")
+        )
+        for more in (apart.forward - together.forward, apart.backward - together.backward):
+            assert more == pytest.approx(128 / ranks * 2 * 4 * KERNEL_S)
+
+
+def test_an_optimizer_that_moves_unpinned_is_copied_more_slowly() -> None:
+    plan = recipe("qwen2.5-7b_8gpus", "trainer.offload=true")
+    unpinned = replace(plan, assumptions=replace(plan.assumptions, unpinned_gb_s=2.8))
+    optimizer = model_state(plan.config, plan.architecture, 0).optimizer
+    assert unpinned.time.offload - plan.time.offload == pytest.approx(optimizer * (1 / 2.8e9 - 1 / 20e9))
+
+
+def test_a_reference_model_on_the_host_takes_the_policys_place_once_a_step() -> None:
+    plan = recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo", "algorithm.kl_loss_coef=0.001")
+    on_host = replace(plan, assumptions=replace(plan.assumptions, reference_on_host=True))
+    parameters = model_state(plan.config, plan.architecture, 0).parameters
+    assert on_host.time.trainer.swap == pytest.approx(3 * parameters / 20e9)
+    assert plan.time.trainer.swap == 0
 
 
 def test_mfu_is_below_the_efficiency_of_matrix_products() -> None:
