@@ -195,6 +195,14 @@ def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, to
     )
 
 
+def moe_block(
+    kernels: Kernels, arch: Architecture, parallel: ExpertSplit, tp: int, tokens: float, routed: float
+) -> Passes:
+    """Return the seconds of a layer's experts on `routed` tokens and of its shared expert, if any, on all `tokens`."""
+    experts, width = expert_block(kernels, arch, parallel, routed), arch.shared_expert_intermediate_size / tp
+    return experts + mlp_block(kernels, arch, width, tokens) if width else experts
+
+
 @lru_cache(maxsize=4096)
 def output_block(kernels: Kernels, arch: Architecture, tp: int, tokens: float) -> Passes:
     """Return the seconds of the output layer and the log-probs; the logits are computed again in the backward pass."""

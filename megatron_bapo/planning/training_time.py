@@ -18,8 +18,8 @@ from megatron_bapo.planning.layer_time import (
     Kernels,
     Passes,
     attention_block,
-    expert_block,
     mlp_block,
+    moe_block,
     output_block,
 )
 from megatron_bapo.planning.model_state import data_context_size, expert_data_size, model_state
@@ -202,14 +202,12 @@ class _MicroBatchPasses:
             return attention_block(kernels, arch, tp, sp, cp, self.tokens, square)
 
         def mlp(kernels: Kernels) -> Passes:
-            width = arch.intermediate_size / tp
-            return mlp_block(kernels, arch, width, self.tokens) if num_moe < num_layers else Passes()
+            return (
+                mlp_block(kernels, arch, arch.intermediate_size / tp, self.tokens) if num_moe < num_layers else Passes()
+            )
 
         def experts(kernels: Kernels) -> Passes:
-            if not num_moe:
-                return Passes()
-            routed_experts, width = expert_block(kernels, arch, split, routed), arch.shared_expert_intermediate_size
-            return routed_experts + mlp_block(kernels, arch, width / tp, self.tokens) if width else routed_experts
+            return moe_block(kernels, arch, split, tp, self.tokens, routed) if num_moe else Passes()
 
         share = num_bf16 / num_layers
 
