@@ -37,7 +37,7 @@ class StageMemory:
     activations: Terms
     """Bytes of the activations of all in-flight micro-batches."""
     backward: int
-    """Bytes of the layer whose backward pass runs: recomputed activations, temporary tensors and activation gradients."""
+    """Bytes of the layer whose backward pass runs: recomputed activations, temporaries and activation gradients."""
     output_layer: int
     """Bytes of the chunked log-probs, on the last stage."""
     reserved: int
