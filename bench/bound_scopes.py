@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.parallel.groups import create_groups
@@ -173,4 +173,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

@@ -10,7 +10,6 @@ the model, which shows what the write takes from training. Files go to the folde
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 from transformers import Qwen3Config
 
-from bench.report import report
+from bench.report import option_parser, report
 from bench.train_step import LEARNING_RATE, make_examples
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
@@ -118,7 +117,7 @@ def groups_are_writing(writer: CheckpointWriter) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="50M parameters instead of 500M")
     size = "50M" if parser.parse_args().short else "500M"
     available_gib = psutil.virtual_memory().available / 2**30

@@ -23,7 +23,7 @@ from time import perf_counter, thread_time
 import torch
 from torch import Tensor
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, find_clip_bounds
 from megatron_bapo.config.algorithm import ClipBoundsSettings
 
@@ -152,4 +152,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

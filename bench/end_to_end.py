@@ -12,7 +12,6 @@ Needs build/bench-site on PYTHONPATH.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.data.reasoning_gym_tasks import generate_entries
 from megatron_bapo.metrics.sinks import read_rows
 
@@ -114,7 +113,7 @@ def trl(folder: Path, prompts: Path, num_steps: int, *, use_vllm: bool) -> Steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=4, help="steps of each run (default: %(default)s)")
     parser.add_argument("--with-vllm", action="store_true", help="also TRL with its vLLM backend")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the runs")

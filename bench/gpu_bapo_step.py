@@ -17,6 +17,7 @@ import torch
 
 from bench.gpu import one_rank, report_and_save, require_gpu, seconds_of
 from bench.gpu_train_step import STEP_TOKENS, TOKENS, layers, make_batch, make_config
+from bench.report import option_parser
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from megatron_bapo.config.architecture import read_architecture
@@ -104,4 +105,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from bench.gpu import copy_bytes_per_s, report_and_save, require_gpu, seconds_of
 from bench.policy_loss import loss_alone, whole_loss
+from bench.report import option_parser
 from megatron_bapo.model.vocab_kernels import FusedShard
 from megatron_bapo.model.vocab_parallel import OutputLayer, token_loss
 from megatron_bapo.model.vocab_shard import Softmax
@@ -126,4 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.gpu import matrix_flops, one_rank, report_and_save, require_gpu, seconds_of
+from bench.report import option_parser
 from bench.train_step import make_examples
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
@@ -144,4 +145,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

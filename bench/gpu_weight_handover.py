@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu import copy_bytes_per_s, report_and_save, require_gpu, seconds_of
+from bench.report import option_parser
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
@@ -91,4 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

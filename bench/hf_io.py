@@ -28,7 +28,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from bench.allocated_bytes import peak_allocated_bytes
-from bench.report import medians_s, report
+from bench.report import medians_s, option_parser, report
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import save_hugging_face
@@ -175,4 +175,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

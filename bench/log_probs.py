@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.live_bytes import count_live_bytes
-from bench.report import medians_s, report
+from bench.report import medians_s, option_parser, report
 from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
@@ -155,4 +155,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

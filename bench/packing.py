@@ -19,7 +19,7 @@ from time import perf_counter
 
 import numpy as np
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.data.packing import Plan, cost, pack
 
@@ -183,4 +183,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

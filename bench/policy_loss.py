@@ -25,7 +25,7 @@ from time import process_time
 import torch
 from torch import Tensor
 
-from bench.report import medians_s, report
+from bench.report import medians_s, option_parser, report
 from bench.train_step import LEARNING_RATE, LENGTHS, SHAPES, make_config, make_examples, make_model
 from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.algorithm.loss_tokens import LossTokens
@@ -167,4 +167,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

@@ -9,7 +9,6 @@ values for one layout, their geometric mean counts. The range shows what the ass
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.schema import Config, ModelConfig
 from megatron_bapo.planning.hardware import Assumptions
@@ -281,7 +280,7 @@ def geometric_mean(ratios: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--runs", default="", help="only runs whose name contains this, with the parts of a step")
     chosen = parser.parse_args().runs
     rows: list[tuple[object, ...]] = []

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.published_runs import PublishedRun, data, geometric_mean
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.simulation.calibration import planned_workload
 from megatron_bapo.simulation.simulator import simulate
 
@@ -57,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

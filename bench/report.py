@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -9,6 +10,11 @@ from time import perf_counter
 
 from rich.console import Console
 from rich.table import Table
+
+
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's options. Its help prints the module's docstring as it is written."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def medians_s(

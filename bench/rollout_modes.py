@@ -15,7 +15,6 @@ other modes before they run.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.report import report
+from bench.report import option_parser, report
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
@@ -174,7 +173,7 @@ def _key(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--on-paper", action="store_true", help="only simulate 32B")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the run directories")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides of the real runs' configuration")

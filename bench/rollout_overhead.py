@@ -22,7 +22,7 @@ from time import perf_counter
 
 import numpy as np
 
-from bench.report import report
+from bench.report import option_parser, report
 from bench.rollout_modes import CONFIG, NUM_FIRST_STEPS, OTHERS, trained
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
@@ -162,4 +162,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

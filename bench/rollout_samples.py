@@ -15,7 +15,7 @@ from time import process_time
 import numpy as np
 import torch
 
-from bench.report import medians_s, report
+from bench.report import medians_s, option_parser, report
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
@@ -103,4 +103,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    option_parser(__doc__).parse_args()
     main()

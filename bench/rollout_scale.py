@@ -11,7 +11,6 @@ millisecond per decoding step. Two batches are taken, with the state in flight s
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from typing import Any, Self
 
 import psutil
 
-from bench.report import report
+from bench.report import option_parser, report
 from bench.resident_bytes import anonymous_bytes
 from bench.scale_engines import STEP_S, create_engines, create_model
 from megatron_bapo.cluster.ray_cluster import create_actor, get_result, local_cluster, nodes
@@ -251,7 +250,7 @@ def figures(found: Mapping[str, Any], memory: ServiceMemory, cold: float) -> tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--full", nargs="?", type=float, const=1.0, metavar="SHARE",
         help=f"responses of full length, and this share of the prompts and engines; all need {FULL.needed_gib:.0f} GiB",

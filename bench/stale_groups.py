@@ -12,7 +12,6 @@ Responses are those of `bench.rollout_modes`, with geometric lengths.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from statistics import mean, stdev
 
 import psutil
 
-from bench.report import report
+from bench.report import option_parser, report
 from bench.rollout_modes import step_s, trained
 from megatron_bapo.metrics.sinks import read_rows
 
@@ -51,7 +50,7 @@ def dropped_share(run_dir: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="an empty folder for the run directories")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="overrides of the runs' configuration")
     arguments = parser.parse_intermixed_args()

@@ -1,11 +1,11 @@
 """Weight syncs through the store against gathering on a rank and broadcasting, and against mbridge's export.
 
-python -m bench.weight_sync [20M] [500M], with the packages of requirements-bench.txt on the path
+python -m bench.weight_sync [--sizes 20M], with the packages of requirements-bench.txt on the path
 
 Two gloo ranks (TP 2) have a random Qwen3 in bfloat16; vLLM engines of one and two ranks load it. Seconds are medians
 until the last rank is done. Bytes are the model's or those that an engine's ranks read. Peak bytes are the largest
-increase of a rank's own memory. The last table is computed from the plan alone, for published models on clusters of
-8-GPU hosts. bench.weight_transfer_between_hosts measures the network.
+increase of a rank's own memory. bench.weight_transfer_between_hosts measures the network, and
+bench.weight_sync_on_paper computes the time of published models on clusters of 8-GPU hosts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,9 +31,8 @@ from torch.multiprocessing.spawn import spawn
 from transformers.utils.logging import disable_progress_bar
 
 from bench.hf_io import local_names_bridge
-from bench.report import medians_s, report
+from bench.report import medians_s, option_parser, report
 from bench.resident_bytes import peak_resident_bytes
-from bench.weight_sync_on_paper import on_paper
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
@@ -247,12 +245,12 @@ def _engines_part(name: str, checkpoint: Path, tensors: dict[str, torch.Tensor],
     }
 
 
-def main() -> None:
+def main(names: Iterable[str]) -> None:
     results = Results()
     disable_progress_bar()
     os.environ.update(engine_environment())
     with tempfile.TemporaryDirectory() as temporary:
-        for name in sys.argv[1:] or MODELS:
+        for name in names:
             folder = Path(temporary) / name
             checkpoint = folder / "checkpoint"
             folder.mkdir()
@@ -262,8 +260,9 @@ def main() -> None:
             _engines_part(name, checkpoint, tensors, results)
     columns = ("model", "task", "seconds", "MiB", "peak MiB per rank")
     report("weight_sync", columns, results.rows, ratios=results.ratios, figures=results.figures)
-    on_paper()
 
 
 if __name__ == "__main__":
-    main()
+    parser = option_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=MODELS, default=MODELS, help="parameters (default: all)")
+    main(parser.parse_args().sizes)

@@ -5,9 +5,9 @@ python -m bench.weight_sync_on_paper
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+from dataclasses import dataclass
 
+from bench.report import option_parser, report
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, trainer_shards, weight_plan
@@ -46,26 +46,30 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def on_paper() -> None:
-    table = Table(
-        *("model", "GPUs", "engines", "model GiB", "network GiB", "busiest link GiB", "peak GiB per rank", "seconds"),
-        title="one full sync, computed from the plan",
-    )
-    for model, architecture in MODELS.items():
-        for num_gpus in (8, 64, 256):
-            for colocated in (True, False):
-                row = _row(model, architecture, num_gpus, colocated=colocated)
-                if row is not None:
-                    table.add_row(*row)
-    Console(width=130).print(table)
+COLUMNS = ("model", "GPUs", "engines", "model GiB", "network GiB", "busiest link GiB", "peak GiB per rank", "seconds")
+PLACEMENTS = {True: "colocated", False: "half and half"}
 
 
-def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bool) -> tuple[str, ...] | None:
-    """Return a row, or None if the layout does not fit.
+@dataclass(frozen=True)
+class Sync:
+    """A full weight sync of one model on one cluster, whose layout is `engines`."""
+
+    engines: str
+    model_bytes: int
+    network_bytes: int
+    link_bytes: int
+    """Bytes of the busiest pair of a sending rank and a receiving host."""
+    peak_bytes: int
+    """Largest extra memory of a rank."""
+    seconds: float
+
+
+def computed(model: str, num_gpus: int, *, colocated: bool) -> Sync | None:
+    """Return the sync of a model, or None if the layout does not fit.
 
     Either half of the GPUs train and half generate, or all GPUs take turns with both.
     """
-    layout, engine = LAYOUTS[model]
+    architecture, (layout, engine) = MODELS[model], LAYOUTS[model]
     num_trainers = num_gpus if colocated else num_gpus // 2
     if not colocated and num_trainers % 8:
         return None
@@ -75,15 +79,27 @@ def _row(model: str, architecture: Architecture, num_gpus: int, *, colocated: bo
     plan = weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=256 << 20)
     figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
     crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
-    return (
-        model,
-        f"{num_gpus} {'colocated' if colocated else 'half and half'}",
+    return Sync(
         f"{num_engines} x {engine.name}",
-        *(f"{size / 2**30:.1f}" for size in (plan.total_bytes, figures.network_bytes)),
-        *(f"{size / 2**30:.2f}" for size in (max(crossing, default=0), max(figures.peak_bytes))),
-        f"{figures.traffic.seconds(SPEED):.2f}",
+        *(plan.total_bytes, figures.network_bytes, max(crossing, default=0), max(figures.peak_bytes)),
+        figures.traffic.seconds(SPEED),
     )
 
 
+def main() -> None:
+    rows, figures = [], {}
+    for model in MODELS:
+        for num_gpus in (8, 64, 256):
+            for colocated, placement in PLACEMENTS.items():
+                if (sync := computed(model, num_gpus, colocated=colocated)) is None:
+                    continue
+                sizes = (sync.model_bytes, sync.network_bytes, sync.link_bytes, sync.peak_bytes)
+                gib = (f"{size / 2**30:.2f}" for size in sizes)
+                rows.append((model, f"{num_gpus} {placement}", sync.engines, *gib, f"{sync.seconds:.2f}"))
+                figures[f"{model} on {num_gpus} {placement}, s"] = round(sync.seconds, 2)
+    report("weight_sync_on_paper", COLUMNS, rows, ratios={}, figures=figures)
+
+
 if __name__ == "__main__":
-    on_paper()
+    option_parser(__doc__).parse_args()
+    main()

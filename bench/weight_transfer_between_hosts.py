@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from bench.network_hosts import CABLE, host_address, network_hosts
-from bench.report import report
+from bench.report import option_parser, report
 from bench.resident_bytes import peak_resident_bytes
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.schema import ParallelConfig
@@ -68,7 +68,7 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--short", action="store_true", help="a sixth of the model, in two minutes")
     parser.add_argument("--host", nargs=3, metavar=("INDEX", "HOSTS", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -154,7 +154,10 @@ class HostProcess:
         self._chain = Chain(self._group, {host: host for host in range(num_hosts)}, tuple(range(1, num_hosts)))
         generator, shapes = torch.Generator().manual_seed(0), self._plan.shapes if index == 0 else {}
         self._tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-        self._flat = torch.zeros(self._plan.total_bytes if index < 2 else 0, dtype=torch.uint8)
+        # The same bytes as the store's: memory that was never written would be one page, which stays in the cache.
+        self._flat = torch.ones(self._plan.total_bytes if index == 1 else 0, dtype=torch.uint8)
+        if index == 0:
+            self._flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in self._tensors.values()])
         self._version, self._write_s = 0, list[float]()
 
     def measure(self) -> dict[str, Measured]:

@@ -8,6 +8,7 @@ and version 2 is transferred whole. Seconds are those after the cut until both p
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -17,11 +18,10 @@ from pathlib import Path
 from time import perf_counter, sleep
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch._C._distributed_c10d import FileStore
 
 from bench.network_hosts import CABLE, NetworkHost, host_address, network_hosts
+from bench.report import option_parser, report
 from bench.weight_transfer_between_hosts import MODEL
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import RunError
@@ -44,23 +44,31 @@ GBIT_S, STALL_S, PAUSE_S = 0.2, 5.0, 2.0
 FAILED = 3
 
 
+COLUMNS = ("cable is cut", "at", "seconds until both ended", "sender", "receiver", "receiver's version")
+
+
 def main() -> None:
-    table = Table("cable is cut", "at", "seconds until both ended", "sender", "receiver", "receiver's version")
     wire_s = PLAN.total_bytes * 8 / (GBIT_S * 1e9)
-    table.add_row("never", "", *_case(None, 0.0))
+    undisturbed_s, *said = _case(None, 0.0)
+    rows = [("never", "", undisturbed_s, *said)]
+    ratios, figures = {}, {"undisturbed_s": undisturbed_s}
     for pause_s in (PAUSE_S, None):
+        length = "for good" if pause_s is None else f"for {pause_s:g} s"
         for third in (1, 2, 3):
-            row = _case(pause_s, wire_s * (third - 0.5) / 3, is_cut=True)
-            table.add_row("for good" if pause_s is None else f"for {pause_s:g} s", f"third {third}", *row)
-    Console(width=110).print(table)
+            seconds, *said = _case(pause_s, wire_s * (third - 0.5) / 3, is_cut=True)
+            rows.append((length, f"third {third}", seconds, *said))
+            figures[f"cut {length} in third {third}, s"] = seconds
+            if pause_s is None:
+                ratios[f"given up after cut in third {third} to stall_timeout_s"] = seconds / STALL_S
+    report("weight_transfer_cable", COLUMNS, rows, ratios=ratios, figures=figures)
 
 
-def _case(pause_s: float | None, after_s: float, *, is_cut: bool = False) -> tuple[str, ...]:
-    """Transfer version 2 and cut the cable `after_s` after its start; return the cells of the row."""
+def _case(pause_s: float | None, after_s: float, *, is_cut: bool = False) -> tuple[float, str, str, str]:
+    """Transfer version 2 and cut the cable `after_s` after its start; return seconds, both ends and the version."""
     with network_hosts(2, GBIT_S) as hosts, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
-            subprocess.Popen(host.command(sys.executable, "-m", __spec__.name, str(index), name))
+            subprocess.Popen(host.command(sys.executable, "-m", __spec__.name, "--host", str(index), name))
             for index, host in enumerate(hosts)
         ]
         while not (folder / "started").exists():
@@ -78,8 +86,8 @@ def _case(pause_s: float | None, after_s: float, *, is_cut: bool = False) -> tup
         store = WeightStore(folder / "1")
         newest = store.versions()[-1]
         store.verify(newest)
-        said = [{0: "done", FAILED: "RunError"}.get(code, f"exit code {code}") for code in codes]
-        return f"{seconds:.1f}", *said, f"{newest}, verified"
+        sender, receiver = ({0: "done", FAILED: "RunError"}.get(code, f"exit code {code}") for code in codes)
+        return round(seconds, 1), sender, receiver, f"{newest}, verified"
 
 
 def _set_cable(host: NetworkHost, state: str) -> None:
@@ -112,7 +120,9 @@ def host_main(index: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        host_main(int(sys.argv[1]), Path(sys.argv[2]))
+    parser = option_parser(__doc__)
+    parser.add_argument("--host", nargs=2, metavar=("INDEX", "FOLDER"), help=argparse.SUPPRESS)
+    if host := parser.parse_args().host:
+        host_main(int(host[0]), Path(host[1]))
     else:
         main()

@@ -119,8 +119,7 @@ def _too_many_engines(config: Config, num_fitting: int, nodes: Sequence[Node]) -
         f"rollout.num_engines={rollout.num_engines} of {rollout.ranks_per_engine} ranks each, but only {num_fitting} "
         f"fit on the GPUs that the trainer's {config.parallel.world_size} ranks leave free on {_described(nodes)}; "
         f"with rollout.nodes_per_engine={rollout.nodes_per_engine} an engine needs {rollout.ranks_per_engine_node} "
-        f"GPUs on each of {rollout.nodes_per_engine} node(s). Lower num_engines, add nodes, change nodes_per_engine, "
-        "or set rollout.colocate=true"
+        "GPUs on each of its nodes. Lower num_engines, add nodes, change nodes_per_engine, or set rollout.colocate=true"
     )
 
 

@@ -38,7 +38,7 @@ def accelerator(
     found = ""
     if readings:
         names = ", ".join(f"{r.name} with {r.memory_total_gib or 0:.0f} GiB" for r in readings)
-        found = f"{len(readings)} GPU(s): {names}; driver {driver}"
+        found = f"{len(readings)} GPU{'s' if len(readings) > 1 else ''}: {names}; driver {driver}"
     if torch_sees_gpu:
         return Finding("accelerator", "ok", found or "torch finds a GPU (install nvidia-ml-py for details)")
     if found:

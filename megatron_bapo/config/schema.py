@@ -1,8 +1,8 @@
 """The configuration of a run: frozen sections with every default of the project, without torch.
 
 Unknown keys are errors. Sizes are counted in trajectories or tokens, times in seconds. Derived values are properties.
-The larger sections are in `algorithm.py`, `data.py`, `logging.py`, `reward.py` and `rollout.py`; rules that span
-sections are in `checks.py`.
+The larger sections are in `algorithm.py`, `data.py`, `logging.py`, `optimizer.py`, `reward.py` and `rollout.py`; rules
+that span sections are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from megatron_bapo.config.data import DataConfig
 from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.logging import LoggingConfig
 from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
-from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, PartialFraction, Section
+from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, Section
 
 FLOAT32_LOG_PROB_NOISE = 1e-4
 """Largest difference in nats between the log-probs of two float32 implementations for one token of the weight probe."""
@@ -142,66 +143,6 @@ class ParallelConfig(Section):
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.model_parallel_size
-
-
-class OptimizerConfig(Section):
-    """Adam with decoupled weight decay, as Megatron implements it. Schedules are counted in optimizer updates."""
-
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay."""
-    lr_warmup_steps: NonNegativeInt = 0
-    """Number of updates of linear warm-up; the first one has the rate lr / (lr_warmup_steps + 1)."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
-    """Shape of the decay. `WSD` (warm-up, stable, decay) stays at `lr` until the last `lr_wsd_decay_steps` updates."""
-    lr_decay_steps: PositiveInt | None = None
-    """Number of updates, including the warm-up, at which the decay ends; null: all updates of the run, whose
-    trainer.total_steps can then not be raised later."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
-    """Shape of the decay phase of `WSD`."""
-    lr_wsd_decay_steps: PositiveInt | None = None
-    """Number of updates in the decay phase of `WSD`; required by `lr_decay_style=WSD`, and allowed only there."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Coefficient of the decoupled weight decay."""
-    adam_beta1: PartialFraction = 0.9
-    """Decay rate of Adam's first moment."""
-    adam_beta2: PartialFraction = 0.999
-    """Decay rate of Adam's second moment."""
-    adam_eps: PositiveFloat = 1e-8
-    """Term in Adam's denominator for numerical stability."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Maximum norm of the gradient; 0 disables gradient clipping."""
-    grads_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which gradients are summed over micro-batches and ranks and kept until the update. `bfloat16` halves
-    their memory and their communication, and needs model.dtype=bfloat16; Adam still computes in float32."""
-    cpu_offload: bool = False
-    """Keep the fp32 parameters and Adam's moments in host memory and update them there; needs
-    parallel.use_distributed_optimizer."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.min_lr > self.lr:
-            raise ValueError(f"need min_lr <= lr, got {self.min_lr}, {self.lr}")
-        if self.grads_dtype == "bfloat16" and self.cpu_offload:
-            raise ValueError(
-                "grads_dtype=bfloat16 with cpu_offload=true: the offloaded Adam takes fp32 gradients; set "
-                "grads_dtype=float32, or cpu_offload=false"
-            )
-        if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_steps is not None):
-            raise ValueError(
-                "lr_wsd_decay_steps is required by lr_decay_style=WSD and allowed only there; set both or neither"
-            )
-        if self.lr_decay_steps is not None and self.lr_decay_style == "constant":
-            raise ValueError(
-                "lr_decay_steps has no effect with lr_decay_style=constant; set another lr_decay_style, or remove "
-                "lr_decay_steps"
-            )
-        if self.lr_decay_steps is not None and self.lr_decay_steps <= self.lr_warmup_steps:
-            raise ValueError(
-                f"need lr_warmup_steps < lr_decay_steps, got {self.lr_warmup_steps}, {self.lr_decay_steps}"
-            )
-        return self
 
 
 class WarmStartConfig(Section):

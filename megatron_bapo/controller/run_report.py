@@ -25,13 +25,13 @@ def write_run_report(run_dir: Path) -> Path:
     rows = read_rows(directory.metrics)
     before, after = accuracies(rows)
     train = [row for row in rows if row["phase"] == "train"]
-    parallel = config.parallel
+    parallel, num_engines = config.parallel, config.rollout.num_engines
     summary: dict[str, Any] = {
         "accuracy_before": before,
         "accuracy_after": after,
         "model": config.model.path or "built for this run",
         "layout": f"TP {parallel.tensor_model_parallel_size}, PP {parallel.pipeline_model_parallel_size}, "
-        f"DP {parallel.data_parallel_size}; {config.rollout.num_engines} vLLM engine(s)",
+        f"DP {parallel.data_parallel_size}; {num_engines} vLLM engine{'s' if num_engines > 1 else ''}",
         "steps": f"{len(train)} of {config.trainer.total_steps}, {config.trainer.updates_per_step} updates each",
         "minutes": f"{rows[-1]['time_s'] / 60:.1f}" if rows else "0",
         "seed": config.seed,

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from torch.profiler import record_function
 
-from megatron_bapo.config.schema import Config, OptimizerConfig
+from megatron_bapo.config.optimizer import OptimizerConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
 from megatron_bapo.controller.frozen_models import FrozenModels, load_frozen_models

@@ -100,13 +100,18 @@ def model_state(
         parameters=(num_frozen + num_allocated) * dtype - saved,
         gradients=num_allocated * min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype]),
         main_parameters=0 if offload else main,
-        moments=0 if offload else NUM_MOMENTS * num_own * assumptions.moment_bytes,
+        moments=0 if offload else NUM_MOMENTS * num_own * moment_bytes(config, assumptions),
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
         reference=num_reference * dtype - saved + copies if config.has_reference_copy and on_device else 0,
         teacher=_teacher_bytes(config, stage) if on_device else 0,
         updated=num_own,
         quantised=copies,
     )
+
+
+def moment_bytes(config: Config, assumptions: Assumptions) -> int:
+    """Return the bytes of each of Adam's moments of a parameter."""
+    return min(assumptions.moment_bytes, DTYPE_BYTES[config.optimizer.moments_dtype])
 
 
 def _teacher_bytes(config: Config, stage: int) -> int:

@@ -14,7 +14,7 @@ from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
-from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS
+from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
 from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
@@ -139,7 +139,7 @@ class Plan:
 
         It is allocated from the start to the end of a run (trainer/snapshot.py).
         """
-        moments = NUM_MOMENTS * self.assumptions.moment_bytes
+        moments = NUM_MOMENTS * moment_bytes(self.config, self.assumptions)
         return stage.state.updated * (FP32 + moments) if self.config.checkpoint.async_save else 0
 
     @property

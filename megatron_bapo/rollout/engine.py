@@ -322,7 +322,7 @@ class Engine:
 
     def _refuse_in_flight(self, purpose: str) -> None:
         if self._num_in_flight:
-            raise RunError(f"{self._num_in_flight} call(s) in flight; {purpose} after they have returned")
+            raise RunError(f"calls in flight: {self._num_in_flight}; {purpose} after they have returned")
 
     async def _once(self, call: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work`, or join the same call in progress."""

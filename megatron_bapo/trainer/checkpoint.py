@@ -3,7 +3,8 @@
 A checkpoint can be loaded with any parallel layout.
 
     checkpoints/step-00000020/
-        weights/ exp_avg/ exp_avg_sq/    safetensors, fp32: one file per rank that owns tensors
+        weights/ exp_avg/ exp_avg_sq/    safetensors: one file per rank that owns tensors; weights are in fp32, and
+                                         Adam's moments in optimizer.moments_dtype
         state.json                       counters, Adam's step count, position in the prompt data
         adapter_config.json              with `model.lora`, PEFT's config of the adapters
         in_flight/                       rollouts for later batches, if there are any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_bapo.config.schema import OptimizerConfig
+from megatron_bapo.config.optimizer import OptimizerConfig
 
 
 def learning_rate(settings: OptimizerConfig, update: int, num_updates: int) -> float:

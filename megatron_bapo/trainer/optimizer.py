@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
-from megatron_bapo.config.schema import OptimizerConfig as OptimizerSettings
+from megatron_bapo.config.optimizer import OptimizerConfig as OptimizerSettings
+from megatron_bapo.model.architecture import DTYPES
 from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.model.precision import set_values
 from megatron_bapo.parallel.collectives import max_over, receive, send, sum_over
@@ -31,6 +32,7 @@ from megatron_bapo.parallel.megatron import (
     get_megatron_optimizer,
 )
 from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.trainer.adam import Bfloat16MomentsAdamW
 
 State = Literal["main", "exp_avg", "exp_avg_sq"]
 """Optimizer states of a parameter: the fp32 main parameter and Adam's moments."""
@@ -66,7 +68,9 @@ class _Piece:
 
 
 class Optimizer:
-    """Adam with fp32 main parameters. The moments are allocated at construction, so checkpoints can be loaded.
+    """Adam with fp32 main parameters, and moments in fp32 or bfloat16.
+
+    The moments are allocated at construction, so checkpoints can be loaded.
 
     All ranks must call every method in the same order. The DDP configuration of the chunks says whether the state is
     sharded over data-parallel ranks.
@@ -80,6 +84,10 @@ class Optimizer:
         self._clip_grad = settings.clip_grad
         self._chain = _create(self._chunks, settings)
         self._members: list[Any] = self._chain.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+        self._moments_dtype = DTYPES[settings.moments_dtype]
+        if self._moments_dtype == torch.bfloat16:
+            for member in self._members:  # the groups stay the same objects, which Megatron refers to
+                member.optimizer = Bfloat16MomentsAdamW(member.optimizer.param_groups)
         self._decoupled: bool = self._chain.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self._pieces = dict(chain.from_iterable(_pieces(member, self._chunks) for member in self._members))
         self._spans = self._gather_spans()
@@ -135,7 +143,7 @@ class Optimizer:
 
     @torch.no_grad()
     def read(self, parameter: torch.nn.Parameter, state: State, *, to: int = 0) -> torch.Tensor | None:
-        """Return one state of this rank's whole shard of a parameter, fp32, in the parameter's shape and on its device.
+        """Return one state of this rank's whole shard of a parameter, in the parameter's shape and on its device.
 
         Collective over the ranks that share the parameter (`sharing_axis`). Rank `to` of that axis gets the result, the
         others get None. The result may be a view of the optimizer's memory; do not modify it.
@@ -209,13 +217,19 @@ class Optimizer:
                 if torch_adam:
                     group["fused"] = True  # Megatron sets it only under offload
                 for parameter in group["params"]:
-                    adam.state[parameter] = {name: torch.zeros_like(parameter) for name in STATES if name != "main"}
+                    adam.state[parameter] = {
+                        name: torch.zeros_like(parameter, dtype=self.dtype(name)) for name in STATES if name != "main"
+                    }
                     if torch_adam:
                         adam.state[parameter]["step"] = torch.zeros((), device=parameter.device)
         for member in self._members:
             if isinstance(member.optimizer, HybridDeviceOptimizer):
                 member.optimizer._sync_sub_optimizers_state_to_hdo()
         self.num_steps = 0
+
+    def dtype(self, state: State) -> torch.dtype:
+        """Return the data type of a state: fp32 for the main parameters, and the one of the moments."""
+        return torch.float32 if state == "main" else self._moments_dtype
 
     def states(self) -> Iterator[torch.Tensor]:
         """Iterate over views of this rank's pieces of all states."""
@@ -238,7 +252,9 @@ class Optimizer:
     def _own(self, parameter: torch.nn.Parameter, state: State) -> torch.Tensor:
         """Return this rank's piece of a state, which is empty if it has none."""
         piece = self._pieces.get(parameter)
-        return torch.empty(0, device=parameter.device) if piece is None else piece.tensor(state)
+        return (
+            torch.empty(0, dtype=self.dtype(state), device=parameter.device) if piece is None else piece.tensor(state)
+        )
 
     def _senders(self, parameter: torch.nn.Parameter, to: int) -> dict[int, tuple[int, int]]:
         """Return rank -> elements for the ranks of the sharing axis that provide a parameter to rank `to`.

@@ -43,5 +43,5 @@ class Snapshot:
     @torch.no_grad()
     def read(self, parameter: torch.nn.Parameter, state: State, *, to: int = 0) -> torch.Tensor | None:
         """Return one state of this rank's whole shard of a parameter, as `Optimizer.read` does, in host memory."""
-        own = self._copies.get((parameter, state), self._buffer[:0].view(torch.float32))
+        own = self._copies.get((parameter, state), self._buffer[:0].view(self._optimizer.dtype(state)))
         return self._optimizer.gather(parameter, own, self._groups, to=to)

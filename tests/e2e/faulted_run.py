@@ -453,6 +453,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
     parser.add_argument("--busy", type=int, default=0, help="number of processes that keep the cores busy meanwhile")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # the run and the processes end, too
     with tempfile.TemporaryDirectory() as folder, busy_processes(arguments.busy):
         faults = random_faults(arguments.random, arguments.seed) if arguments.random else [*SCRIPT]
         with FaultedRun(Path(folder), len(faults)) as run:

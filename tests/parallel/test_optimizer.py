@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.parallel.examples import make_examples
@@ -39,6 +40,9 @@ SPREAD = {
 }
 OFFLOAD = {**SPREAD, "optimizer": {"cpu_offload": True}}
 BF16_GRADS = {"optimizer": {"grads_dtype": "bfloat16"}}
+# With the default of adam_beta2 bfloat16 is refused.
+BF16_MOMENTS = {"optimizer": {"moments_dtype": "bfloat16", "adam_beta2": 0.95}}
+PLAIN_BF16_MOMENTS, SPREAD_BF16_MOMENTS = {**PLAIN, **BF16_MOMENTS}, {**SPREAD, **BF16_MOMENTS}
 PLAIN_BF16_GRADS, SPREAD_BF16_GRADS = {**PLAIN, **BF16_GRADS}, {**SPREAD, **BF16_GRADS}
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 TP2, PP2, EP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "expert"))
@@ -67,19 +71,25 @@ CASES = {
     "dp2-offload-bf16": case(2, OFFLOAD, **BF16, resume_from="dp2-offload-bf16"),
     "dp2-bf16-grads": case(2, PLAIN_BF16_GRADS, **BF16, resume_from="dp2-bf16"),
     "dp2-spread-bf16-grads": case(2, SPREAD_BF16_GRADS, **BF16, resume_from="dp2-bf16-grads"),
+    "dp2-bf16-moments": case(2, PLAIN_BF16_MOMENTS, resume_from="dp2-bf16-moments"),
+    "dp2-spread-bf16-moments": case(2, SPREAD_BF16_MOMENTS, resume_from="dp2-bf16-moments"),
+    "dp2-from-bf16-moments": case(2, PLAIN, resume_from="dp2-bf16-moments"),
     "experts-one": experts(1, PLAIN),
     "experts-ep2": experts(2, PLAIN, EP2, resume_from="experts-one"),
     "experts-ep2-spread": experts(2, SPREAD, EP2, resume_from="experts-one"),
     "experts-ep2-offload": experts(2, OFFLOAD, EP2, resume_from="experts-ep2-offload"),
     "experts-one-spread": experts(1, SPREAD, resume_from="experts-ep2-spread"),
     "pp2-dp2": case(4, SPREAD, PP2, resume_from="dp2-spread"),
+    "pp2-dp2-bf16-moments": case(4, SPREAD_BF16_MOMENTS, PP2, resume_from="dp2-bf16-moments"),
+    "experts-ep2-dp4-bf16-moments": experts(4, SPREAD_BF16_MOMENTS, EP2, resume_from="experts-ep2-dp4-bf16-moments"),
     "pp2-dp2-bf16-grads": case(4, SPREAD_BF16_GRADS, PP2, **BF16, resume_from="dp2-bf16-grads"),
     "tp2-dp2": case(4, SPREAD, TP2, resume_from="dp2-offload"),
     "experts-ep2-dp4": experts(4, PLAIN, EP2, resume_from="experts-ep2"),
     "experts-ep2-dp4-spread": experts(4, SPREAD, EP2, resume_from="experts-one"),
 }
 """A case follows the one whose checkpoint it resumes."""
-EXACT = [name for name, settings in CASES.items() if settings["dtype"] == "float32"]
+EXACT = [name for name, settings in CASES.items() if settings["dtype"] == "float32" and "moments" not in name]
+ROUNDED_MOMENTS = [name for name in CASES if name.endswith("-bf16-moments") and "from" not in name]
 SEVERAL_RANKS = [name for name in EXACT if CASES[name]["parallel"]["world_size"] > 1]
 RESUMED = {name: settings["resume_from"] for name, settings in CASES.items() if "resume_from" in settings}
 OFFLOADED = [name for name in CASES if "offload" in name]
@@ -196,6 +206,22 @@ def test_gradients_summed_in_bfloat16_stay_close_to_those_summed_in_fp32(results
     differences = torch.cat([(ours[n] - theirs[n]).abs().flatten() for n in theirs])
     assert differences.mean() < BF16_MEAN_PARAMETER
     assert not same_bits(ours, {n: tensor.bfloat16().float() for n, tensor in ours.items()})
+
+
+@pytest.mark.parametrize("name", ROUNDED_MOMENTS)
+def test_moments_in_bfloat16_are_saved_as_such(results: Path, name: str) -> None:
+    folder = results / name / "checkpoints" / "step-00000002"
+    saved = {
+        state: {tensor.dtype for file in (folder / state).glob("*.safetensors") for tensor in load_file(file).values()}
+        for state in STATES
+    }
+    assert saved == {"weights": {torch.float32}, "exp_avg": {torch.bfloat16}, "exp_avg_sq": {torch.bfloat16}}
+
+
+@pytest.mark.parametrize("name", [name for name in ROUNDED_MOMENTS if not name.startswith("experts")])
+def test_layouts_with_moments_in_bfloat16_agree(results: Path, name: str) -> None:
+    ours, theirs = (load_folder(results / n / "continued") for n in (name, "dp2-bf16-moments"))
+    assert largest_difference(ours, theirs) < PARAMETER
 
 
 @pytest.mark.parametrize("name", OFFLOADED)

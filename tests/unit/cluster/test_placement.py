@@ -48,7 +48,7 @@ def test_an_engine_on_two_nodes_has_the_same_number_of_gpus_on_each() -> None:
     engine = {"rollout__tensor_parallel_size": 16, "rollout__nodes_per_engine": 2}
     settings = config(parallel__world_size=8, rollout__num_engines=2, **engine)
     assert on(place_run(settings, gpu_nodes(5))) == (["any0"], ["any1+any2", "any3+any4"])
-    with pytest.raises(UserError, match=r"only 1 fit .* needs 8 GPUs on each of 2 node"):
+    with pytest.raises(UserError, match=r"only 1 fit .* needs 8 GPUs on each of its nodes"):
         place_run(settings, gpu_nodes(4))
 
 

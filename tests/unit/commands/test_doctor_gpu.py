@@ -8,7 +8,7 @@ SOUND, BAD, SLICE = (read_gpu(ScriptedNvml(index), handle=None) for index in ran
 def test_a_gpu_that_torch_cannot_use_is_a_problem() -> None:
     finding = doctor_gpu.accelerator(False, [SOUND], "580.95", "2.13.0+cpu")
     assert finding.status == "problem"
-    assert finding.found.startswith("1 GPU(s): NVIDIA H200 with 140 GiB; driver 580.95, but torch 2.13.0+cpu")
+    assert finding.found.startswith("1 GPU: NVIDIA H200 with 140 GiB; driver 580.95, but torch 2.13.0+cpu")
     assert "requirements.txt" in finding.advice
     assert doctor_gpu.accelerator(True, [SOUND], "580.95", "2.13.0").status == "ok"
     assert doctor_gpu.accelerator(True, None, None, "2.13.0").status == "ok"

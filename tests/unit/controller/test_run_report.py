@@ -55,7 +55,7 @@ def test_the_report_shows_the_configuration_metrics_and_samples_of_the_run(run_d
     assert path == RunDirectory(run_dir).report
     for expected in (
         "BAPO run reversal",
-        "TP 2, PP 1, DP 2; 1 vLLM engine(s)",
+        "TP 2, PP 1, DP 2; 1 vLLM engine",
         "2 of 5, 4 updates each",
         "built for this run",
         "3.0",

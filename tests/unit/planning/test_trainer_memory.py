@@ -100,6 +100,18 @@ def test_gradients_in_bfloat16_take_half_the_memory_and_less_time_to_reduce() ->
     assert in_bf16.time.trainer.data < in_fp32.time.trainer.data
 
 
+def test_moments_in_bfloat16_take_half_the_memory_on_the_gpu_and_in_the_copy_for_a_checkpoint() -> None:
+    settings = ("optimizer.cpu_offload=false", "optimizer.adam_beta2=0.95")
+    in_fp32, in_bf16 = (
+        recipe("r1-distill-qwen-32b_64gpus", *settings, f"optimizer.moments_dtype={dtype}")
+        for dtype in ("float32", "bfloat16")
+    )
+    for before, after in zip(in_fp32.stages, in_bf16.stages, strict=True):
+        assert 2 * after.state.moments == before.state.moments
+        assert before.peak - after.peak == after.state.moments
+        assert 3 * in_bf16.checkpoint_copy(after) == 2 * in_fp32.checkpoint_copy(before)
+
+
 def test_a_larger_teacher_takes_more_memory_and_time() -> None:
     plans = [recipe("qwen2.5-7b_8gpus")]
     for name in ("Qwen2.5-7B", "Qwen2.5-32B"):

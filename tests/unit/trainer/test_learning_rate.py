@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.config.schema import OptimizerConfig
+from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.parallel.megatron import OptimizerParamScheduler
 from megatron_bapo.trainer.learning_rate import learning_rate
 

@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bapo.config.schema import OptimizerConfig, ParallelConfig
+from megatron_bapo.config.optimizer import OptimizerConfig
+from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.build import ddp_config
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import DistributedDataParallel, TransformerConfig, parallel_state
