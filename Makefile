@@ -113,9 +113,11 @@ test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete $(PEFT_SITE)/.complete
 		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
 # The CUDA packages of the GPU lock without a device, in an environment of their own: 10 GB, and an hour for the first time.
+# Transformer Engine needs no driver, and vLLM a stub of one, so they are tested in processes of their own.
 test-cuda-wheels:
 	@mkdir -p $(dir $(CUDA_VENV))
-	@$(MAKE) --no-print-directory setup HAS_GPU=yes VENV=$(CUDA_VENV)
+	@$(MAKE) --no-print-directory setup HAS_GPU=yes VENV=$(CUDA_VENV) TRANSFORMER_ENGINE=required
+	$(CUDA_VENV)/bin/python -m pytest tests/transformer_engine
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda_wheels
 
 $(BENCH_SITE)/.complete: requirements-bench.txt $(STAMP)

@@ -17,7 +17,7 @@ cache=${WHEEL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-bapo/wheels}/$torc
 wheel=("$cache"/transformer_engine_torch-"${extension#*==}"-*.whl)
 
 build() {
-    local log=$cache/build.log start=$SECONDS packages
+    local log=$cache/build.log start=$SECONDS packages step minutes=1
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia
     echo "compiling $extension for $torch: 20 to 40 minutes on 2 cores, once; log: $log"
     # Headers come from the lock's NVIDIA packages, so no CUDA toolkit is needed. The extension is C++ only.
@@ -29,7 +29,10 @@ build() {
     local building=$!
     while kill -0 "$building" 2>/dev/null; do
         sleep 1
-        (((SECONDS - start) % 60)) || echo "  $(((SECONDS - start) / 60)) min: $(grep -oE '^\[[0-9]+/[0-9]+\]' "$log" | tail -n 1)"
+        ((SECONDS - start < 60 * minutes)) && continue
+        step=$(sed -nE 's/^(\[[0-9]+\/[0-9]+\]).*/\1/p' "$log" | tail -n 1)
+        echo "  $minutes min: ${step:-preparing the build}"
+        minutes=$((minutes + 1))
     done
     wait "$building"
 }
@@ -37,7 +40,7 @@ build() {
 if [[ ! -e ${wheel[0]} ]]; then
     mkdir -p "$cache"
     if ! build; then
-        tail -n 5 "$cache/build.log" >&2
+        grep -m 2 'error: ' "$cache/build.log" >&2 || tail -n 5 "$cache/build.log" >&2
         echo "warning: $extension could not be compiled, so Transformer Engine is not installed; configurations with" \
             "model.transformer_impl=local work. To try again: $0 $python $lock" >&2
         [[ ${TRANSFORMER_ENGINE:-} != required ]]

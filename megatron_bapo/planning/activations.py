@@ -105,17 +105,22 @@ def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
     return parallel.model_copy(update={"recompute_granularity": None})
 
 
-def largest_gradients(
+def largest_temporaries(
     architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
 ) -> int:
-    """Return the bytes of the gradients that exist at once in a layer's backward pass.
+    """Return the bytes that exist at once beside a layer's activations, in its recomputation or its backward pass.
 
     In a dense layer these are the gradient of the gate and up projections' output, and the gradients of the gathered
-    hidden states. The experts' are taken to be as large as their activations.
+    hidden states. A mixture of experts has its peak while it sends the experts' results back: its forward pass still
+    holds the tokens in the order in which they were sent and received, and the results in the order of the experts and
+    of the ranks (megatron/core/transformer/moe/moe_layer.py, MoELayer.forward).
     """
     b = batch.dtype_bytes
     if has_experts:
-        return max(_experts(architecture, parallel, batch).values())
+        sent, received = _routed_tokens(architecture, parallel, batch)
+        expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+        from_ranks = received // expert_tp if parallel.expert_model_parallel_size > 1 else 0
+        return (sent + from_ranks + 2 * received) * architecture.hidden_size * b
     hidden = batch.tokens(parallel) * architecture.hidden_size * b
     return 2 * _mlp_elements(architecture.intermediate_size, parallel, batch) * b + 2 * hidden
 
@@ -163,7 +168,9 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     if arch.family.qk_norm:
         factors = tokens * (heads + groups) * FP32
         if batch.fused_norms:
-            terms["norms"] += factors  # the norms' inputs are views of the projection's output
+            # The key norm's input is a view of the projection's output. Megatron copies the query's heads into a
+            # tensor of their own, which the query norm saves, unless they are all of one group.
+            terms["norms"] += factors + (query if heads > groups > 1 else 0)
             keeps_projection = True
         else:
             terms["norms"] += factors + 2 * tokens * (heads + groups) * d * FP32
@@ -201,6 +208,13 @@ def _mlp_elements(width: int, parallel: ParallelConfig, batch: MicroBatch) -> in
     return batch.tokens(parallel) * width // parallel.tensor_model_parallel_size
 
 
+def _routed_tokens(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> tuple[int, int]:
+    """Return the tokens that a rank sends to experts and those that its own experts get, once for each expert."""
+    sent = batch.split_tokens(parallel) * arch.num_experts_per_tok
+    expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return sent, int(sent * expert_tp * batch.expert_imbalance)
+
+
 def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> Terms:
     """Return the bytes of the router, the token permutation, and the experts' MLPs on the tokens sent to this rank.
 
@@ -208,7 +222,7 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
     """
     split, b, chosen = batch.split_tokens(parallel), batch.dtype_bytes, arch.num_experts_per_tok
     expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
-    received = int(split * chosen * expert_tp * batch.expert_imbalance)
+    _, received = _routed_tokens(arch, parallel, batch)
     mlp = received * arch.moe_intermediate_size // expert_tp
     return Counter(
         {

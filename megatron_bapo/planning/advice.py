@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_bapo.config.checks import planned_problems
 from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.search import TOKEN_ROUNDING, changes, largest_engine, search, with_settings
@@ -17,13 +18,21 @@ Settings = dict[str, dict[str, Any]]
 
 def advice(plan: Plan) -> list[str]:
     """Return overrides with which the plan fits on the same number of GPUs, or none if no layout of the search does."""
-    for settings in _small_changes(plan):
+    for settings in _with_waiting_saves(plan.config, _small_changes(plan)):
         candidate = largest_engine(replace(plan, config=with_settings(plan.config, settings)))
         teacher = teacher_of(candidate.config)
         if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model", teacher):
             return changes(plan.config, candidate.config)
     found = search(plan, plan.num_gpus)
     return changes(plan.config, found[0].config) if found else []
+
+
+def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> Iterator[Settings]:
+    """Yield each change, then with checkpoints that training waits for, which need no copy in host memory."""
+    for settings in small_changes:
+        yield settings
+        if config.checkpoint.async_save:
+            yield settings | {"checkpoint": {"async_save": False}}
 
 
 def _small_changes(plan: Plan) -> Iterator[Settings]:

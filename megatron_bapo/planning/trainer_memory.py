@@ -13,7 +13,7 @@ from megatron_bapo.planning.activations import (
     MicroBatch,
     Terms,
     chunk_activations,
-    largest_gradients,
+    largest_temporaries,
     layer_activations,
     output_layer_bytes,
     without_recompute,
@@ -37,7 +37,7 @@ class StageMemory:
     activations: Terms
     """Bytes of the activations of all in-flight micro-batches."""
     backward: int
-    """Bytes of the layer whose backward pass runs: recomputed activations and activation gradients."""
+    """Bytes of the layer whose backward pass runs: recomputed activations, temporaries and activation gradients."""
     output_layer: int
     """Bytes of the chunked log-probs, on the last stage."""
     reserved: int
@@ -131,10 +131,10 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
 
 
 def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
-    """Return the bytes of a layer's recomputed activations and of its largest activation gradients."""
+    """Return the bytes of a layer's recomputed activations and of what exists only while they are computed or used."""
     whole, kept = (
         layer_activations(architecture, layout, batch, has_experts=has_experts)
         for layout in (without_recompute(parallel), parallel)
     )
-    gradients = largest_gradients(architecture, parallel, batch, has_experts=has_experts)
-    return max(0, sum(whole.values()) - sum(kept.values())) + gradients
+    temporaries = largest_temporaries(architecture, parallel, batch, has_experts=has_experts)
+    return max(0, sum(whole.values()) - sum(kept.values())) + temporaries

@@ -13,6 +13,7 @@ SCRIPT = ROOT / "tools" / "install_transformer_engine.sh"
 PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
     *"pip wheel"*) echo "$NVTE_BUILD_USE_NVIDIA_WHEELS $*" >>"$CALLS"
+        [[ -n $BROKEN ]] && echo "common.h:9: fatal error: cudnn.h: No such file or directory" && seq 9
         [[ -z $BROKEN ]] && touch "$WHEEL_CACHE/$(ls "$WHEEL_CACHE")/transformer_engine_torch-2.20.2-cp.whl" ;;
     *"pip install"*) echo "$*" >>"$CALLS" ;;
     *) exec {sys.executable} "$@" ;;
@@ -51,6 +52,7 @@ def test_an_extension_that_does_not_compile_leaves_transformer_engine_out(
     result, calls = install(tmp_path, broken="1", required=required)
     assert result.returncode == exit_code
     assert "Transformer Engine is not installed" in result.stderr
+    assert "cudnn.h: No such file" in result.stderr
     assert [call for call in calls if "pip install" in call] == []
 
 

@@ -97,6 +97,32 @@ def test_what_is_advised_fits_and_is_the_smallest_change(
         assert [override.split("=")[0] for override in advised] == [override.split("=")[0] for override in expected]
 
 
+LARGE = (
+    "model.path=models/Qwen3-235B-A22B",
+    "parallel.world_size=128",
+    "parallel.pipeline_model_parallel_size=8",
+    "parallel.pipeline_model_parallel_layout=auto",
+    "rollout.num_engines=16",
+    "rollout.tensor_parallel_size=8",
+    "rollout.gpu_memory_utilization=0.85",
+    "trainer.offload=true",
+)
+"""The layout of docs/guides/layouts.md that needs checkpoint.async_save=false."""
+
+
+def test_where_only_host_memory_is_short_checkpoints_are_written_while_training_waits() -> None:
+    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE)
+    assert ["host memory" in problem for problem in plan.problems] == [True]
+    assert advice(plan) == ["checkpoint.async_save=false"]
+    assert recipe("qwen3-30b-a3b_16gpus", *LARGE, "checkpoint.async_save=false").fits
+
+
+def test_where_gpu_and_host_memory_are_short_both_ways_out_are_given() -> None:
+    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE, "trainer.max_tokens_per_gpu=60000")
+    assert len(plan.problems) == 2
+    assert advice(plan) == ["trainer.max_tokens_per_gpu=9216", "checkpoint.async_save=false"]
+
+
 def test_no_advice_is_given_where_no_layout_fits() -> None:
     four = ("parallel.world_size=4", "rollout.num_engines=1", "rollout.tensor_parallel_size=4")
     assert advice(recipe("qwen2.5-32b_8gpus", *four)) == []

@@ -1,0 +1,43 @@
+"""Policies with Transformer Engine's layers, as the trainer builds them on one rank of a layout, without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.schema import Config
+from megatron_bapo.model.build import PolicyModel, build_policy
+from megatron_bapo.parallel.fake_ranks import fake_rank, process_group
+from megatron_bapo.parallel.groups import ParallelGroups, create_groups
+from tests.transformer_engine.device import modules_on_the_cpu
+
+
+def make_config(fp8: dict[str, Any] | None = None, **parallel: Any) -> Config:
+    return Config.model_validate(
+        {
+            "run_dir": "run",
+            "model": {"path": "model", "dtype": "bfloat16", "transformer_impl": "transformer_engine"},
+            "data": {"train": {"path": "unused.jsonl"}},
+            "optimizer": {"lr": 1e-6},
+            "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8, "max_tokens_per_gpu": 256},
+            "parallel": parallel,
+            "fp8": fp8,
+        }
+    )
+
+
+@contextmanager
+def built(
+    config: Config, architecture: Architecture, rank: int = 0, *, frozen: bool = False, has_values: bool = True
+) -> Iterator[tuple[PolicyModel, ParallelGroups]]:
+    """Build one rank's policy as the trainer does; without values its tensors take no memory."""
+    reads = patch("megatron_bapo.model.build.read_architecture", lambda _: architecture)
+    with process_group(rank, config.parallel.world_size), modules_on_the_cpu(), reads:
+        groups = create_groups(config.parallel, seed=0, timeout_s=60)
+        with nullcontext() if has_values else fake_rank((1, 1, architecture.hidden_size)):
+            model = build_policy(config, Path(), groups, frozen=frozen)
+        yield model, groups
