@@ -1,6 +1,7 @@
 """Rehearsals of the recipes: memory and communication of the trainer's own code beside the plan's.
 
-Layers are alike, so ranks are played with one and with two layers per stage; what a layer adds gives the full size.
+Layers are alike, so ranks are played with few layers per stage and with one more; what a layer adds gives the full
+size. Where a model begins with dense layers, few means one layer with experts behind them.
 """
 
 import json
@@ -48,21 +49,26 @@ def others() -> Iterator[str]:
 
 
 def check(name: str) -> None:
-    config, _ = rehearsed_config(recipe(name).config)
+    plan = recipe(name)
+    config, _ = rehearsed_config(plan.config)
     architecture, _ = architecture_of(config.model)
     parallel = config.parallel
-    num_chunks = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    chunks_of_a_stage = parallel.virtual_pipeline_model_parallel_size
+    num_chunks = parallel.pipeline_model_parallel_size * chunks_of_a_stage
+    fewest = 1 + min(architecture.moe_layers, default=0)  # the last layer is like the others of the stage
+    even = config.model_copy(update={"parallel": parallel.model_copy(update={"pipeline_model_parallel_layout": None})})
     for rank in stage_ranks(config):
-        one, two = (
-            rehearse_rank(config, replace(architecture, num_hidden_layers=num * num_chunks), rank) for num in (1, 2)
+        few, more = (
+            rehearse_rank(even, replace(architecture, num_hidden_layers=num * num_chunks), rank)
+            for num in (fewest, fewest + 1)
         )
-        for found in one, two:
+        for found in few, more:
             assert found.sent_bytes.keys() - {"other"} == found.planned_traffic.keys()
             for axis, planned in found.planned_traffic.items():
                 assert found.sent_bytes[axis] == pytest.approx(planned, rel=BYTES_TOLERANCE), axis
-        num_more = architecture.num_hidden_layers // num_chunks - 1
-        peak = one.peak_bytes + num_more * (two.peak_bytes - one.peak_bytes)
-        stage = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[found.stage]
+        num_layers = plan.stages[few.stage].num_layers // chunks_of_a_stage
+        peak = few.peak_bytes + (num_layers - fewest) * (more.peak_bytes - few.peak_bytes)
+        stage = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[few.stage]
         planned = stage.peak - stage.reserved - stage.state.frozen
         assert peak == pytest.approx(planned, rel=MEMORY_TOLERANCE), f"rank {rank}: {peak / planned - 1:+.1%}"
 
