@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -133,4 +134,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    # The parts are closed. At a normal exit Ray destroys what its own thread may still use (ray-project/ray#18899); a
+    # rank that had saved its state was killed by SIGSEGV there.
+    with suppress(OSError):  # the log may be on a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
