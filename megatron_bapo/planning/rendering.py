@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
@@ -137,8 +138,10 @@ def _model_rows(plan: Plan, where: str) -> Rows:
     lora, adapters = plan.config.model.lora, []
     if lora is not None:
         trained = num_trained_parameters(arch, lora) / 1e6
+        sent = "the adapters alone" if sent_adapters(plan.config, arch) else "all weights, with the adapters merged"
         adapters = [
-            ("trained", f"adapters of rank {lora.rank}: {trained:,.1f}M parameters, {trained / count * 1e8:.2f}%")
+            ("trained", f"adapters of rank {lora.rank}: {trained:,.1f}M parameters, {trained / count * 1e8:.2f}%"),
+            ("sent", f"{sent}: {sync_bytes(plan.config, arch) / 2**20:,.1f} MiB to every engine at each weight update"),
         ]
     shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
     return [

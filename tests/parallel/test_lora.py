@@ -64,6 +64,7 @@ SOME_LAYOUTS = ("one-process", "tp2-sp", "tp4-sp", "pp2-vpp2-cp2")
 NEW_LAYOUTS = ("one-process", "tp2-sp-ep2")
 DROPOUT_CASES = [("qwen3", "tp2"), ("qwen3", "tp2-sp"), ("qwen3", "cp2-selective"), ("qwen3_moe", "tp2-sp-ep2")]
 CASES = [(model, name) for model, names in LAYOUT_NAMES.items() for name in names]
+ADAPTER_CASES = [*(f"{model}-{layout}" for model, layout in CASES), *(f"some-{layout}" for layout in SOME_LAYOUTS)]
 GPU_MEGATRON_CASES = [("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp-ep2")]
 
 
@@ -352,6 +353,15 @@ def test_engines_receive_the_merged_weights(results: Path, model: str, layout: s
     frozen = frozen_tensors(read_architecture(results / model))
     merged = {name: tensor for name, tensor in load_folder(folder / "merged").items() if name not in frozen}
     assert same_bits(published, merged)
+
+
+@pytest.mark.parametrize("name", ADAPTER_CASES)
+def test_engines_receive_the_adapters_of_the_peft_folder(results: Path, name: str) -> None:
+    published = {
+        PEFT_PREFIX + key: tensor.clone() for key, tensor in WeightStore(results / name / "adapter-store").read(1)
+    }
+    exported = load_file(results / name / "adapter" / ADAPTER_WEIGHTS)
+    assert same_bits(published, exported)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tp2-sp", "qwen3_moe-tp2-sp-ep2"])
