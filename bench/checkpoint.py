@@ -1,7 +1,7 @@
 """How long training is blocked by a checkpoint that is written in the background, against one that it waits for.
 
-python -m bench.checkpoint            500M parameters, 20 GB of memory and 24 GB of disk
-python -m bench.checkpoint --short    50M parameters
+python -m bench.checkpoint                50M parameters
+python -m bench.checkpoint --size 500M    20 GB of memory and 24 GB of disk
 
 Two gloo ranks (TP 2) have a random Qwen3 in float32 with Adam's moments, so that a checkpoint has 12 bytes a parameter.
 They save with `checkpoint.async_save` off and on, in turns. While a checkpoint is written in the background they update
@@ -46,12 +46,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "vocab_size": 32768,
         "num_attention_heads": 8,
     },
+    "250M": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 151936,
+        "num_attention_heads": 16,
+    },
     "500M": {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 26, "vocab_size": 151936,
         "num_attention_heads": 16,
     },
 }  # fmt: skip
-NEEDED_GIB = {"50M": 4, "500M": 20}
+NEEDED_GIB = {"50M": 4, "250M": 12, "500M": 20}
 
 
 def make_config(model: Path, run_dir: Path, *, async_save: bool) -> Config:
@@ -118,8 +122,8 @@ def groups_are_writing(writer: CheckpointWriter) -> bool:
 
 def main() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--short", action="store_true", help="50M parameters instead of 500M")
-    size = "50M" if parser.parse_args().short else "500M"
+    parser.add_argument("--size", choices=SHAPES, default="50M", help="parameters of the model (default 50M)")
+    size = parser.parse_args().size
     available_gib = psutil.virtual_memory().available / 2**30
     if available_gib < NEEDED_GIB[size]:
         raise SystemExit(f"{size} needs {NEEDED_GIB[size]} GiB of memory, and {available_gib:.0f} GiB are free")

@@ -54,7 +54,7 @@ def estimated(runs: Sequence[PublishedRun]) -> dict[str, float]:
     moved = [_log_ratios(seen, row) for row in DIFFERENCE * np.eye(len(none))]
     slopes = (np.stack(moved, axis=1) - logs[:, None]) / DIFFERENCE
     step = np.linalg.solve(slopes.T @ slopes + PENALTY * np.eye(len(none)), slopes.T @ logs)
-    return _values(min((-part * step for part in (1.0, 0.5, 0.25)), key=lambda change: _error(seen, change)))
+    return _values(min((-part * step for part in (1.0, 0.5, 0.25, 0.0)), key=lambda change: _error(seen, change)))
 
 
 def _error(runs: Sequence[PublishedRun], change: Vector) -> float:

@@ -100,15 +100,19 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    if shutil.which("chromium") is None:
+        raise SystemExit("chromium is missing; tools/install_cluster_packages.sh installs it")
     with tempfile.TemporaryDirectory() as root:
         written_s = timed(lambda: write(Path(root)))
         size = (RunDirectory(Path(root)).sampled_rollouts / "step-00000001.parquet").stat().st_size
         command = [sys.executable, "-m", "megatron_bapo", "view", root]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            url = server.stdout.readline().removeprefix("Open ").strip()
-            figures = {"written_s": written_s, "file_mb": size / 1e6, **measure(url)}
-            server.terminate()
+            try:
+                assert server.stdout is not None
+                url = server.stdout.readline().removeprefix("Open ").strip()
+                figures = {"written_s": written_s, "file_mb": size / 1e6, **measure(url)}
+            finally:
+                server.terminate()
     ratios = {
         "first_paint_to_limit": figures["first_paint_s"] / FIRST_PAINT_LIMIT_S,
         "first_paint_at_first_opening_to_limit": figures["first_paint_at_first_opening_s"] / FIRST_PAINT_LIMIT_S,

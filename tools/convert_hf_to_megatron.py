@@ -39,11 +39,11 @@ def main() -> int:
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
     # Deferred because importing Torch and Megatron takes seconds, which --help does not need.
-    from megatron_bapo.commands.convert import byte_progress, summary, total_bytes
+    from megatron_bapo.commands.convert import byte_progress, summary
     from megatron_bapo.controller.run_state import RunState
-    from megatron_bapo.trainer.conversion import checkpoint_from_hugging_face
+    from megatron_bapo.trainer.conversion import checkpoint_bytes, checkpoint_from_hugging_face
 
-    with byte_progress(console, arguments.source.name, total_bytes(arguments.source, itemsize=4)) as advance:
+    with byte_progress(console, arguments.source.name, checkpoint_bytes(arguments.source)) as advance:
         copied = checkpoint_from_hugging_face(
             arguments.source,
             arguments.output,

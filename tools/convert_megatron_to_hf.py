@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("source", type=Path, help="a run directory, or a checkpoint (checkpoints/step-N)")
     parser.add_argument("--output", type=Path, required=True, help="Hugging Face folder to write")
     parser.add_argument(
-        "--origin-hf-dir", type=Path, metavar="DIR", help="config.json and tokenizer (default: the run's model)"
+        "--origin-hf-dir", type=Path, metavar="DIR", help="folder of the run's model (default: its model.path)"
     )
     parser.add_argument(
         "--dtype",
@@ -50,8 +50,8 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     # Deferred because importing Torch and Megatron takes seconds, which --help does not need.
     import torch
 
-    from megatron_bapo.commands.convert import byte_progress, find_checkpoint, summary, total_bytes
-    from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint, peft_from_checkpoint
+    from megatron_bapo.commands.convert import byte_progress, find_checkpoint, summary
+    from megatron_bapo.trainer.conversion import exported_bytes, hugging_face_from_checkpoint, peft_from_checkpoint
 
     found = find_checkpoint(arguments.source, arguments.origin_hf_dir, arguments.dtype)
     dtype: torch.dtype = getattr(torch, found.dtype)
@@ -59,7 +59,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         num_tensors = peft_from_checkpoint(found.checkpoint, found.origin, arguments.output, dtype)
         console.print(f"{arguments.output}: {num_tensors} tensors of adapters ({found.dtype})", soft_wrap=True)
         return 0
-    with byte_progress(console, found.checkpoint.name, total_bytes(found.origin, dtype.itemsize)) as advance:
+    with byte_progress(console, found.checkpoint.name, exported_bytes(found.origin, dtype)) as advance:
         copied = hugging_face_from_checkpoint(
             found.checkpoint,
             found.origin,

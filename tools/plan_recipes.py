@@ -27,9 +27,12 @@ megatron-bapo train configs/recipes/qwen2.5-7b_8gpus.yaml --dry-run
 The table shows what `plan` prints for each recipe on H100 (79.2 GiB) and H200 (139.8 GiB). None of them has run on a
 GPU yet.
 
-- *Engines* share the trainer's GPUs and take turns with the trainer. `separate` engines have GPUs of their own and
-  generate when the trainer asks for a batch (`sync`) or also while it trains (`async`).
-- *GiB* are those of the fullest GPU during training and during generation.
+- *Layout* has the parallel sizes above 1. `offload` is `optimizer.cpu_offload`, `trainer offload` is `trainer.offload`,
+  and `uneven stages` is `parallel.pipeline_model_parallel_layout`. *Tokens per GPU* is `trainer.max_tokens_per_gpu`.
+- *Engines*: their number and their tensor-parallel size; `1 x 8` is one engine of eight GPUs. They share the trainer's
+  GPUs and take turns with it. `separate` engines have GPUs of their own and generate when the trainer asks for a batch
+  (`sync`) or also while it trains (`async`).
+- *GiB*: memory of the fullest H100 during training and during generation.
 - *s/step* is an estimate for one rollout batch with its updates, under the assumptions that `plan` prints.
 
 [Layouts](layouts.md) explains the numbers, and [Data](data.md#the-data-of-the-recipes) shows how to get the prompts.

@@ -125,7 +125,7 @@ def plan(
 ) -> None:
     """Estimate memory and step time of CONFIG without a GPU, and say whether it fits.
 
-    Only the model's config.json is read; published Qwen2.5, Qwen3 and
+    Only the model's config.json is read; published Qwen, GLM-4.5-Air and
     DeepSeek-R1-Distill-Qwen models are known by name. Without --search and
     --weights, the memory of every pipeline stage, engine and host is shown.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import read_json_object
-from megatron_bapo.model.hf_mapping import expected_shapes
 from megatron_bapo.model.weight_copy import Advance, CopyResult
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.checkpoint import STATE, WEIGHTS, checkpoints
@@ -29,7 +26,7 @@ class CheckpointSource:
 
     checkpoint: Path
     origin: Path
-    """Hugging Face folder with config.json and tokenizer."""
+    """Hugging Face folder with config.json and tokenizer, and with the weights that training left as they are."""
     dtype: str
     """dtype of the trained model."""
 
@@ -100,11 +97,6 @@ def _written_dtype(origin: Path, dtype_option: str) -> str:
             f"{origin / 'config.json'} has dtype {dtype!r}; give {dtype_option}, one of {', '.join(DTYPES)}"
         )
     return dtype
-
-
-def total_bytes(model_path: Path, itemsize: int) -> int:
-    """Return the bytes of the weights of a Hugging Face model. Raises UserError for another folder."""
-    return itemsize * sum(map(math.prod, expected_shapes(read_architecture(model_path)).values()))
 
 
 @contextmanager

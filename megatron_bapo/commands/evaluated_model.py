@@ -54,11 +54,11 @@ class EvaluatedModel:
             return
         import torch
 
-        from megatron_bapo.commands.convert import byte_progress, total_bytes
-        from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint
+        from megatron_bapo.commands.convert import byte_progress
+        from megatron_bapo.trainer.conversion import exported_bytes, hugging_face_from_checkpoint
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        checkpoint, num_bytes = self.weights.parent, total_bytes(self.origin, dtype.itemsize)
+        checkpoint, num_bytes = self.weights.parent, exported_bytes(self.origin, dtype)
         with byte_progress(console, f"converting {checkpoint.name}", num_bytes) as advance:
             hugging_face_from_checkpoint(
                 checkpoint, self.origin, self.folder, dtype, max_file_bytes=_MAX_FILE_BYTES, advance=advance

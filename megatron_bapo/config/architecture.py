@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_bapo.config.architecture_checks import (
     EXPERT_SIZES,
+    SIGMOID_ROUTER_DEFAULTS,
     SIZES,
     field_problems,
     kind_problems,
@@ -129,9 +130,8 @@ def read_architecture(model_path: Path) -> Architecture:
         )
     # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
     fields = {"num_experts": fields.get("num_local_experts"), "decoder_sparse_step": 1} | fields
-    if FAMILIES[fields["model_type"]].sigmoid_router:
-        defaults = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1}
-        fields = defaults | fields | {"num_experts": fields.get("n_routed_experts")}
+    if (family := FAMILIES[fields["model_type"]]).sigmoid_router:
+        fields = SIGMOID_ROUTER_DEFAULTS | fields | {"num_experts": fields.get(family.expert_field)}
     if problems := [f"{file}: {problem}" for problem in field_problems(fields)]:
         raise UserError("\n".join(problems))
     return _architecture(fields)
@@ -181,8 +181,9 @@ def _moe_layers(fields: dict[str, Any]) -> frozenset[int]:
 
 def _shared_width(fields: dict[str, Any]) -> int:
     """Return the width of the expert that every token passes; 0 without one."""
-    if FAMILIES[fields["model_type"]].shared_expert is None:
+    family = FAMILIES[fields["model_type"]]
+    if family.shared_expert is None:
         return 0
-    if "n_shared_experts" in fields:  # which are one wider expert
+    if family.sigmoid_router:  # several shared experts are one wider expert
         return fields["n_shared_experts"] * fields["moe_intermediate_size"]
     return fields["shared_expert_intermediate_size"]

@@ -11,7 +11,6 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False, None),
     "attention_bias": (False, None),
-    "qkv_bias": (True, None),
     "attention_dropout": (0, None),
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
@@ -51,6 +50,14 @@ SIZES = (
     *("vocab_size", "max_position_embeddings"),
 )
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+SIGMOID_ROUTER_DEFAULTS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+"""Values of missing fields, as in transformers' configuration of GLM-4.5."""
 _GROUP_SCORE_EXPERTS = 2
 """Experts of a group whose scores are added up to choose groups, as in DeepSeek-V3."""
 
@@ -92,6 +99,15 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     for name, supported in _SUPPORTED_VALUES.items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
             yield f"{name} is {fields[name]!r}, which the trainer does not support; it must be {supported[0]!r}"
+    # Libraries differ in whether they read it.
+    has_bias = bool(fields.get("attention_bias")) if "attention_bias" in family.own_fields else family.qkv_bias
+    if fields.get("qkv_bias") not in (None, has_bias):
+        yield f"qkv_bias is {fields['qkv_bias']!r}, which the trainer does not support; it must be {has_bias}"
+    if fields.get("tie_word_embeddings") and not family.ties_embeddings:
+        yield (
+            f"tie_word_embeddings is True, but vLLM serves {fields['model_type']} only with an output layer of its "
+            "own; use a model in which it is False"
+        )
     for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
         yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
     yield from _rope_problems(fields)
@@ -118,13 +134,14 @@ def _size_problems(fields: dict[str, Any], names: Sequence[str]) -> Iterator[str
     for name in names:
         value = fields.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            yield _expected(name, value, "a positive whole number")
+            shown = FAMILIES[fields["model_type"]].expert_field if name == "num_experts" else name
+            yield _expected(shown, value, "a positive whole number")
 
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
-    if fields["num_experts"] == 0:
-        return  # The model is dense.
     family, sizes = FAMILIES[fields["model_type"]], [*EXPERT_SIZES, "decoder_sparse_step"]
+    if fields["num_experts"] == 0 and not family.sigmoid_router:
+        return  # The model is dense.
     if family.sigmoid_router:
         sizes += ["n_shared_experts", "n_group", "topk_group"]
     elif family.shared_expert is not None:
@@ -135,7 +152,7 @@ def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
         return
     selected, experts = fields["num_experts_per_tok"], fields["num_experts"]
     if selected > experts:
-        yield f"num_experts_per_tok is {selected}; it must not exceed num_experts={experts}"
+        yield f"num_experts_per_tok is {selected}; it must not exceed {family.expert_field}={experts}"
     if selected == 1 and fields.get("norm_topk_prob"):
         yield (
             "norm_topk_prob is True with num_experts_per_tok=1, which leaves the router without a gradient; it must be "
@@ -159,8 +176,8 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield _expected("first_k_dense_replace", dense, "a whole number of at least 0")
     if fields["num_experts"] % groups or chosen > groups:
         yield (
-            f"n_group is {groups} with num_experts={fields['num_experts']} and topk_group={chosen}; it must divide the "
-            "experts and be at least topk_group"
+            f"n_group is {groups} with n_routed_experts={fields['num_experts']} and topk_group={chosen}; it must "
+            "divide the experts and be at least topk_group"
         )
     elif chosen < groups and selected // chosen != _GROUP_SCORE_EXPERTS:
         yield (

@@ -20,6 +20,10 @@ class Family:
     """Whether the router scores experts by sigmoids, and chooses among them with a bias, instead of by a softmax."""
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that RoPE rotates if config.json has none."""
+    ties_embeddings: bool = True
+    """Whether vLLM can serve a model whose output layer is the embedding."""
+    expert_field: str = "num_experts"
+    """Field of config.json with the number of experts of a layer."""
     own_fields: frozenset[str] = frozenset()
     """Fields that this family reads, and that must not change other families."""
     default_head_dim: int | None = None
@@ -43,6 +47,8 @@ FAMILIES = {
         shared_expert="shared_experts",
         sigmoid_router=True,
         partial_rotary_factor=0.5,
+        ties_embeddings=False,
+        expert_field="n_routed_experts",
         own_fields=frozenset(
             {
                 *("attention_bias", "use_qk_norm", "partial_rotary_factor", "n_shared_experts"),

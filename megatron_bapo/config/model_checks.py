@@ -174,6 +174,8 @@ def split_problems(architecture: Architecture, where: str, key: str, size: int) 
     for name in (*names, "shared_expert_intermediate_size"):
         value = getattr(architecture, name)
         if value % size:
+            if name not in names and architecture.family.sigmoid_router:
+                name = "n_shared_experts * moe_intermediate_size"
             yield (
                 f"{where}: {name}={value} must be a multiple of {key}={size}, which splits it; choose a size that "
                 f"divides {value}"
@@ -216,7 +218,7 @@ def _expert_problems(parallel: ParallelConfig, architecture: Architecture, where
         )
     if architecture.num_experts % ep:
         yield (
-            f"{where}: num_experts={architecture.num_experts} must be a multiple of "
+            f"{where}: {architecture.family.expert_field}={architecture.num_experts} must be a multiple of "
             f"parallel.expert_model_parallel_size={ep}, which splits them; choose a size that divides it"
         )
     if architecture.moe_intermediate_size % etp:

@@ -8,8 +8,8 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, PartialFraction, Section
 
-BFLOAT16_MAX_BETA2 = 1 - 2**-8
-"""Largest adam_beta2 with which a second moment in bfloat16, which has 8 significant bits, always decays."""
+BFLOAT16_MAX_BETA = 1 - 2**-8
+"""Largest beta with which a moment in bfloat16, which has 8 significant bits, always decays."""
 
 
 class OptimizerConfig(Section):
@@ -45,7 +45,7 @@ class OptimizerConfig(Section):
     their memory and their communication, and needs model.dtype=bfloat16; Adam still computes in float32."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of Adam's moments between updates. `bfloat16` halves their memory; an update computes in float32 and
-    rounds the moments. It needs adam_beta2 <= 0.996."""
+    rounds the moments. It needs adam_beta1 and adam_beta2 <= 0.996."""
     cpu_offload: bool = False
     """Keep the fp32 parameters and Adam's moments in host memory and update them there; needs
     parallel.use_distributed_optimizer."""
@@ -60,12 +60,13 @@ class OptimizerConfig(Section):
                     f"{key}=bfloat16 with cpu_offload=true: the offloaded Adam takes {taken}; set {key}=float32, or "
                     "cpu_offload=false"
                 )
-        if self.moments_dtype == "bfloat16" and self.adam_beta2 > BFLOAT16_MAX_BETA2:
-            raise ValueError(
-                f"moments_dtype=bfloat16 with adam_beta2={self.adam_beta2}: bfloat16 rounds a change by less than "
-                f"1/256 of a value away, so the second moment would not decay; set adam_beta2={BFLOAT16_MAX_BETA2:.3f} "
-                "or lower, or moments_dtype=float32"
-            )
+        for key in ("adam_beta1", "adam_beta2"):
+            if self.moments_dtype == "bfloat16" and (beta := getattr(self, key)) > BFLOAT16_MAX_BETA:
+                raise ValueError(
+                    f"moments_dtype=bfloat16 with {key}={beta}: bfloat16 rounds a change by less than 1/256 of a value "
+                    f"away, so the moment would not decay; set {key}={BFLOAT16_MAX_BETA:.3f} or lower, or "
+                    "moments_dtype=float32"
+                )
         if (self.lr_decay_style == "WSD") != (self.lr_wsd_decay_steps is not None):
             raise ValueError(
                 "lr_wsd_decay_steps is required by lr_decay_style=WSD and allowed only there; set both or neither"

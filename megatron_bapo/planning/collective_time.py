@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.planning.collectives import FORWARD_UNITS, hidden_bytes, key_value_bytes
+from megatron_bapo.planning.collectives import BLOCK_UNITS, hidden_bytes, key_value_bytes, num_mlps
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.layer_time import ExpertSplit
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -43,21 +43,23 @@ class Links:
         """Return the latency of one small collective of such a group, in seconds."""
         return LATENCY_S if self.is_inside(span) else NETWORK_LATENCY_S
 
-    def seconds(self, num_bytes: float, span: int, num_messages: int = 1) -> float:
+    def seconds(self, num_bytes: float, span: int, num_messages: float = 1) -> float:
         """Return the time of a ring collective or a transfer of a group of `span` consecutive ranks."""
         return num_bytes / self.bandwidth(span) + num_messages * self.latency(span)
 
 
 def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:
-    """Return the exposed seconds of a layer's tensor parallelism in one pass.
+    """Return the exposed seconds of the mean layer's tensor parallelism in one pass.
 
-    A forward pass gathers (or reduces) the hidden states twice and scatters them twice, and so does a backward pass.
+    A forward pass gathers the hidden states before each block and scatters them behind it (or reduces them), and so
+    does a backward pass.
     """
-    tp = config.parallel.tensor_model_parallel_size
+    tp, num_layers = config.parallel.tensor_model_parallel_size, arch.num_hidden_layers
     if tp == 1:
         return 0.0
-    num_bytes = FORWARD_UNITS * hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * (tp - 1) / tp
-    return links.seconds(num_bytes, tp, num_messages=FORWARD_UNITS) * (1 - links.assumptions.tensor_overlap)
+    num_units = BLOCK_UNITS * (1 + sum(num_mlps(arch, range(num_layers))) / num_layers)
+    num_bytes = num_units * hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * (tp - 1) / tp
+    return links.seconds(num_bytes, tp, num_messages=num_units) * (1 - links.assumptions.tensor_overlap)
 
 
 def context_seconds(config: Config, arch: Architecture, links: Links, tokens: float, attention: float) -> float:

@@ -2,14 +2,16 @@
 
 They are the bytes of ring algorithms: of n ranks, each sends (n - 1) / n of a tensor in an all-gather or a
 reduce-scatter, and twice as much in an all-reduce. A *unit* is such a part of the hidden states of a micro-batch.
-Sequence parallelism has an all-gather before each of a layer's two blocks and a reduce-scatter behind it; without it
-there is one all-reduce behind each block, which sends the same. The backward pass gathers the inputs of both blocks
-again for the gradients of the weights (arXiv 2205.05198).
+Sequence parallelism has an all-gather before each block of a layer and a reduce-scatter behind it; without it there is
+one all-reduce behind each block, which sends the same. The backward pass gathers the inputs of the blocks again for the
+gradients of the weights (arXiv 2205.05198). The blocks are attention and the dense MLP or shared expert: experts take
+the tokens that sequence parallelism gives a rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from megatron_bapo.config.architecture import Architecture
@@ -21,8 +23,8 @@ from megatron_bapo.planning.precision import DTYPE_BYTES
 
 OUTPUT_STATISTICS = 4
 """Numbers per response token that tensor-parallel ranks exchange to compute a log-prob (`model/vocab_parallel.py`)."""
-FORWARD_UNITS = 4
-"""Units that a layer's forward pass sends."""
+BLOCK_UNITS = 2
+"""Units that the forward pass of a block sends."""
 
 
 Amount = TypeVar("Amount", int, float)
@@ -61,7 +63,7 @@ def sent_bytes(
     lora: Any = config.model.lora
     chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
-        forward, backward = _units(parallel, chunk)
+        forward, backward = _units(parallel, arch, chunk)
         sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
         if chunk.has_output:
             sent["tensor"] += num_micro_batches * statistics * (num_scored + 1)
@@ -93,12 +95,22 @@ def _exchanged(architecture: Architecture, parallel: ParallelConfig, batch: Micr
     return num_routed * row * (size - 1) // size
 
 
-def _units(parallel: ParallelConfig, chunk: ChunkShape) -> tuple[int, int]:
+def num_mlps(architecture: Architecture, layers: Sequence[int]) -> tuple[int, int]:
+    """Return how many of the layers have (a dense MLP, a shared expert), which tensor parallelism splits."""
+    num_moe = len(architecture.moe_layers.intersection(layers))
+    return len(layers) - num_moe, num_moe * (architecture.shared_expert_intermediate_size > 0)
+
+
+def _units(parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape) -> tuple[int, int]:
     """Return the units of a model chunk's (forward, backward) pass, recomputation included in the latter."""
-    sequence = parallel.sequence_parallel
-    recomputed = {"full": FORWARD_UNITS, "selective": FORWARD_UNITS // 2 * ("mlp" in _modules(parallel)), None: 0}
-    of_layer = (6 if sequence else 4) + recomputed[parallel.recompute_granularity]
-    forward, backward = FORWARD_UNITS * len(chunk.layers), of_layer * len(chunk.layers)
+    sequence, modules = parallel.sequence_parallel, _modules(parallel)
+    dense, shared = num_mlps(architecture, chunk.layers)
+    num_blocks = len(chunk.layers) + dense + shared
+    recomputed = dense * ("mlp" in modules) + shared * ("moe" in modules)
+    if parallel.recompute_granularity == "full":
+        recomputed = num_blocks
+    forward = BLOCK_UNITS * num_blocks
+    backward = (BLOCK_UNITS + sequence) * num_blocks + BLOCK_UNITS * recomputed
     if chunk.has_embedding:  # the sum over shards of the vocabulary
         forward, backward = forward + (1 if sequence else 2), backward + sequence
     if chunk.has_output:  # the gather of the hidden states, and the sum of their gradients

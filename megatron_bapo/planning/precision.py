@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_bapo.config.architecture import Architecture
-from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.parameters import (
+    ChunkShape,
     Parameter,
     Split,
     chunk_parameters,
@@ -29,16 +29,13 @@ def quantised_elements(config: Config, architecture: Architecture, stage: int) -
     """Return the elements of the weights that one rank of a pipeline stage multiplies in FP8."""
     if config.fp8 is None:
         return 0
-    in_fp8, total = _layers_in_fp8(config.fp8, architecture), 0
+    at_start, at_end = config.fp8.num_bf16_layers
+    last, total = architecture.num_hidden_layers - at_end, 0
     for chunk in stage_chunks(architecture, config.parallel, stage):
-        share = len(in_fp8.intersection(chunk.layers)) / len(chunk.layers)
-        total += int(share * layer_matrices(chunk_parameters(architecture, Split.of(config.parallel), chunk)))
+        layers = range(max(chunk.layers.start, at_start), min(chunk.layers.stop, last))
+        in_fp8 = ChunkShape(layers, has_embedding=False, has_output=False)
+        total += layer_matrices(chunk_parameters(architecture, Split.of(config.parallel), in_fp8))
     return total
-
-
-def _layers_in_fp8(fp8: Fp8Config, architecture: Architecture) -> frozenset[int]:
-    at_start, at_end = fp8.num_bf16_layers
-    return frozenset(range(at_start, architecture.num_hidden_layers - at_end))
 
 
 def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:

@@ -87,7 +87,7 @@ def largest_engine(plan: Plan) -> Plan:
     free = int(100 * (plan.gpu_bytes - taken) / plan.gpu_bytes) / 100
     if free >= plan.config.rollout.gpu_memory_utilization or free < LOWEST_UTILIZATION:
         return plan
-    return _with_engine(plan, {"gpu_memory_utilization": free, "kv_cache_gib": None})
+    return _with_same_trainer(plan, {"rollout": {"gpu_memory_utilization": free, "kv_cache_gib": None}})
 
 
 def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
@@ -99,7 +99,11 @@ def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
         if trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:
             continue
         engines = [largest_engine(candidate) for candidate in _engines(trainer, num_gpus)]
-        if fitting := [candidate for candidate in engines if candidate.fits]:
+        fitting = [candidate for candidate in engines if candidate.fits]
+        if not fitting and config.checkpoint.async_save:  # whose copy needs host memory
+            waiting = [_with_same_trainer(each, {"checkpoint": {"async_save": False}}) for each in engines]
+            fitting = [candidate for candidate in waiting if candidate.fits]
+        if fitting:
             yield min(fitting, key=lambda candidate: candidate.time.generation)
 
 
@@ -147,11 +151,11 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
         if available % num_ranks == 0 and splits:
             num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)
             sizes = {"tensor_parallel_size": size, "num_engines": available // num_ranks, "nodes_per_engine": num_nodes}
-            yield _with_engine(plan, sizes)
+            yield _with_same_trainer(plan, {"rollout": sizes})
 
 
-def _with_engine(plan: Plan, rollout: dict[str, Any]) -> Plan:
-    changed = replace(plan, config=with_settings(plan.config, {"rollout": rollout}))
+def _with_same_trainer(plan: Plan, settings: dict[str, dict[str, Any]]) -> Plan:
+    changed = replace(plan, config=with_settings(plan.config, settings))
     vars(changed)["stages"] = plan.stages  # the trainer's memory is unchanged, and takes the longest to compute
     return changed
 

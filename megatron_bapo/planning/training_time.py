@@ -237,7 +237,7 @@ class _MicroBatchPasses:
         """Of the mean layer and one pass: (tensor, context, expert) parallelism."""
         dense_ms, expert_ms = assumptions.host_layer_ms, assumptions.host_expert_layer_ms
         expert_ms *= 0.5 if assumptions.dispatcher == "hybridep" else GRAPHS_LEAVE**assumptions.captures_graphs
-        quantised = 0 if narrow.fp8_recipe is None else QUANTISED_EXPERT_TENSORS * arch.num_experts / split.expert
+        quantised = 0 if not narrow.quantising_kernels else QUANTISED_EXPERT_TENSORS * arch.num_experts / split.expert
         expert_ms += quantised * (1 - share) * assumptions.host_expert_tensor_us / 1e3
         self.host_s = (dense_ms + (expert_ms - dense_ms) * num_moe / num_layers) / 1e3
         """Of the mean layer, forward and backward."""

@@ -6,7 +6,6 @@ need to hold data.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -75,7 +74,7 @@ def version_shapes(model_path: Path, adapters: LoraConfig | None) -> dict[str, t
     for path in sorted(model_path.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
-    if json.loads((model_path / "config.json").read_text()).get("tie_word_embeddings"):
+    if architecture.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)  # some checkpoints repeat the embedding
     frozen = frozen_tensors(architecture)
     return {

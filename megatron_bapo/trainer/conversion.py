@@ -7,8 +7,8 @@ written to the target name plus `.partial` and renamed when it is complete; a la
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,17 @@ from megatron_bapo.model.weight_copy import (
     total_bytes,
 )
 from megatron_bapo.trainer.checkpoint import WEIGHTS, write_state
+
+
+def checkpoint_bytes(model_path: Path) -> int:
+    """Return the bytes of a Hugging Face model's weights in a checkpoint. Raises UserError for another folder."""
+    return total_bytes(trained_shapes(read_architecture(model_path)), torch.float32)
+
+
+def exported_bytes(model_path: Path, dtype: torch.dtype) -> int:
+    """Return the bytes of a model's weights in a Hugging Face folder; raises as `checkpoint_bytes`."""
+    architecture = read_architecture(model_path)
+    return total_bytes(expected_shapes(architecture), dtype, frozen_tensors(architecture))
 
 
 def checkpoint_from_hugging_face(
@@ -72,10 +83,25 @@ def hugging_face_from_checkpoint(
             lora = read_adapter_config(checkpoint)
             weights, tensors = origin, MergedTensors(stack.enter_context(SafetensorsFolder(origin)), saved, lora)
         elif frozen:
-            tensors = _WithFrozen(saved, stack.enter_context(SafetensorsFolder(origin)), frozen)
+            tensors = _WithFrozen(saved, stack.enter_context(_frozen_weights(origin, frozen)), frozen)
         check_tensors(tensors.shapes(), architecture, weights)
         shapes = expected_shapes(architecture)
         return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
+
+
+@contextmanager
+def _frozen_weights(origin: Path, frozen: frozenset[str]) -> Iterator[SafetensorsFolder]:
+    """Open the weights of a model that has tensors which training leaves as they are."""
+    name = min(frozen)
+    if not any(origin.glob("*.safetensors")):
+        raise UserError(
+            f"{origin} has no *.safetensors files, but checkpoints lack what training leaves as it is, such as {name}; "
+            "give the whole folder, with its weights"
+        )
+    with SafetensorsFolder(origin) as weights:
+        if missing := sorted(frozen - weights.shapes().keys()):
+            raise UserError(f"{origin} lacks {missing[0]}, which checkpoints do not have; give the whole folder")
+        yield weights
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,10 @@ def write_hub(hub: Path) -> None:
     """Write what the documentation downloads: the model, training prompts and held-out prompts."""
     shutil.copytree(ARCHITECTURES / MODEL, model := hub / "models" / MODEL)
     write_tokenizer(model)
-    prompts = {"aime_2024.parquet": "problem", "skywork/data/math-00000-of-00001.parquet": "prompt"}
+    prompts = {
+        "aime/data/train-00000-of-00001.parquet": "problem",
+        "skywork/data/math-00000-of-00001.parquet": "prompt",
+    }
     for index, (name, column) in enumerate(prompts.items()):
         texts = [f"What is {number}?" for number in range(index, 2000, 2)]
         (file := hub / "downloads" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ CASES = [
     for family, traits in FAMILIES.items()
     for name in (LAYOUTS | EXPERT_LAYOUTS if traits.experts else LAYOUTS)
 ]
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "vocab_size": 250}
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 32, "vocab_size": 250}
 """Widths that every FP8 recipe divides, also over two ranks."""
 FP8_CLASSES = {
     "delayed": Float8Tensor,
@@ -49,7 +49,7 @@ FP8_CASES = [(recipe, num) for recipe in FP8_CLASSES for num in (0, 1) if (recip
 
 
 def wide(family: str) -> Architecture:
-    experts = {"moe_intermediate_size": 128} if FAMILIES[family].experts else {}
+    experts = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128} if FAMILIES[family].experts else {}
     return architecture(family, **WIDE, **experts)
 
 
@@ -57,7 +57,7 @@ def check_parameters(config: Config, arch: Architecture, rank: int, *, has_value
     """Compare a rank's parameters with the table; return the Hugging Face tensors that they have a part of."""
     with built(config, arch, rank, frozen=True, has_values=has_values) as (model, groups):
         found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        rows = {name: lookup(name) for name in found}
+        rows = {name: lookup(name, arch) for name in found}
         assert found == {name: row.local_shape(arch, num_ranks(groups, row.row.axis)) for name, row in rows.items()}
     return {name for row in rows.values() for name in row.names}
 
@@ -84,9 +84,10 @@ def test_published_models_have_the_parameters_of_the_table(name: str) -> None:
     """Their layers have full size and no memory; layers of a kind are alike, so each kind is built once."""
     config = make_config()
     arch, _ = architecture_of(config.model.model_copy(update={"path": Path(name)}))
-    arch = replace(arch, num_hidden_layers=1, moe_layers=frozenset({0}) & arch.moe_layers)
-    found = check_parameters(config, arch, rank=0, has_values=False)
-    assert found == {name for entry in entries(arch) for name in entry.names}
+    for has_experts in {layer in arch.moe_layers for layer in range(arch.num_hidden_layers)}:
+        one = replace(arch, num_hidden_layers=1, moe_layers=frozenset({0} if has_experts else ()))
+        found = check_parameters(config, one, rank=0, has_values=False)
+        assert found == {name for entry in entries(one) for name in entry.names}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,7 +97,7 @@ def test_the_record_of_the_unit_tests_has_the_parameters(family: str) -> None:
     assert found == json.loads(RECORD.read_text())[family]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize(("recipe", "bf16_layers"), FP8_CASES)
 def test_with_fp8_param_exactly_the_planned_weights_have_the_recipes_class(
     family: str, recipe: str, bf16_layers: int
@@ -108,4 +109,4 @@ def test_with_fp8_param_exactly_the_planned_weights_have_the_recipes_class(
         in_fp8 = {name: parameter for name, parameter in model.named_parameters() if is_float8tensor(parameter)}
         assert {type(parameter) for parameter in in_fp8.values()} == {FP8_CLASSES[recipe]}
         assert sum(parameter.numel() for parameter in in_fp8.values()) == quantised_elements(config, arch, 0)
-        assert {tuple(p.shape) for p in in_fp8.values()} == {lookup(name).local_shape(arch, 1) for name in in_fp8}
+        assert {tuple(p.shape) for p in in_fp8.values()} == {lookup(name, arch).local_shape(arch, 1) for name in in_fp8}

@@ -93,6 +93,28 @@ def test_stages_of_unequal_size_allocate_and_send_what_is_planned(
         assert rehearse_rank(plan.config, architecture, rank).differences == []
 
 
+@pytest.mark.parametrize("modules", [(), ("moe",)])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b_16gpus", "glm-4.5-air_64gpus"])
+def test_tensor_parallelism_sends_for_attention_dense_layers_and_shared_experts(
+    name: str, modules: tuple[str, ...]
+) -> None:
+    recompute = (f"parallel.recompute_granularity={'selective' if modules else 'null'}",)
+    plan = recipe(
+        name,
+        "parallel.tensor_model_parallel_size=2",
+        "parallel.sequence_parallel=true",
+        "parallel.context_parallel_size=1",
+        "trainer.max_tokens_per_gpu=10240",
+        "parallel.expert_tensor_parallel_size=1",
+        *recompute,
+        *(f"parallel.recompute_modules=[{','.join(modules)}]" for _ in modules),
+    )
+    config, _ = rehearsed_config(plan.config)
+    stages = config.parallel.pipeline_model_parallel_size
+    found = rehearse_rank(config, replace(plan.architecture, num_hidden_layers=2 * stages), 0)
+    assert found.sent_bytes["tensor"] == pytest.approx(found.planned_traffic["tensor"], rel=BYTES_TOLERANCE)
+
+
 def test_a_mixture_of_experts_holds_what_it_sends_and_receives_until_the_results_are_back() -> None:
     """With one layer on the first stage, these tensors are half of the peak that is not the model's state."""
     plan = recipe("qwen3-30b-a3b_16gpus")

@@ -107,7 +107,12 @@ def test_the_share_of_rotated_dimensions_is_read_where_older_checkpoints_have_it
             {"norm_topk_prob": False},
             "norm_topk_prob is False with num_experts_per_tok=4, but Megatron's sigmoid router",
         ),
-        ({"n_group": 3}, "n_group is 3 with num_experts=8 and topk_group=1; it must divide the experts"),
+        ({"n_routed_experts": 0}, "n_routed_experts is 0; it must be a positive whole number"),
+        ({"n_routed_experts": None}, "n_routed_experts is missing"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must not exceed n_routed_experts=8"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True, but vLLM serves glm4_moe only with an output"),
+        ({"attention_bias": True, "qkv_bias": False}, "qkv_bias is False, .* it must be True"),
+        ({"n_group": 3}, "n_group is 3 with n_routed_experts=8 and topk_group=1; it must divide the experts"),
         ({"n_group": 2, "topk_group": 4}, "n_group is 2 .* and be at least topk_group"),
         ({"n_group": 4, "topk_group": 1}, "topk_group is 1 of 4 groups .* by its 4 best experts, and the model by 2"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor is 0; it must be a positive number"),
@@ -120,6 +125,22 @@ def test_the_share_of_rotated_dimensions_is_read_where_older_checkpoints_have_it
 def test_what_megatrons_sigmoid_router_or_partial_rope_cannot_do_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["glm4_moe"], **changes)
+
+
+def test_fields_that_glms_config_leaves_out_have_the_values_of_transformers(tmp_path):
+    absent = ("n_group", "topk_group", "routed_scaling_factor", "first_k_dense_replace", "norm_topk_prob")
+    architecture, theirs = read(tmp_path, CONFIGS["glm4_moe"], absent=absent), Glm4MoeConfig()
+    assert (architecture.n_group, architecture.topk_group) == (theirs.n_group, theirs.topk_group)
+    assert architecture.routed_scaling_factor == theirs.routed_scaling_factor
+    assert architecture.norm_topk_prob == theirs.norm_topk_prob
+    assert min(architecture.moe_layers) == theirs.first_k_dense_replace
+
+
+@pytest.mark.parametrize(("name", "value"), [("llama", True), ("qwen3", True), ("qwen2", False)])
+def test_biases_that_the_family_has_not_are_refused(tmp_path, name, value):
+    assert read(tmp_path, CONFIGS[name], qkv_bias=not value).family == FAMILIES[name]
+    with pytest.raises(UserError, match=f"qkv_bias is {value}, .* it must be {not value}"):
+        read(tmp_path, CONFIGS[name], qkv_bias=value)
 
 
 @pytest.mark.parametrize(("field", "value"), [("shared_expert_intermediate_size", 0), ("qkv_bias", False)])

@@ -26,6 +26,15 @@ def test_bfloat16_layers_have_no_fp8_elements() -> None:
     assert first == last == pytest.approx(second * 15 / 16)
 
 
+def test_layers_of_different_size_count_with_their_own() -> None:
+    """The first layer of GLM-4.5-Air is dense; with it in bfloat16, the first stage has five layers of experts."""
+    fp8 = ("fp8.recipe=blockwise", "fp8.first_last_layers_bf16=true", "fp8.num_layers_at_start_in_bf16=1")
+    plan = recipe("glm-4.5-air_64gpus", *fp8)
+    experts = 128 // 8 + 1  # with the shared one
+    layer = 4096 * (2 * 96 + 2 * 8) * 128 + experts * 3 * 4096 * 1408
+    assert quantised_elements(plan.config, plan.architecture, 0) == 5 * layer
+
+
 def test_fp8_params_take_the_bytes_of_bfloat16_and_fp8_copies_double_them() -> None:
     kept, cached, bf16 = recipe(FP8), recipe(FP8, "fp8.param=false"), recipe(BF16)
     in_fp8 = 28 * LAYER // 2

@@ -123,6 +123,12 @@ def test_where_gpu_and_host_memory_are_short_both_ways_out_are_given() -> None:
     assert advice(plan) == ["trainer.max_tokens_per_gpu=9216", "checkpoint.async_save=false"]
 
 
+def test_a_search_lets_training_wait_for_checkpoints_where_host_memory_is_short() -> None:
+    """The layout that is searched from fits in neither memory, and no small change of it does."""
+    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE, "parallel.pipeline_model_parallel_size=1")
+    assert "checkpoint.async_save=false" in advice(plan)
+
+
 def test_no_advice_is_given_where_no_layout_fits() -> None:
     four = ("parallel.world_size=4", "rollout.num_engines=1", "rollout.tensor_parallel_size=4")
     assert advice(recipe("qwen2.5-32b_8gpus", *four)) == []

@@ -17,7 +17,12 @@ from transformers import (
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.weight_copy import CopyResult
-from megatron_bapo.trainer.conversion import checkpoint_from_hugging_face, hugging_face_from_checkpoint
+from megatron_bapo.trainer.conversion import (
+    checkpoint_bytes,
+    checkpoint_from_hugging_face,
+    exported_bytes,
+    hugging_face_from_checkpoint,
+)
 
 SHAPE = {
     "vocab_size": 18,
@@ -92,27 +97,49 @@ def test_a_model_comes_back_from_a_checkpoint_bit_for_bit_and_loads_in_transform
     assert (source.parent / "back" / "tokenizer_config.json").is_file()
 
 
-def test_routers_biases_come_back_in_fp32_and_layers_that_predict_further_tokens_do_not(tmp_path):
-    source, bias = tmp_path / "source", "model.layers.1.mlp.gate.e_score_correction_bias"
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def save_glm(folder: Path) -> Path:
+    """Write a bfloat16 model with a router's bias in float32."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     torch.manual_seed(0)
-    Glm4MoeForCausalLM(Glm4MoeConfig(**SHAPE, **experts)).bfloat16().save_pretrained(source)
-    tensors = load(source) | {bias: torch.randn(4)}
-    tensors.pop("lm_head.weight", None)
+    config = Glm4MoeConfig(**SHAPE | {"tie_word_embeddings": False}, **experts)
+    Glm4MoeForCausalLM(config).bfloat16().save_pretrained(folder)
+    save_file(load(folder) | {BIAS: torch.randn(4)}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_routers_biases_come_back_in_fp32_and_layers_that_predict_further_tokens_do_not(tmp_path):
+    source = save_glm(tmp_path / "source")
+    tensors = load(source)
     further = {"model.layers.2.eh_proj.weight": torch.zeros(8, 16)}
     save_file(tensors | further, source / "model.safetensors", metadata={"format": "pt"})
-    to_checkpoint(source)
+    assert to_checkpoint(source).num_bytes == checkpoint_bytes(source)
     copied = to_hugging_face(source)
 
     checkpoint, back = (load(source.parent / name) for name in ("step-00000000/weights", "back"))
-    assert checkpoint.keys() == tensors.keys() - {bias}
+    assert checkpoint.keys() == tensors.keys() - {BIAS}
     assert back.keys() == tensors.keys()
     assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in tensors.items())
     assert copied.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert copied.num_bytes == exported_bytes(source, torch.bfloat16)
     assert json.loads((source.parent / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     models = [AutoModelForCausalLM.from_pretrained(source.parent / name) for name in ("source", "back")]
     assert torch.equal(*(model(torch.arange(10)[None]).logits for model in models))
     assert to_hugging_face(source).num_bytes == copied.num_bytes  # finds what it would write
+
+
+def test_what_checkpoints_lack_must_be_in_the_folder_of_the_model(tmp_path):
+    source = save_glm(tmp_path / "source")
+    to_checkpoint(source)
+    weights = source / "model.safetensors"
+    save_file({name: tensor for name, tensor in load(source).items() if name != BIAS}, weights)
+    with pytest.raises(UserError, match=f"source lacks {BIAS}, which checkpoints do not have; give the whole folder"):
+        to_hugging_face(source)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"source has no \*\.safetensors files, .* such as .*; give the whole folder"):
+        to_hugging_face(source)
 
 
 def test_a_checkpoint_before_the_first_update_holds_no_moments(source):
