@@ -33,7 +33,7 @@ from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
 from tests.parallel.launching import PEFT_SITE
-from tests.tolerances import ENGINE_LOG_PROB
+from tests.tolerances import BF16_ENGINE_LOG_PROB, ENGINE_LOG_PROB
 
 SHAPE = {
     "vocab_size": 126,
@@ -62,12 +62,19 @@ class Policy:
     folder: Path
     lora: LoraConfig
     peft: Any
+    dtype: str = "float32"
+    """Data type of the engine, whose rounding the reference does not have."""
+
+    @property
+    def tolerance(self) -> float:
+        return ENGINE_LOG_PROB if self.dtype == "float32" else BF16_ENGINE_LOG_PROB
 
     def adapters(self, seed: int) -> dict[str, torch.Tensor]:
         """Return the adapters of a version by name, of which both halves matter."""
         generator = torch.Generator().manual_seed(seed)
         shapes = expected_shapes(read_architecture(self.folder), adapter_table(self.lora))
-        return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        dtype = getattr(torch, self.dtype)
+        return {name: (0.3 * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
 
     def log_probs(self, tokens: np.ndarray, adapters: dict[str, torch.Tensor] | None) -> np.ndarray:
         """Return PEFT's log-probs [S - 1] of a sequence [S], or without adapters those of the base model."""
@@ -76,7 +83,7 @@ class Policy:
             lora = self.lora
             wanted = self.peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=[*lora.target_modules])
             model = self.peft.get_peft_model(model, wanted)
-            names = {f"{PEFT_PREFIX}{name}": tensor for name, tensor in adapters.items()}
+            names = {f"{PEFT_PREFIX}{name}": tensor.float() for name, tensor in adapters.items()}
             assert not self.peft.set_peft_model_state_dict(model, names).unexpected_keys
         tokens_S = torch.from_numpy(tokens).long()
         with torch.no_grad():
@@ -87,7 +94,7 @@ class Policy:
         engine = EngineLayout(tensor_parallel_size)
         hosts = many_hosts(TRAINER, engine, 1, 1, colocated=True) if colocated else one_host(TRAINER, engine)
         arch = read_architecture(self.folder)
-        return weight_plan(arch, TRAINER, engine, hosts, dtype="float32", bucket_bytes=4096, lora=self.lora)
+        return weight_plan(arch, TRAINER, engine, hosts, dtype=self.dtype, bucket_bytes=4096, lora=self.lora)
 
     def publish(self, store: WeightStore, version: int, plan: WeightPlan, tensors: dict[str, torch.Tensor]) -> None:
         for rank in range(TRAINER.world_size):
@@ -126,13 +133,13 @@ class Running:
         """Check scored, decoded and sampled log-probs, and return those of the sequence."""
         score = self.wait_for(self.engine.score(SEQUENCE, 4))
         assert score.policy_version == version
-        assert np.abs(score.log_probs - policy.log_probs(SEQUENCE, adapters)).max() < ENGINE_LOG_PROB
-        assert np.abs(score.decoded_log_probs - score.rescored_log_probs).max() < ENGINE_LOG_PROB
+        assert np.abs(score.log_probs - policy.log_probs(SEQUENCE, adapters)).max() < policy.tolerance
+        assert np.abs(score.decoded_log_probs - score.rescored_log_probs).max() < policy.tolerance
         request = GenerationRequest(f"of {version}", (SEQUENCE,), 2, 1.0, 1.0, -1, min_p=0.0, max_tokens=8, seed=3)
         for completion in self.wait_for(self.engine.generate(request)).completions:
             sequence = np.concatenate([SEQUENCE, completion.token_ids])
             expected = policy.log_probs(sequence, adapters)[len(SEQUENCE) - 1 :]
-            assert np.abs(completion.log_probs - expected).max() < ENGINE_LOG_PROB
+            assert np.abs(completion.log_probs - expected).max() < policy.tolerance
         return score.log_probs
 
 
@@ -152,7 +159,7 @@ def running(policy: Policy, route: WeightRoute, tensor_parallel_size: int) -> It
             return runner.run(waited(work))
 
         engine = Engine()
-        spec = EngineSpec(policy.folder, settings, "float32", max_model_len=64, adapters=policy.lora)
+        spec = EngineSpec(policy.folder, settings, policy.dtype, max_model_len=64, adapters=policy.lora)
         wait_for(engine.start(spec, route))
         try:
             yield Running(engine, wait_for)
@@ -248,8 +255,9 @@ def _check_that_adapters_are_read_in_place(policy: Policy, engine: Running, fold
     engine.assert_serves(policy, 10, adapters)
 
 
-def test_parts_of_fused_layers_can_have_adapters_alone(tmp_path: Path, peft: Any) -> None:
-    policy = make_policy(tmp_path / "model", BIASED, ATTENTION, peft)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parts_of_fused_layers_can_have_adapters_alone(tmp_path: Path, peft: Any, dtype: str) -> None:
+    policy = replace(make_policy(tmp_path / "model", BIASED, ATTENTION, peft), dtype=dtype)
     with closing(WeightStore.create()) as store, running(policy, WeightRoute(store.folder), 1) as engine:
         plan = policy.plan(1)
         policy.publish(store, 1, plan, policy.adapters(1))
