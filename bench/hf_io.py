@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.allocated_bytes import peak_allocated_bytes
 from bench.report import medians_s, option_parser, report
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import save_hugging_face
@@ -87,7 +88,7 @@ def _rank(rank: int, num_ranks: int, folder: Path) -> None:
             "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8},
         }
     )
-    model = build_policy(config, checkpoint, groups)
+    model = build_policy(config, read_architecture(checkpoint), groups)
     bridge, gpt = local_names_bridge(model, checkpoint), [chunk.gpt for chunk in model.chunks]
     tasks: dict[str, dict[str, Task]] = {
         "import": {

@@ -83,7 +83,7 @@ def _trainers(rank: int, folder: Path, checkpoint: Path, store_folder: Path) -> 
             "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8},
         }
     )
-    model = build_policy(config, checkpoint, groups)
+    model = build_policy(config, read_architecture(checkpoint), groups)
     load_hugging_face(model, checkpoint, groups)
     engine = EngineLayout(tensor_parallel_size=NUM_RANKS)
     plan = weight_plan(

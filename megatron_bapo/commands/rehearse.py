@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -164,11 +163,8 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
 
 def _worker(config: Config, architecture: Architecture, groups: ParallelGroups, played: FakeRank) -> Worker:
     # Weights are initialized on the device, as on a GPU. The checkpoint may be on another machine.
-    with (
-        patch("megatron_bapo.model.build.has_gpu", lambda: True),
-        patch("megatron_bapo.model.build.read_architecture", lambda _: architecture),
-    ):
-        model = build_policy(config, Path(), groups)
+    with patch("megatron_bapo.model.build.has_gpu", lambda: True):
+        model = build_policy(config, architecture, groups)
     chunks = [chunk.ddp for chunk in model.chunks]
     if not config.optimizer.cpu_offload:
         return Worker(config, groups, model, Optimizer(chunks, groups, config.optimizer))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
@@ -138,12 +137,13 @@ def ddp_config(
     )
 
 
-def build_policy(config: Config, model_path: Path, groups: ParallelGroups, *, frozen: bool = False) -> PolicyModel:
-    """Build this rank's shard of the model of `model_path` on its device, with randomly initialized weights.
+def build_policy(
+    config: Config, architecture: Architecture, groups: ParallelGroups, *, frozen: bool = False
+) -> PolicyModel:
+    """Build this rank's shard of a model on its device, with randomly initialized weights.
 
     A `frozen` model has no gradients and no gradient buffers.
     """
-    architecture = read_architecture(model_path)
     parallel = config.parallel
     megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
     layers = stage_layers(architecture, parallel, groups.pipeline.rank)

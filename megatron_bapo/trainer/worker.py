@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.data.packing import Plan, pack
 from megatron_bapo.model.build import PolicyModel, build_policy
@@ -78,7 +79,7 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, l
     With `model.lora`, the adapters get their initial values. Without `load` the weights are randomly initialized, and
     `model_path` needs only a config.json.
     """
-    model = build_policy(config, model_path, groups)
+    model = build_policy(config, read_architecture(model_path), groups)
     optimizer = Optimizer([chunk.ddp for chunk in model.chunks], groups, config.optimizer)
     if load:
         # Load through the optimizer, so its fp32 values are those of the file rather than the model's rounded ones.
@@ -90,7 +91,7 @@ def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, l
 
 def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -> PolicyModel:
     """Build this rank's shard of the frozen reference model, with the weights of `model_path` and no optimizer."""
-    model = build_policy(config, model_path, groups, frozen=True)
+    model = build_policy(config, read_architecture(model_path), groups, frozen=True)
     load_hugging_face(model, model_path, groups)
     return model
 

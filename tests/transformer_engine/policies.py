@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
@@ -35,9 +33,8 @@ def built(
     config: Config, architecture: Architecture, rank: int = 0, *, frozen: bool = False, has_values: bool = True
 ) -> Iterator[tuple[PolicyModel, ParallelGroups]]:
     """Build one rank's policy as the trainer does; without values its tensors take no memory."""
-    reads = patch("megatron_bapo.model.build.read_architecture", lambda _: architecture)
-    with process_group(rank, config.parallel.world_size), modules_on_the_cpu(), reads:
+    with process_group(rank, config.parallel.world_size), modules_on_the_cpu():
         groups = create_groups(config.parallel, seed=0, timeout_s=60)
         with nullcontext() if has_values else fake_rank((1, 1, architecture.hidden_size)):
-            model = build_policy(config, Path(), groups, frozen=frozen)
+            model = build_policy(config, architecture, groups, frozen=frozen)
         yield model, groups

@@ -47,16 +47,17 @@ def test_a_dense_forward_pass_calls_each_kernel_once_per_layer(fp8: str | None, 
     }
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
 @pytest.mark.parametrize("fp8", [None, "blockwise"])
-def test_experts_are_two_grouped_products_with_the_tokens_of_each_expert(fp8: str | None) -> None:
-    calls = forward("qwen3_moe", {"recipe": fp8} if fp8 else None)
+def test_experts_are_two_grouped_products_with_the_tokens_of_each_expert(fp8: str | None, family: str) -> None:
+    calls = forward(family, {"recipe": fp8} if fp8 else None)
     assert num_calls(calls)["GroupedLinear"] == 2 * NUM_MOE_LAYERS
     assert num_calls(calls)["general_gemm"] == NUM_MOE_LAYERS
     for call in calls:
         if call.function == "GroupedLinear":
             splits = [int(split) for split in call.arguments["m_splits"]]
-            assert len(splits) == wide("qwen3_moe").num_experts
-            assert sum(splits) == wide("qwen3_moe").num_experts_per_tok * sum(LENGTHS)
+            assert len(splits) == wide(family).num_experts
+            assert sum(splits) == wide(family).num_experts_per_tok * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])

@@ -49,8 +49,10 @@ FP8_CASES = [(recipe, num) for recipe in FP8_CLASSES for num in (0, 1) if (recip
 
 
 def wide(family: str) -> Architecture:
-    experts = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128} if FAMILIES[family].experts else {}
-    return architecture(family, **WIDE, **experts)
+    traits = FAMILIES[family]
+    experts = {"moe_intermediate_size": 128} if traits.experts else {}
+    shared = {"shared_expert_intermediate_size": 128} if traits.shared_expert else {}
+    return architecture(family, **WIDE, **experts, **shared)
 
 
 def check_parameters(config: Config, arch: Architecture, rank: int, *, has_values: bool = True) -> set[str]:

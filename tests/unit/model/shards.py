@@ -40,7 +40,7 @@ def architecture(family: str, **changes: Any) -> Architecture:
             "moe_layers": frozenset({0, 2, 3}),
         }
     if FAMILIES[family].sigmoid_router:
-        shape |= {"n_group": 4, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
+        shape |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
     if FAMILIES[family].shared_expert:
         shape |= {"shared_expert_intermediate_size": 24}
     return Architecture(family=FAMILIES[family], **shape | changes)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from bench.allocated_bytes import peak_allocated_bytes
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_export import own_shapes, save_hugging_face, stream_tensors, write_safetensors
@@ -196,7 +197,7 @@ def loaded(checkpoint: Path, dtype: str, groups: ParallelGroups) -> PolicyModel:
             "trainer": {"total_steps": 1, "train_batch_size": 8, "ppo_mini_batch_size": 8},
         }
     )
-    model = build_policy(config, checkpoint, groups)
+    model = build_policy(config, read_architecture(checkpoint), groups)
     load_hugging_face(model, checkpoint, groups)
     return model
 
