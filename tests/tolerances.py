@@ -6,6 +6,11 @@ HUGGING_FACE_LOG_PROB = 5e-6
 """The same against transformers, whose attention and expert kernels add in another order, too."""
 GRADIENT = 5e-6
 """fp32 gradients, relative to the largest: layouts add the same terms in another order."""
+PEFT_LOG_PROB = 1e-6
+"""fp32 log-probs against PEFT in float64, relative to the largest: 1.3e-7 was measured, two roundings (6e-8 each)."""
+PEFT_GRADIENT = 2e-6
+"""The same of gradients, 8e-7 measured: the ratio of policies is the exponential of a log-prob, which fp32 rounds at a
+size of 6, so that its relative error is the absolute one of the log-prob."""
 PARAMETER = 5e-6
 """fp32 parameters after three Adam steps at 1e-3, absolute: Adam divides by the gradient's size plus 1e-5, so an error
 of 5e-7 of the largest gradient (0.1) moves the parameters of small gradients by up to 5e-3 of a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
 from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.weight_transfer import TransferSpeed
@@ -31,6 +32,7 @@ def print_weight_plan(
         placement,
         dtype=config.model.dtype,
         bucket_bytes=config.weight_sync.bucket_mib << 20,
+        lora=sent_adapters(config, architecture),
     )
     figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
     speed = TransferSpeed.of(planned.gpu, planned.assumptions, network_gbit_s)

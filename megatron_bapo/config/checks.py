@@ -19,6 +19,7 @@ from megatron_bapo.config.fp8_checks import transformer_engine_problems
 from megatron_bapo.config.idle_keys import idle_key_warnings
 from megatron_bapo.config.logging_checks import logging_problems, missing_packages
 from megatron_bapo.config.lora_checks import lora_problems
+from megatron_bapo.config.lora_warnings import lora_warnings
 from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
 from megatron_bapo.config.rollout import EngineConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
@@ -95,8 +96,8 @@ def rule_problems(config: Config) -> Iterator[str]:
 
 def _checked(config: Config, more_problems: Iterable[str]) -> list[str]:
     refuse(chain(rule_problems(config), more_problems))
-    warnings = (_clip_bounds_warnings, algorithm_warnings, rollout_warnings, _other_warnings, idle_key_warnings)
-    return list(chain.from_iterable(warning(config) for warning in warnings))
+    warnings = (_clip_bounds_warnings, algorithm_warnings, rollout_warnings, _other_warnings, lora_warnings)
+    return list(chain.from_iterable(warning(config) for warning in (*warnings, idle_key_warnings)))
 
 
 def resume_conflicts(old: Config, new: Config) -> list[str]:

@@ -130,6 +130,11 @@ def layer_problems(config: Config, capability: ComputeCapability | None, has_tra
             f"rollout.batch_invariant=true needs GPUs of compute capability {needed} or higher, these have {found}; "
             "remove it"
         )
+    if config.weight_sync.lora == "adapters" and config.model.dtype == "float32" and capability is not None:
+        yield (
+            "weight_sync.lora=adapters with model.dtype=float32 on GPUs, where vLLM's kernels for adapters need "
+            "bfloat16; set model.dtype=bfloat16, or weight_sync.lora=merged"
+        )
     if config.model.transformer_impl != "transformer_engine":
         return
     if capability is None:

@@ -75,6 +75,7 @@ _CONDITIONS = (
         lambda c: c.data.curriculum is not None and c.data.curriculum.weighting == "band",
         "data.curriculum.weighting=band",
     ),
+    _Condition(("weight_sync.lora",), lambda c: c.model.lora is not None, "model.lora"),
     _Condition(("evaluation",), lambda c: c.data.validation is not None, "data.validation"),
     _Condition(
         ("rollout.filter_groups.max_num_gen_batches",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora_transfer import adapter_obstacles, reason_to_merge, sent_adapters
 from megatron_bapo.config.schema import Config
 
 
@@ -16,11 +17,6 @@ def lora_problems(config: Config) -> Iterator[str]:
         yield (
             f"model.lora with fp8.recipe={config.fp8.recipe}: adapters need linear layers with separate inputs, and "
             "FP8 products are fused with the norms before them; remove the section fp8 or model.lora"
-        )
-    if config.weight_sync.transport == "cuda_ipc":
-        yield (
-            "model.lora with weight_sync.transport=cuda_ipc: engines would read the trainer's parameters, in which the "
-            "adapters are not merged; set transport=store or nccl"
         )
     if config.model.lora.dropout and config.algorithm.clip_bounds.method == "speculate":
         yield (
@@ -40,4 +36,21 @@ def lora_shape_problems(config: Config, architecture: Architecture) -> Iterator[
             f"model.lora with parallel.expert_tensor_parallel_size={etp}: it must divide tensor_model_parallel_size="
             f"{tp}, because Megatron counts the gradient norm of replicated parameters once per tensor-parallel group; "
             "choose a divisor"
+        )
+
+
+def lora_transfer_problems(config: Config, policy: Architecture) -> Iterator[str]:
+    """Yield the broken rules of what engines receive of a policy with adapters."""
+    lora, sync = config.model.lora, config.weight_sync
+    if lora is None:
+        return
+    if sync.lora == "adapters":
+        for reason, way_out in adapter_obstacles(config, lora, policy):
+            yield f"weight_sync.lora=adapters with {reason}; {way_out}, or set weight_sync.lora=merged"
+    if sync.transport == "cuda_ipc" and sent_adapters(config, policy) is None:
+        obstacle = None if sync.lora else reason_to_merge(config, policy)
+        cause = f"adapters that are merged because of {obstacle.reason}" if obstacle else "weight_sync.lora=merged"
+        yield (
+            f"weight_sync.transport=cuda_ipc with {cause}: engines would read the trainer's parameters, in which the "
+            "adapters are not merged; set transport=store or nccl"
         )

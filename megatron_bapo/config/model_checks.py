@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
-from megatron_bapo.config.lora_checks import lora_shape_problems
+from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
@@ -36,13 +36,13 @@ def teacher_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules of `algorithm.distillation.teacher`, one line each."""
     distillation = config.algorithm.distillation
     if distillation is not None:
-        policy = _policy_architecture(config)
+        policy = policy_architecture(config)
         yield from _checkpoint_problems(
             TEACHER, distillation.teacher, lambda found, where: teacher_shape_problems(config, found, where, policy)
         )
 
 
-def _policy_architecture(config: Config) -> Architecture | None:
+def policy_architecture(config: Config) -> Architecture | None:
     """Return the policy's architecture; None if it cannot be read, which the rules of model.path report."""
     if config.model.create is not None:
         return created_architecture(config.model.create)
@@ -124,6 +124,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     yield from split_problems(architecture, where, "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
+    yield from lora_transfer_problems(config, architecture)
     yield from _trainer_shape_problems(config, config.parallel, architecture, where)
 
 

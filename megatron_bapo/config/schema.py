@@ -207,6 +207,10 @@ class WeightSyncConfig(Section):
     """How weights are transferred: `store` uses shared memory, from which restarted engines load, too; with `cuda_ipc`
     colocated engines read the trainer's parameters in GPU memory; `nccl` sends from GPU to GPU (by gloo without
     GPUs)."""
+    lora: Literal["adapters", "merged"] | None = None
+    """What engines receive under `model.lora`: the `adapters`, which vLLM applies beside the weights of `model.path`,
+    or all weights with the adapters `merged`; null: `adapters`, or `merged` where vLLM cannot serve them, which is said
+    when the run starts."""
     bucket_mib: PositiveInt = 256
     """Size of one transfer bucket in MiB."""
     engine_store: Literal["shared", "own"] = "shared"

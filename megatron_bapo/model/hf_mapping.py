@@ -268,6 +268,8 @@ TABLE = (
 )
 
 Table = tuple[Row, ...]
+TRAINED_TABLE = tuple(row for row in TABLE if not row.is_frozen)
+"""Rows of the tensors that training changes."""
 
 
 class Tensors(Protocol):
@@ -381,7 +383,7 @@ def frozen_tensors(arch: Architecture) -> frozenset[str]:
 
 def trained_shapes(arch: Architecture) -> dict[str, Shape]:
     """Return name and shape of every tensor that training changes."""
-    return expected_shapes(arch, tuple(row for row in TABLE if not row.is_frozen))
+    return expected_shapes(arch, TRAINED_TABLE)
 
 
 _TENSOR_LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -7,7 +7,7 @@ it shares with the layer's weight, and every rank has the other half.
 from __future__ import annotations
 
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.model.hf_mapping import TABLE, Row, Table
+from megatron_bapo.model.hf_mapping import TABLE, TRAINED_TABLE, Row, Table
 
 ADAPTER = "adapter"
 """Name of the adapter in a Megatron linear layer."""
@@ -37,6 +37,11 @@ def adapter_table(lora: LoraConfig) -> Table:
     each of its targeted parts and one B with the rows of the fused layer.
     """
     return tuple(half for row in TABLE if (parts := target_parts(row, lora)) for half in _halves(row, parts, lora.rank))
+
+
+def sent_table(lora: LoraConfig | None) -> Table:
+    """Return the rows of the tensors of a policy version: those of the adapters, without any all that are trained."""
+    return TRAINED_TABLE if lora is None else adapter_table(lora)
 
 
 def _halves(row: Row, parts: tuple[int, ...], rank: int) -> list[Row]:

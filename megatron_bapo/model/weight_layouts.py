@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.model.hf_mapping import Entry, entries, trained_shapes
+from megatron_bapo.model.hf_mapping import TRAINED_TABLE, Entry, Table, entries, expected_shapes
+from megatron_bapo.model.lora_mapping import sent_table
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -26,8 +28,10 @@ def _part(shape: Shape, dim: int, start: int, size: int) -> Box:
     return Box(tuple(starts), tuple(sizes))
 
 
-def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, list[Shard]]:
-    """Return the parts of every tensor that training changes and the trainer ranks that have them.
+def trainer_shards(
+    arch: Architecture, parallel: ParallelConfig, table: Table = TRAINED_TABLE
+) -> dict[str, list[Shard]]:
+    """Return the parts of every tensor in the table and the trainer ranks that have them.
 
     Ranks are in Megatron's order tp-cp-ep-dp-pp.
     The copy of the embedding in a tied output layer on the last pipeline stage is omitted.
@@ -35,8 +39,7 @@ def trainer_shards(arch: Architecture, parallel: ParallelConfig) -> dict[str, li
     stages = layer_stages(arch, parallel)
     return {
         name: shards
-        for entry in entries(arch)
-        if not entry.row.is_frozen
+        for entry in entries(arch, table)
         for name, shards in _entry_shards(entry, arch, parallel, _stage(entry, stages))
     }
 
@@ -54,8 +57,9 @@ def _entry_shards(
         size, first, stride = tp, 0, tp
     shapes = entry.shapes(arch)
     if row.layout is None:
+        everywhere = tuple(sorted(holder for rank in range(size) for holder in stage[first + rank :: stride]))
         yield from (
-            (name, [Shard(Box.whole(shape), tuple(stage))]) for name, shape in zip(entry.names, shapes, strict=True)
+            (name, [Shard(Box.whole(shape), everywhere)]) for name, shape in zip(entry.names, shapes, strict=True)
         )
         return
     found: dict[str, list[Shard]] = {name: [] for name in entry.names}
@@ -128,8 +132,8 @@ _SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
 (vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""
 
 
-def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Shard]]:
-    """Return the parts of every tensor that training changes and that the ranks of an engine need."""
+def engine_shards(arch: Architecture, engine: EngineLayout, table: Table = TRAINED_TABLE) -> dict[str, list[Shard]]:
+    """Return the parts of every tensor in the table that the ranks of an engine need."""
     tp = engine.tensor_parallel_size
     return {
         name: [
@@ -138,8 +142,7 @@ def engine_shards(arch: Architecture, engine: EngineLayout) -> dict[str, list[Sh
             for rank in range(tp)
             if (box := _engine_box(entry, part, arch, engine, rank)) is not None
         ]
-        for entry in entries(arch)
-        if not entry.row.is_frozen
+        for entry in entries(arch, table)
         for part, name in enumerate(entry.names)
     }
 
@@ -262,13 +265,18 @@ def weight_plan(
     *,
     dtype: str,
     bucket_bytes: int,
+    lora: LoraConfig | None = None,
 ) -> WeightPlan:
-    """Return the weight transfer plan for the layouts of the trainer and the engines."""
+    """Return the weight transfer plan for the layouts of the trainer and the engines.
+
+    `lora` are the adapters if only they are sent.
+    """
+    table = sent_table(lora)
     return make_plan(
-        trained_shapes(arch),
+        expected_shapes(arch, table),
         dtype,
-        trainer_shards(arch, parallel),
-        engine_shards(arch, engine),
+        trainer_shards(arch, parallel, table),
+        engine_shards(arch, engine, table),
         sender_hosts=placement.sender_hosts,
         reader_hosts=placement.reader_hosts,
         reader_layout=engine.name,

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_import import split_axis
-from megatron_bapo.model.hf_mapping import lookup
+from megatron_bapo.model.hf_mapping import Tensors, lookup
 from megatron_bapo.model.lora import merged_values
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.weight_sync.plan import Box, Slice
@@ -37,13 +36,14 @@ class LocalSlices:
     For a parameter in FP8, or with an adapter, which is merged, the call returns a new tensor with its values.
     """
 
-    def __init__(self, model: PolicyModel, groups: ParallelGroups) -> None:
+    def __init__(self, tensors: Tensors, groups: ParallelGroups) -> None:
+        """`tensors` are a model's, or those of its adapters."""
         self._boxes: dict[str, list[_LocalBox]] = {}
-        architecture = model.architecture
-        for name, parameter in model.named_parameters():
+        architecture = tensors.architecture
+        for name, parameter in tensors.named_parameters():
             if name == "output_layer.weight" and architecture.tie_word_embeddings:
                 continue  # the embedding on the first stage is its value
-            entry = lookup(name, architecture)
+            entry = lookup(name, architecture, tensors.table)
             row, axis, shapes = entry.row, split_axis(entry, groups), entry.shapes(architecture)
             if row.layout is None:
                 self._boxes[entry.names[0]] = [_LocalBox(Box.whole(shapes[0]), parameter, 0, 0)]

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_bapo.config.arithmetic import batch_arithmetic
+from megatron_bapo.config.lora_transfer import reason_to_merge, sent_adapters
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
@@ -138,7 +139,8 @@ def _model_rows(plan: Plan, where: str) -> Rows:
     if lora is not None:
         trained = num_trained_parameters(arch, lora) / 1e6
         adapters = [
-            ("trained", f"adapters of rank {lora.rank}: {trained:,.1f}M parameters, {trained / count * 1e8:.2f}%")
+            ("trained", f"adapters of rank {lora.rank}: {trained:,.1f}M parameters, {trained / count * 1e8:.2f}%"),
+            ("sent", _sent(plan)),
         ]
     shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
     return [
@@ -151,6 +153,17 @@ def _model_rows(plan: Plan, where: str) -> Rows:
             f"TB/s, NVLink {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
         ),
     ]
+
+
+def _sent(plan: Plan) -> str:
+    """Return what a weight update sends of a model with adapters."""
+    config, arch = plan.config, plan.architecture
+    size = f"{sync_bytes(config, arch) / 2**20:,.1f} MiB at each weight update"
+    if sent_adapters(config, arch) is not None:
+        return f"the adapters alone, {size}"
+    obstacle = None if config.weight_sync.lora else reason_to_merge(config, arch)
+    why = f", because of {obstacle.reason}; {obstacle.way_out}" if obstacle else ""
+    return f"all weights with the adapters merged, {size}{why}"
 
 
 def _blocks(stages: Sequence[StageMemory], width: int) -> list[Sequence[StageMemory]]:

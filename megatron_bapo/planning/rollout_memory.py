@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.lora_transfer import engine_rank, sent_adapters
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters
-from megatron_bapo.planning.precision import engine_weight_bytes, key_value_bytes
+from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
 from megatron_bapo.planning.response_lengths import mean_length
 
 
@@ -45,6 +48,9 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
     num_stages = rollout.pipeline_parallel_size
     own_parameters = engine_parameters(architecture, rollout.tensor_parallel_size, num_stages)
     weights = engine_weight_bytes(config, architecture, own_parameters)
+    if (lora := sent_adapters(config, architecture)) is not None:
+        num_own = engine_adapter_parameters(architecture, lora, rollout.tensor_parallel_size, num_stages)
+        weights += num_own * DTYPE_BYTES[config.model.dtype]
     workspace = int(assumptions.engine_workspace_gib * GIB)
     share = rollout.gpu_memory_utilization * gpu.memory_gib
     kv_cache = int((rollout.kv_cache_gib or share) * GIB) - (0 if rollout.kv_cache_gib else weights + workspace)
@@ -78,6 +84,20 @@ def engine_parameters(architecture: Architecture, tensor_parallel_size: int, num
     repeated = max(0.0, 1 - architecture.num_key_value_heads / tensor_parallel_size)
     rows = architecture.hidden_size + architecture.family.qkv_bias
     return own + int(2 * repeated * architecture.head_dim * rows * num_layers)
+
+
+def engine_adapter_parameters(
+    architecture: Architecture, lora: LoraConfig, tensor_parallel_size: int, stages: int
+) -> int:
+    """Return the elements that vLLM allocates for the adapters on one GPU of the fullest pipeline stage.
+
+    vLLM splits the halves of an adapter as Megatron's layers do, and rounds their rank up.
+    """
+    hashable: Any = lora.model_copy(update={"rank": engine_rank(lora)})
+    split = Split(tensor=tensor_parallel_size, pipeline=stages)
+    chunk = ChunkShape(range(_num_layers(architecture, stages)), has_embedding=False, has_output=False)
+    parameters = chunk_parameters(architecture, split, chunk, hashable)
+    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
 
 
 def _num_layers(architecture: Architecture, num_stages: int) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions, Gpu
-from megatron_bapo.planning.parameters import num_parameters
+from megatron_bapo.planning.parameters import num_parameters, num_trained_parameters
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
 LAYER_S = 0.01
@@ -77,8 +78,10 @@ class Traffic:
 
 
 def sync_bytes(config: Config, architecture: Architecture) -> int:
-    """Return the bytes of one policy version."""
-    return num_parameters(architecture) * DTYPE_BYTES[config.model.dtype]
+    """Return the bytes of one policy version: all weights, or only the adapters."""
+    lora = sent_adapters(config, architecture)
+    num_sent = num_parameters(architecture) if lora is None else num_trained_parameters(architecture, lora)
+    return num_sent * DTYPE_BYTES[config.model.dtype]
 
 
 def traffic(

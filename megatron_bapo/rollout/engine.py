@@ -140,12 +140,13 @@ class Engine:
             return self._facts
         with collector_paused():  # these import torch, and the rollout service imports this file without it
             from megatron_bapo.rollout.vllm_adapter import VllmServer
-            from megatron_bapo.rollout.weight_sources import check_complete, checkpoint_shapes
+            from megatron_bapo.rollout.weight_sources import check_complete, version_shapes
 
         self._server = VllmServer(spec, route.folder, endpoint)
         self._timeout_s = spec.settings.request_timeout_s
         await self.connect(route)
-        self._check_complete = partial(check_complete, expected=checkpoint_shapes(spec.model_path))
+        expected = version_shapes(spec.model_path, spec.adapters)
+        self._check_complete = partial(check_complete, expected=expected)
         self._policy_version = INITIAL_VERSION
         self._facts = EngineFacts(own_processes(), self._server.kv_cache_tokens)
         unlink_shared_memory(self._facts.processes)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
 
@@ -22,15 +25,19 @@ class EngineSpec:
     seed: int = 0
     return_routes: bool = False
     """Whether completions have the experts that a mixture-of-experts model chose for their tokens."""
+    adapters: LoraConfig | None = None
+    """Adapters of the checkpoint's layers of which policy versions consist; None: versions have all weights."""
 
     @classmethod
     def of(cls, config: Config) -> EngineSpec:
-        """Return the spec of a run's engines."""
+        """Return the spec of a run's engines. Raises UserError if the architecture of adapters cannot be read."""
+        has_adapters, path = config.model.lora is not None, config.model_path.absolute()
         return cls(
-            config.model_path.absolute(),
+            path,
             config.rollout,
             config.model.dtype,
             config.max_model_len,
             config.seed,
             config.algorithm.routing_replay == "rollout",
+            sent_adapters(config, read_architecture(path)) if has_adapters else None,
         )

@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory
+from megatron_bapo.rollout.engine_adapters import replace_adapter
 from megatron_bapo.rollout.route_recorder import RouteRecorder
 from megatron_bapo.rollout.weight_sources import WeightSource, read_frozen_tensors, weight_source
 from megatron_bapo.weight_sync.route import WeightRoute
@@ -122,6 +123,17 @@ class WeightLoader:
             return self.weight_transfer_engine.source.verify(version)
         except RunError as error:
             return str(error)
+
+    def load_adapters(self, version: int, scale: float) -> None:
+        """Replace this worker's adapter by that of a version, which consists of adapters; `scale` is their factor.
+
+        Raises RunError if the adapter does not fit the model, or if the version was overwritten meanwhile.
+        """
+        source = self.weight_transfer_engine.source
+        replace_adapter(self.model_runner, source.read(version), scale)
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+        source.finish(version)
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -31,6 +32,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.rollout.engine_adapters import adapter_arguments, adapter_request
 from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.engine_worker import BACKEND
@@ -60,6 +62,9 @@ class VllmServer:
         with _starting(spec.model_path, scratch):
             self._llm = AsyncLLM.from_engine_args(args)
         self._tokenizer = self._llm.get_tokenizer()
+        self._adapters = spec.adapters
+        self._served: LoRARequest | None = None
+        """The adapter that requests name: none before the first policy version, which is the checkpoint."""
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
         self._routes = RouteFormat.of(spec.model_path) if spec.return_routes else None
         self._records_routes = spec.return_routes and current_platform.is_cpu()
@@ -105,7 +110,7 @@ class VllmServer:
         partials = self._in_flight[request.request_id] = [_SampledCompletion() for _ in range(request.n)]
         try:
             prompt = tokens_input(request.prompt_token_ids.tolist())
-            async for output in self._llm.generate(prompt, params, request.request_id):
+            async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._served):
                 for completion in output.outputs:
                     partials[completion.index].append(completion)
         finally:
@@ -131,7 +136,7 @@ class VllmServer:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         with self._failures("while decoding"):
-            (completion,) = (await _final_output(self._llm, token_ids, params, "decode")).outputs
+            (completion,) = (await self._final_output(token_ids, params, "decode")).outputs
         assert isinstance(completion.logprobs, FlatLogprobs)
         return np.asarray(completion.token_ids, np.int32), np.asarray(completion.logprobs.logprobs, np.float32)
 
@@ -143,9 +148,14 @@ class VllmServer:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         with self._failures("while scoring"):
-            output = await _final_output(self._llm, token_ids, params, "score")
+            output = await self._final_output(token_ids, params, "score")
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return np.asarray(output.prompt_logprobs.logprobs, np.float32)
+
+    async def _final_output(self, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> RequestOutput:
+        prompt = tokens_input(token_ids.tolist())
+        outputs = self._llm.generate(prompt, params, request_id, lora_request=self._served)
+        return [output async for output in outputs][-1]
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -188,9 +198,14 @@ class VllmServer:
     async def load(self, version: int) -> None:
         """Load a version's weights and clear the KV cache of the old weights; raises EngineLost if vLLM fails."""
         when, update = "while loading", WeightTransferUpdateRequest({"version": version})
-        await self._call(when, self._llm.start_weight_update())
-        await self._call(when, self._llm.update_weights(update))
-        await self._call(when, self._llm.finish_weight_update(str(version)))
+        if self._adapters is not None:
+            loading = self._llm.collective_rpc("load_adapters", args=(version, self._adapters.scale))
+            await self._call(when, loading)
+            self._served = adapter_request()
+        else:
+            await self._call(when, self._llm.start_weight_update())
+            await self._call(when, self._llm.update_weights(update))
+            await self._call(when, self._llm.finish_weight_update(str(version)))
         # Otherwise the prefix cache would reuse the old weights' KV cache for repeated prompts.
         if not await self._call(when, self._llm.reset_prefix_cache()):
             raise EngineLost("vLLM did not clear its prefix cache")
@@ -307,6 +322,8 @@ def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEn
         host, _, port = endpoint.rpartition(":")
         options |= {"distributed_executor_backend": "mp", "nnodes": settings.nodes_per_engine, "node_rank": node}
         options |= {"master_addr": host, "master_port": int(port)}
+    if spec.adapters is not None:
+        options |= adapter_arguments(spec.adapters)
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(
@@ -334,11 +351,6 @@ def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEn
         disable_log_stats=True,
         **options,
     )
-
-
-async def _final_output(llm: AsyncLLM, token_ids: np.ndarray, params: SamplingParams, request_id: str) -> RequestOutput:
-    outputs = [output async for output in llm.generate(tokens_input(token_ids.tolist()), params, request_id)]
-    return outputs[-1]
 
 
 class _SampledCompletion(PartialCompletion):

@@ -15,8 +15,10 @@ import torch
 from safetensors import safe_open
 
 from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.errors import RunError
-from megatron_bapo.model.hf_mapping import frozen_tensors, is_of_next_token_layer
+from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors, is_of_next_token_layer
+from megatron_bapo.model.lora_mapping import adapter_table
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import open_storage, transfer_group
 from megatron_bapo.weight_sync.plan import WeightPlan
@@ -61,9 +63,14 @@ def plan_of(route: WeightRoute, version: int) -> WeightPlan:
     return announced_plan(route.folder, version)
 
 
-def checkpoint_shapes(model_path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in the checkpoint's safetensors files that every version has."""
+def version_shapes(model_path: Path, adapters: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors that every policy version has.
+
+    They are those of the adapters, or without any those in the checkpoint's safetensors files that training changes.
+    """
     shapes, architecture = {}, read_architecture(model_path)
+    if adapters is not None:
+        return expected_shapes(architecture, adapter_table(adapters))
     for path in sorted(model_path.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.model.build import finish_param_gather
 from megatron_bapo.model.weight_layouts import (
     TRAINER_HOST,
@@ -76,7 +78,7 @@ class WeightPublisher:
         """Prepare the plan; without `sender_hosts` all trainer ranks are on one host."""
         self.store = store
         self._model, self._groups = worker.model, worker.groups
-        self._slices = LocalSlices(worker.model, worker.groups)
+        self._slices = _slices(worker)
         senders = tuple(sender_hosts or [TRAINER_HOST] * worker.config.parallel.world_size)
         self.plan = _plan(worker, Placement(senders, reader_hosts(worker.config.rollout, engine_hosts)))
         self._host = senders[worker.groups.global_rank]
@@ -109,7 +111,7 @@ class ParameterSharing:
 
     def __init__(self, worker: Worker, folder: Path) -> None:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
-        self._slices = LocalSlices(worker.model, worker.groups)
+        self._slices = _slices(worker)
         self.plan = _plan(worker, one_host_per_gpu(worker.config))
 
     def deliver(self, policy_version: int, load: Load | None) -> int:
@@ -129,7 +131,7 @@ class SliceStreaming:
 
     def __init__(self, worker: Worker, folder: Path) -> None:
         self._model, self._groups, self._folder = worker.model, worker.groups, folder
-        self._slices = LocalSlices(worker.model, worker.groups)
+        self._slices = _slices(worker)
         self._route = engine_route(worker.config, folder, 0)
         self.plan = _plan(worker, one_host_per_gpu(worker.config))
 
@@ -155,6 +157,19 @@ class SliceStreaming:
         return num_bytes
 
 
+def _sent_adapters(worker: Worker) -> LoraConfig | None:
+    return sent_adapters(worker.config, worker.model.architecture)
+
+
+def _slices(worker: Worker) -> LocalSlices:
+    """Return what this rank has of a policy version."""
+    model = worker.model
+    if _sent_adapters(worker) is None:
+        return LocalSlices(model, worker.groups)
+    assert model.adapters is not None, "a policy with model.lora has adapters"
+    return LocalSlices(model.adapters, worker.groups)
+
+
 def _plan(worker: Worker, placement: Placement) -> WeightPlan:
     config = worker.config
     return weight_plan(
@@ -164,4 +179,5 @@ def _plan(worker: Worker, placement: Placement) -> WeightPlan:
         placement,
         dtype=config.model.dtype,
         bucket_bytes=config.weight_sync.bucket_mib << 20,
+        lora=_sent_adapters(worker),
     )

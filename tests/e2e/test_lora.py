@@ -26,19 +26,24 @@ def run(folder: Path, *overrides: str) -> dict[int, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, dict[int, dict[str, float]]]:
-    """Return a run with a warm start that was continued with other parallelism, and its metrics."""
+    """Return a run with a warm start that was continued with other parallelism, and its metrics.
+
+    Its engines receive adapters in the first two steps, and then merged weights.
+    """
     folder = tmp_path_factory.mktemp("lora") / "run"
-    run(folder, "trainer.total_steps=2")
+    run(folder, "trainer.total_steps=2", "weight_sync.lora=adapters")
     metrics = run(folder, "trainer.total_steps=3", *(f"parallel.{setting}" for setting in STAGES))
     return RunDirectory(folder), metrics
 
 
-def test_engines_serve_the_merged_weights_after_every_update(
+def test_engines_serve_the_policy_after_every_update_from_adapters_and_from_merged_weights(
     trained: tuple[RunDirectory, dict[int, dict[str, float]]],
 ) -> None:
-    _, metrics = trained
+    directory, metrics = trained
     assert sorted(metrics) == [1, 2, 3]
     assert max(step["weight_sync/probe_diff_max"] for step in metrics.values()) < ENGINE_LOG_PROB
+    sizes = [sum(x.nbytes for x in load_folder(f).values()) for f in (directory.adapter, directory.export)]
+    assert [metrics[step]["weight_sync/store_bytes"] for step in (1, 2, 3)] == [sizes[0], sizes[0], sizes[1]]
 
 
 def test_the_exports_are_the_model_and_its_adapters(

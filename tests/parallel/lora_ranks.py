@@ -7,6 +7,7 @@ gets the model with its adapters merged, as exported and as published to engines
 """
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -56,10 +57,15 @@ def save_log_probs(worker: Worker, path: Path, *, adapters: bool) -> None:
         save_file(own, path.with_name(f"{path.stem}-{worker.groups.data.rank}.safetensors"))
 
 
+def publish(worker: Worker, store: WeightStore, *, lora: str) -> None:
+    sync = worker.config.weight_sync.model_copy(update={"lora": lora})
+    WeightPublisher(replace(worker, config=worker.config.model_copy(update={"weight_sync": sync})), store).publish(1)
+
+
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     packed, padded = (lora_config(case, out, packing=packing) for packing in (True, False))
     if groups.is_main:
-        for name in (*FOLDERS, "store"):
+        for name in (*FOLDERS, "store", "adapter-store"):
             (out / name).mkdir()
     barrier(groups)
     worker = create_worker(padded, padded.model_path, groups)
@@ -77,7 +83,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     save_log_probs(worker, out / "final_log_probs", adapters=True)
     write_stage(out / "final", worker.model.trained, groups)
     export(worker, out / "merged", out / "adapter")
-    WeightPublisher(worker, WeightStore(out / "store")).publish(1)
+    publish(worker, WeightStore(out / "store"), lora="merged")
+    publish(worker, WeightStore(out / "adapter-store"), lora="adapters")
     save_checkpoint(worker, out / "checkpoints", NUM_UPDATES, {}, keep=1)
     if "resume_from" in case:
         load_checkpoint(worker, checkpoints(out.parent / case["resume_from"] / "checkpoints")[-1])

@@ -35,6 +35,8 @@ from tests.tolerances import (
     HUGGING_FACE_LOG_PROB,
     LOG_PROB,
     PARAMETER,
+    PEFT_GRADIENT,
+    PEFT_LOG_PROB,
 )
 
 RANK, ALPHA = 3, 6.0
@@ -64,6 +66,7 @@ SOME_LAYOUTS = ("one-process", "tp2-sp", "tp4-sp", "pp2-vpp2-cp2")
 NEW_LAYOUTS = ("one-process", "tp2-sp-ep2")
 DROPOUT_CASES = [("qwen3", "tp2"), ("qwen3", "tp2-sp"), ("qwen3", "cp2-selective"), ("qwen3_moe", "tp2-sp-ep2")]
 CASES = [(model, name) for model, names in LAYOUT_NAMES.items() for name in names]
+ADAPTER_CASES = [*(f"{model}-{layout}" for model, layout in CASES), *(f"some-{layout}" for layout in SOME_LAYOUTS)]
 GPU_MEGATRON_CASES = [("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp-ep2")]
 
 
@@ -263,19 +266,19 @@ def loss_of(model: Any, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2"])
 def test_one_process_matches_peft(results: Path, peft: Any, model: str) -> None:
-    """Compare log-probs and gradients with PEFT's model of the same folders."""
-    ours, base = results / f"{model}-one-process", AutoModelForCausalLM.from_pretrained(results / model)
-    adapted = peft.PeftModel.from_pretrained(base, results / f"{model}-adapter", is_trainable=True)
+    """Compare log-probs and gradients with PEFT's model of the same folders in float64."""
+    ours, base = results / f"{model}-one-process", AutoModelForCausalLM.from_pretrained(results / model).double()
+    adapted = peft.PeftModel.from_pretrained(base, results / f"{model}-adapter", is_trainable=True).double()
     expected = {name: x.detach() for name, x in response_log_probs(adapted).items()}
-    assert largest_difference(log_probs_of(ours, "log_probs"), expected) < HUGGING_FACE_LOG_PROB
+    found = log_probs_of(ours, "log_probs")
+    assert largest_difference(found, expected) < PEFT_LOG_PROB * largest(expected)
     loss_of(adapted, ours).backward()
     gradients = {
         name.removeprefix(PEFT_PREFIX).replace(".default.", "."): 0.1 * parameter.grad
         for name, parameter in adapted.named_parameters()
         if parameter.grad is not None
     }
-    found = load_folder(ours / "gradients")
-    assert largest_difference(found, gradients) < GRADIENT * largest(gradients)
+    assert largest_difference(load_folder(ours / "gradients"), gradients) < PEFT_GRADIENT * largest(gradients)
 
 
 class Adapted:
@@ -352,6 +355,15 @@ def test_engines_receive_the_merged_weights(results: Path, model: str, layout: s
     frozen = frozen_tensors(read_architecture(results / model))
     merged = {name: tensor for name, tensor in load_folder(folder / "merged").items() if name not in frozen}
     assert same_bits(published, merged)
+
+
+@pytest.mark.parametrize("name", ADAPTER_CASES)
+def test_engines_receive_the_adapters_of_the_peft_folder(results: Path, name: str) -> None:
+    published = {
+        PEFT_PREFIX + key: tensor.clone() for key, tensor in WeightStore(results / name / "adapter-store").read(1)
+    }
+    exported = load_file(results / name / "adapter" / ADAPTER_WEIGHTS)
+    assert same_bits(published, exported)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tp2-sp", "qwen3_moe-tp2-sp-ep2"])

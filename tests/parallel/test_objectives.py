@@ -57,8 +57,10 @@ def case(algorithm: str, layout: str, fault: str | None = None) -> dict:
     return {"algorithm": ALGORITHMS[algorithm], "parallel": LAYOUTS[layout].parallel, "fault": fault}
 
 
+EXPERTS = "student-with-experts"
 CASES = {
     **{f"{a}-{layout}": case(a, layout) for layout in ("one-process", *SEVERAL_RANKS) for a in ALGORITHMS},
+    **{f"{EXPERTS}-{layout}": case("distill", layout) | {"student": EXPERTS} for layout in ("one-process", "ep2")},
     FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
 }
 
@@ -70,8 +72,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("model", "reference")):
         save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3"]), root / name, seed)
     save_random_model(AutoModelForCausalLM.from_config(TEACHER), root / "teacher", 2)
-    folders = {name: str(root / name) for name in ("model", "reference", "teacher")}
-    launch("objective_ranks.py", [{**settings, **folders, "name": n} for n, settings in CASES.items()], root, 4)
+    save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3_moe"]), root / EXPERTS, 3)
+    folders = {name: str(root / name) for name in ("reference", "teacher")}
+    cases = [
+        {**settings, **folders, "name": name, "model": str(root / settings.get("student", "model"))}
+        for name, settings in CASES.items()
+    ]
+    launch("objective_ranks.py", cases, root, 4)
     return root
 
 
@@ -172,6 +179,24 @@ def test_scores_of_a_teacher_of_another_family_and_size_match_transformers(resul
     scored = load_file(results / f"distill-{layout}" / "examples.safetensors")
     model = AutoModelForCausalLM.from_pretrained(results / "teacher")
     for index, example in enumerate(make_examples(MODELS["qwen3"].vocab_size)):
+        with torch.no_grad():
+            expected = sampled_log_probs(model, example.trajectory)
+        assert (scored[f"teacher_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB
+
+
+def test_experts_of_student_and_teacher_on_different_ranks_are_distilled_as_in_one_process(results: Path) -> None:
+    """Expert parallelism splits the experts of both models."""
+    names = f"{EXPERTS}-ep2", f"{EXPERTS}-one-process"
+    assert gradient_difference(results, names[0], EXPERTS) < GRADIENT
+    ours, theirs = (load_folder(results / name / "final") for name in names)
+    assert largest_difference(ours, theirs) < PARAMETER
+    ours, theirs = (load_file(results / name / "examples.safetensors") for name in names)
+    assert largest_difference(ours, theirs) < 10 * LOG_PROB
+    ours, theirs = (metrics(results, name)["update-0"] for name in names)
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6, nan_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(results / "teacher")
+    scored = load_file(results / names[0] / "examples.safetensors")
+    for index, example in enumerate(make_examples(MODELS["qwen3_moe"].vocab_size)):
         with torch.no_grad():
             expected = sampled_log_probs(model, example.trajectory)
         assert (scored[f"teacher_log_probs.{index}"] - expected).abs().max() < 10 * LOG_PROB

@@ -4,9 +4,11 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.foreign_keys import find
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.config.lora_checks import lora_shape_problems
+from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
+from megatron_bapo.config.lora_transfer import engine_rank, reason_to_merge, sent_adapters
 from tests.unit.config.examples import config, problems
 from tests.unit.model.shards import architecture
 
@@ -31,7 +33,14 @@ def test_target_modules_are_linear_layers_each_named_once(names: tuple[Any, ...]
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"weight_sync__transport": "cuda_ipc"}, ["transport=cuda_ipc", "not merged", "set transport=store or nccl"]),
+        (
+            {"weight_sync__transport": "cuda_ipc", "weight_sync__lora": "merged"},
+            ["transport=cuda_ipc with weight_sync.lora=merged", "not merged; set transport=store or nccl"],
+        ),
+        (
+            {"weight_sync__transport": "cuda_ipc"},
+            ["cuda_ipc with adapters that are merged because of model.dtype=float32", "set transport=store or nccl"],
+        ),
         ({"fp8": {}}, ["model.lora with fp8.recipe=blockwise", "remove the section fp8"]),
         (
             lora(dropout=0.1) | {"algorithm__clip_bounds": {"method": "speculate"}},
@@ -44,6 +53,61 @@ def test_a_combination_that_is_not_supported_is_refused_with_the_way_out(
 ) -> None:
     found = "\n".join(problems(config(**lora() | values)))
     assert all(text in found for text in expected), found
+
+
+BF16 = {"model__dtype": "bfloat16"}
+OBSTACLES = [
+    (lora(rank=513), "llama", "model.lora.rank=513: vLLM allows at most 512; lower the rank"),
+    (lora(target_modules=("q_proj",)), "qwen3_moe", "a model with experts"),
+    (lora() | {"rollout__sleep_level": 2}, "llama", "rollout.sleep_level=2"),
+    (lora() | {"rollout__quantization": "fp8_per_block"}, "llama", "rollout.quantization=fp8_per_block"),
+]
+
+
+@pytest.mark.parametrize(("values", "family", "reason"), OBSTACLES)
+def test_adapters_that_vllm_cannot_serve_are_merged_unless_they_are_asked_for(
+    values: dict[str, Any], family: str, reason: str
+) -> None:
+    arch, default = architecture(family), config(**BF16 | values)
+    assert sent_adapters(default, arch) is None
+    assert list(lora_transfer_problems(default, arch)) == []
+    obstacle = reason_to_merge(default, arch)
+    assert obstacle is not None
+    assert f"{obstacle.reason}; {obstacle.way_out}".startswith(reason)
+    (problem,) = lora_transfer_problems(config(**BF16 | values, weight_sync__lora="adapters"), arch)
+    assert problem.startswith(f"weight_sync.lora=adapters with {reason}")
+    assert problem.endswith("or set weight_sync.lora=merged")
+
+
+def test_adapters_alone_are_sent_in_bfloat16_or_if_they_are_asked_for() -> None:
+    attention, arch = lora(target_modules=("q_proj", "o_proj")), architecture("llama")
+    default = config(**BF16 | attention, weight_sync__transport="cuda_ipc")
+    assert sent_adapters(default, arch) == default.model.lora is not None
+    assert list(lora_transfer_problems(default, arch)) == []
+    assert sent_adapters(config(**BF16 | attention, weight_sync__lora="merged"), arch) is None
+    assert sent_adapters(config(**attention), arch) is None
+    asked = config(**attention, weight_sync__lora="adapters")
+    assert sent_adapters(asked, arch) == asked.model.lora
+    assert list(lora_transfer_problems(asked, arch)) == []
+    assert [*layer_problems(asked, None, False)] == []
+    (problem,) = layer_problems(asked, (9, 0), False)
+    assert problem.startswith("weight_sync.lora=adapters with model.dtype=float32 on GPUs")
+    assert sent_adapters(config(**BF16), arch) is None
+
+
+def test_a_warning_says_that_adapters_are_merged_and_why() -> None:
+    """The rules and the warnings are those that a run and `plan` print."""
+    (warning,) = check_config(config(**lora()))
+    assert warning.startswith("each weight update sends all weights with the adapters merged, not the adapters alone")
+    assert "because of model.dtype=float32" in warning
+    assert check_config(config(**BF16 | lora())) == []
+    assert check_config(config(**lora(), weight_sync__lora="merged")) == []
+    (idle,) = check_config(config(weight_sync__lora="merged"))
+    assert idle == "weight_sync.lora=merged has no effect without model.lora; set that, or remove it"
+
+
+def test_engines_allocate_the_next_rank_that_vllm_allows() -> None:
+    assert [engine_rank(LoraConfig(rank=rank)) for rank in (1, 2, 8, 9, 500)] == [1, 8, 8, 16, 512]
 
 
 def test_tensor_parallel_experts_must_divide_the_tensor_parallel_size() -> None:

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes
+from megatron_bapo.model.lora_mapping import sent_table
 from megatron_bapo.model.weight_layouts import (
     EngineLayout,
     Placement,
@@ -111,12 +113,14 @@ def test_the_slices_of_all_senders_tile_each_hosts_needs_with_the_bits_of_the_wh
             assert got[name].view(torch.int32).equal(wanted.view(torch.int32)), name
 
 
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=3), LoraConfig(rank=3, target_modules=("v_proj", "up_proj"))])
 @settings(max_examples=25, deadline=None)
-@given(layouts())
-def test_the_ranks_of_an_engine_need_every_element(drawn: tuple):
+@given(drawn=layouts())
+def test_the_ranks_of_an_engine_need_every_element(drawn: tuple, lora: LoraConfig | None):
     arch, _, engine, _, _ = drawn
-    for name, shards in engine_shards(arch, engine).items():
-        covered = torch.zeros(expected_shapes(arch)[name], dtype=torch.bool)
+    table = sent_table(lora)
+    for name, shards in engine_shards(arch, engine, table).items():
+        covered = torch.zeros(expected_shapes(arch, table)[name], dtype=torch.bool)
         for shard in shards:
             covered[region(shard.box)] = True
         assert covered.all(), name
@@ -136,6 +140,50 @@ def test_the_trainers_shards_agree_with_its_parallel_groups(drawn: tuple):
             for part in shards:
                 if rank in part.ranks:
                     assert local(Slice(name, part.box)).shape == part.box.shape
+
+
+@settings(max_examples=25, deadline=None)
+@given(layouts())
+def test_ranks_have_the_halves_of_adapters_of_the_weights_that_they_have(drawn: tuple):
+    """One half is split as the weight is, and all ranks with a part of the weight have the other half."""
+    arch, parallel, _, _, _ = drawn
+    weights, adapters = trainer_shards(arch, parallel), trainer_shards(arch, parallel, sent_table(LoraConfig(rank=3)))
+    split = 0
+    for name, shards in adapters.items():
+        module, _, half = name.removesuffix(".weight").rpartition(".")
+        of_weight = weights[f"{module}.weight"]
+        dim, other = (1, 0) if half == "lora_A" else (0, 1)
+        if len({part.box for part in shards}) > 1:
+            spans = [(part.box.start[dim], part.box.shape[dim], part.ranks) for part in shards]
+            assert spans == [(part.box.start[dim], part.box.shape[dim], part.ranks) for part in of_weight]
+            split += 1
+        else:
+            (whole,) = shards
+            assert whole.box.start == (0, 0)
+            holders = {rank for part in of_weight for rank in part.ranks}
+            assert holders == {*whole.ranks} if ".experts." in name else holders <= {*whole.ranks}
+        assert {part.box.shape[other] for part in shards} == {3}
+    assert split or parallel.tensor_model_parallel_size == 1
+
+
+def test_the_adapters_of_qwen25_05b_have_less_than_two_percent_of_the_bytes_of_its_weights():
+    """The guide has these numbers. Shapes: https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json"""
+    arch = architecture(
+        "qwen2", num_hidden_layers=24, hidden_size=896, intermediate_size=4864, num_attention_heads=14,
+        num_key_value_heads=2, head_dim=64, vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    parallel, engine = ParallelConfig(world_size=2, tensor_model_parallel_size=2), EngineLayout(2)
+    full, adapters = (
+        weight_plan(
+            arch, parallel, engine, one_host(parallel, engine), dtype="bfloat16", bucket_bytes=1 << 28, lora=lora
+        ).total_bytes
+        for lora in (None, LoraConfig(rank=16))
+    )
+    assert full == 2 * 494_032_768
+    assert adapters == 2 * 24 * 16 * (4 * 896 + 896 + 2 * 128 + 896 + 3 * 896 + 3 * 4864)
+    assert adapters < 0.02 * full
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "lora.md").read_text()
+    assert f"{adapters / 2**20:.1f} MiB instead of {full / 2**20:.0f} MiB" in guide
 
 
 def test_a_slice_that_a_rank_does_not_have_fails_an_assertion():

@@ -66,3 +66,20 @@ def test_stages_that_do_not_fit_the_width_continue_in_further_tables(width: int)
     assert "…" not in text
     assert [int(stage.strip("*")) for stage in " ".join(headings).split()] == [*range(16)]
     assert text.count("output layer ") == len(headings) == {30: 16, 60: 6, 80: 3, 120: 2}[width]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("rollout.sleep_level=1",), "the adapters alone, 77.0 MiB at each weight update"),
+        (
+            (),
+            "merged, 14,525.6 MiB at each weight update, because of rollout.sleep_level=2, which discards the weights",
+        ),
+        (("weight_sync.lora=merged",), "all weights with the adapters merged, 14,525.6 MiB at each weight update"),
+    ],
+)
+def test_a_plan_with_adapters_says_what_a_weight_update_sends_and_why(overrides: tuple, expected: str) -> None:
+    text = printed(200, print_plan, recipe("qwen2.5-7b_8gpus", "model.lora.rank=16", *overrides), "here", [])
+    assert expected in text
+    assert ("because of" in text, "set sleep_level=1" in text) == ((True, True) if not overrides else (False, False))

@@ -31,3 +31,14 @@ def test_with_more_gpus_than_key_value_heads_each_has_a_whole_head() -> None:
     eighth = (one - norms) / 8 + norms
     copies = 28 * 2 * (128 - 64) * (3584 + 1)
     assert eight == eighth + copies
+
+
+def test_adapters_that_are_served_beside_the_weights_take_memory_at_the_rank_that_vllm_allows() -> None:
+    """A is whole where a layer splits its outputs, and B where it splits its inputs."""
+    rank, overrides = 16, ("model.lora.rank=9", "rollout.tensor_parallel_size=4", "rollout.num_engines=2")
+    served = recipe("qwen2.5-7b_8gpus", *overrides, "rollout.sleep_level=1").engine
+    merged = recipe("qwen2.5-7b_8gpus", *overrides, "weight_sync.lora=merged").engine
+    hidden, queries, keys, mlp = 3584, 3584, 512, 18944
+    columns = 3 * hidden + (queries + 2 * keys) // 4 + 2 * hidden + 2 * mlp // 4
+    rows = queries // 4 + hidden + mlp // 4 + hidden
+    assert served.weights - merged.weights == 28 * rank * (columns + rows) * 2

@@ -1,8 +1,9 @@
 import pytest
 
+from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
 from megatron_bapo.planning.hardware import GPUS, Assumptions
-from megatron_bapo.planning.weight_transfer import LAYER_S, TransferSpeed, traffic
+from megatron_bapo.planning.weight_transfer import LAYER_S, TransferSpeed, sync_bytes, traffic
 from megatron_bapo.weight_sync.plan_figures import plan_figures
 from tests.unit.planning.examples import RECIPES, recipe
 
@@ -59,3 +60,18 @@ def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:
     sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8, colocated=False)
     fast = sent.seconds(SPEED) - sent.crossing / (Assumptions().connection_gb_s * 1e9)
     assert sent.seconds(slow) == pytest.approx(fast + sent.crossing / (1e9 * Assumptions().link_efficiency))
+
+
+@pytest.mark.parametrize("lora", ["adapters", "merged"])
+def test_with_adapters_the_bytes_of_a_version_are_those_of_what_is_sent(lora: str) -> None:
+    plan = recipe("qwen2.5-7b_8gpus", "model.lora.rank=16", f"weight_sync.lora={lora}")
+    config, architecture = plan.config, plan.architecture
+    engine, sent = EngineLayout.of(config.rollout), sent_adapters(config, architecture)
+    placement = one_host(config.parallel, engine)
+    sizes = {"dtype": "bfloat16", "bucket_bytes": 1 << 28}
+    exact = weight_plan(architecture, config.parallel, engine, placement, **sizes, lora=sent)
+    assert sync_bytes(config, architecture) == exact.total_bytes
+    assert (exact.total_bytes < 0.01 * 2 * 7_615_616_512) == (lora == "adapters")
+    assert plan.store_bytes == 2 * exact.total_bytes
+    full = recipe("qwen2.5-7b_8gpus").time.weight_sync
+    assert (plan.time.weight_sync < 0.02 * full) == (lora == "adapters")
