@@ -225,10 +225,9 @@ def test_layouts_with_moments_in_bfloat16_agree(results: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ROUNDED_MOMENTS)
-@pytest.mark.parametrize("state", ["exp_avg", "exp_avg_sq"])
-def test_moments_in_bfloat16_are_those_in_float32_rounded_at_each_update(results: Path, state: str, name: str) -> None:
-    """Two updates round twice, by up to half of 1/128 of a value each, and add what the rounded update changed."""
-    ours, theirs = (checkpoint(results, n, state) for n in (name, reference(name)))
+def test_first_moments_in_bfloat16_are_those_in_float32_rounded_at_each_update(results: Path, name: str) -> None:
+    """Two updates round twice, by up to half of 1/128 of a value each. Second moments have another adam_beta2."""
+    ours, theirs = (checkpoint(results, n, "exp_avg") for n in (name, reference(name)))
     assert ours.keys() == theirs.keys()
     for tensor, rounded in ours.items():
         difference = (rounded.float() - theirs[tensor]).norm() / theirs[tensor].norm().clamp(min=1e-30)
