@@ -27,7 +27,7 @@ from megatron_bapo.cluster.node_agent import ENVIRONMENT, NodeAgent
 from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
 from megatron_bapo.cluster.ray_cluster import ActorDied, connect, create_actor, disconnect, finished, get_result, nodes
 from megatron_bapo.cluster.run_end import tell_nodes
-from megatron_bapo.cluster.trainer_process import Rendezvous, TrainerNode
+from megatron_bapo.cluster.trainer_process import Rendezvous, TrainerLog, TrainerNode
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import device_problems, host_problems
 from megatron_bapo.config.schema import Config
@@ -198,14 +198,16 @@ class Hosts:
 class ClusterTrainer:
     """The trainer on all of its nodes; also watches the nodes that only have engines."""
 
-    def __init__(self, agents: dict[Node, Any], placement: RunPlacement, directory: RunDirectory) -> None:
+    def __init__(
+        self, agents: dict[Node, Any], placement: RunPlacement, directory: RunDirectory, logs: dict[Node, TrainerLog]
+    ) -> None:
         self._names = {_agent_name(node): node for node in agents}
         self._waiting = {
             _agent_name(node): agent.until_trainer_ends.remote(directory.stop_request) for node, agent in agents.items()
         }
-        self._num_running = len(placement.trainer_nodes)
-        self._directory = directory
-        self.log_file = _trainer_log(directory, placement.trainer_nodes[0])
+        self._num_running = len(logs)
+        self._logs = logs
+        self.log = logs[placement.trainer_nodes[0]]
 
     def poll(self) -> int | None:
         """Return the exit code when all nodes' ranks have ended or one has failed, None before.
@@ -216,10 +218,14 @@ class ClusterTrainer:
             exit_code = self._exit_code(name)
             self._num_running -= 1
             if exit_code != 0:
-                self.log_file = _trainer_log(self._directory, self._names[name])
                 self.look_for_lost_nodes()
+                self.log = self._explaining_log(self._logs[self._names[name]])
                 return exit_code
         return None if self._num_running else 0
+
+    def _explaining_log(self, noticed: TrainerLog) -> TrainerLog:
+        """Return the log of the node with a killed rank: ranks of other nodes may end, and be noticed, before it."""
+        return next((log for log in [noticed, *self._logs.values()] if log.killed_rank()), noticed)
 
     def _exit_code(self, name: str) -> int:
         try:
@@ -245,10 +251,6 @@ class ClusterTrainer:
 
 def _agent_name(node: Node) -> str:
     return f"agent of node {node.address}"
-
-
-def _trainer_log(directory: RunDirectory, node: Node) -> Path:
-    return directory.logs / f"trainer-{node.address}.log"
 
 
 @contextmanager
@@ -323,6 +325,7 @@ def start_trainers(
 ) -> ClusterTrainer:
     """Start torchrun on each of the trainer's nodes; the rendezvous is on the first node."""
     first, num_nodes = placement.trainer_nodes[0], len(placement.trainer_nodes)
+    logs = {node: TrainerLog(directory.logs / f"trainer-{node.address}.log") for node in placement.trainer_nodes}
     endpoint = get_result(agents[first].endpoint.remote(), _agent_name(first), _AGENT_S) if num_nodes > 1 else ""
     for number, node in enumerate(placement.trainer_nodes):
         host = hosts.of_trainer(node)
@@ -335,6 +338,6 @@ def start_trainers(
             hosts.of_readers,
             Rendezvous(num_nodes, endpoint, number) if num_nodes > 1 else None,
         )
-        started = agents[node].start_trainer.remote(trainer_node, stores[host].folder, _trainer_log(directory, node))
+        started = agents[node].start_trainer.remote(trainer_node, stores[host].folder, logs[node].file)
         get_result(started, _agent_name(node), _AGENT_S)
-    return ClusterTrainer(agents, placement, directory)
+    return ClusterTrainer(agents, placement, directory, logs)

@@ -18,7 +18,6 @@ import psutil
 from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.cluster.ray_cluster import SEVERAL_MACHINES
 from megatron_bapo.errors import UserError
-from megatron_bapo.logs import last_lines
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -136,13 +135,22 @@ def interface_of(address: str) -> str:
     raise UserError(f"no network interface of this machine has the address {address}; see `ip -brief address`")
 
 
-def killed_rank(log_file: Path) -> str | None:
-    """Describe the rank that a signal has killed, according to torchrun's summary; None if there is none."""
-    summary = last_lines(log_file, 40).rpartition("Failures:")[2]
-    for rank, number in re.findall(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+) ", summary):
-        if int(number) != signal.SIGTERM:  # torchrun itself ends the other ranks with SIGTERM
-            return f"trainer rank {rank} was killed by {signal.Signals(int(number)).name}"
-    return None
+class TrainerLog:
+    """The log of one machine's trainer ranks; earlier starts of the run may have written to the same file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._start = file.stat().st_size if file.exists() else 0
+
+    def killed_rank(self) -> str | None:
+        """Describe the rank that a signal has killed, according to torchrun's summary; None if there is none."""
+        if not self.file.exists():
+            return None
+        summary = self.file.read_bytes()[self._start :].decode(errors="replace").rpartition("Failures:")[2]
+        for rank, number in re.findall(r"rank\s+: (\d+) .*\n\s+exitcode\s+: -(\d+) ", summary):
+            if int(number) != signal.SIGTERM:  # torchrun itself ends the other ranks with SIGTERM
+                return f"trainer rank {rank} was killed by {signal.Signals(int(number)).name}"
+        return None
 
 
 def end(process: psutil.Popen) -> None:

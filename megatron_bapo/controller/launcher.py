@@ -31,7 +31,7 @@ from megatron_bapo.cluster.planes import (
 )
 from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished, get_result, local_cluster
 from megatron_bapo.cluster.run_end import tell_nodes
-from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerNode, end, end_all, killed_rank, start_trainer
+from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerLog, TrainerNode, end, end_all, start_trainer
 from megatron_bapo.config.checks import refuse
 from megatron_bapo.config.colocation_checks import (
     allocator_problems,
@@ -183,7 +183,7 @@ def _run_planes(
                 trainer.look_for_lost_nodes()
                 raise
             if exit_code != 0:
-                raise _failure(exit_code, directory, trainer.log_file)
+                raise _failure(exit_code, directory, trainer.log)
     except (NodeLost, ProbeFailed, StorageFailed):
         raise
     except RunError as failure:
@@ -197,7 +197,7 @@ def _run_planes(
 class Trainer(Protocol):
     """All trainer ranks, on one machine or several."""
 
-    log_file: Path
+    log: TrainerLog
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the trainer runs."""
@@ -209,8 +209,8 @@ class Trainer(Protocol):
 
 
 class _LocalTrainer:
-    def __init__(self, process: psutil.Popen, log_file: Path) -> None:
-        self.poll, self.log_file = process.poll, log_file
+    def __init__(self, process: psutil.Popen, log: TrainerLog) -> None:
+        self.poll, self.log = process.poll, log
 
     def look_for_lost_nodes(self) -> None:
         pass
@@ -233,9 +233,10 @@ def _on_this_machine(
             source = ("--ray", address)
         world_size = config.parallel.world_size
         node = TrainerNode(directory.root, source, world_size, LOOPBACK, TRAINER_HOST, engine_hosts)
-        process = start_trainer(node, store.folder, directory.trainer_log)
+        log = TrainerLog(directory.trainer_log)
+        process = start_trainer(node, store.folder, log.file)
         stack.callback(end, process)
-        yield _LocalTrainer(process, directory.trainer_log), starting
+        yield _LocalTrainer(process, log), starting
 
 
 @contextmanager
@@ -349,7 +350,7 @@ def _check_started(starting: dict[str, Any], config: Config) -> None:
         get_result(starting.pop(name), name, config.rollout.start_timeout_s)
 
 
-def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
+def _failure(exit_code: int, directory: RunDirectory, log: TrainerLog) -> Exception:
     """Return the trainer's recorded error, or one with the end of its log; it also names a rank that was killed."""
     if directory.failure.is_file():
         failure = json.loads(directory.failure.read_text())
@@ -359,9 +360,9 @@ def _failure(exit_code: int, directory: RunDirectory, log: Path) -> Exception:
     else:
         message = (
             f"the trainer ended with exit code {exit_code}; the same command continues from the last complete "
-            f"checkpoint. {log} ends:\n{last_lines(log, 12)}"
+            f"checkpoint. {log.file} ends:\n{last_lines(log.file, 12)}"
         )
-    killed = killed_rank(log)
+    killed = log.killed_rank()
     return RunError(message if killed is None else f"{killed}; {message}")
 
 

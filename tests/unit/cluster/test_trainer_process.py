@@ -8,11 +8,11 @@ import pytest
 
 from megatron_bapo.cluster.trainer_process import (
     Rendezvous,
+    TrainerLog,
     TrainerNode,
     end_all,
     interface_of,
     kill,
-    killed_rank,
     torchrun,
 )
 from megatron_bapo.errors import UserError
@@ -51,6 +51,8 @@ def test_a_process_that_reuses_a_process_id_is_not_killed() -> None:
 
 def test_the_rank_that_was_killed_is_distinguished_from_those_that_torchrun_ended(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
+    started = TrainerLog(log)
+    assert started.killed_rank() is None
     ranks = tmp_path / "ranks.py"
     ranks.write_text(
         "import os, signal, time\n"
@@ -60,9 +62,8 @@ def test_the_rank_that_was_killed_is_distinguished_from_those_that_torchrun_ende
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ranks)]
     with log.open("wb") as output:
         assert subprocess.run(command, stdout=output, stderr=output, timeout=60).returncode == 1
-    assert killed_rank(log) == "trainer rank 1 was killed by SIGKILL"
-    log.write_text("no summary of failures\n")
-    assert killed_rank(log) is None
+    assert started.killed_rank() == "trainer rank 1 was killed by SIGKILL"
+    assert TrainerLog(log).killed_rank() is None, "a restart does not take over the failure before it"
 
 
 def test_a_process_that_ignores_sigterm_is_killed_and_a_zombie_is_not_waited_for(
