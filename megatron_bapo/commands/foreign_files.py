@@ -142,7 +142,8 @@ class _Reader:
     def _entry(self, entry: Any, path: Path, package: str, chain: tuple[Path, ...]) -> dict[str, Any]:
         """Return the content that one entry of a defaults list names; {} and a note if there is no such file."""
         if isinstance(entry, str):
-            group, at, name = "", package, entry
+            name, has_package, at = entry.partition("@")
+            group, at = "", ".".join(filter(None, (package, at))) if has_package else package
         elif isinstance(entry, dict) and len(entry) == 1:
             ((left, name),) = entry.items()
             if str(left).startswith(OVERRIDE):

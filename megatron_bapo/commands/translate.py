@@ -119,6 +119,7 @@ def translate(path: Path, overrides: Sequence[str] = (), source: From = "auto") 
     """Translate a file. Raises UserError if it belongs to neither project."""
     file = read_foreign(path, overrides)
     project = _project(path, file.content) if source == "auto" else source
+    _check_training(path, project, file.content)
     theirs = _Source(project, file.content)
     result = Translation(path, project, notes=file.notes)
     for key, value in projects()[project].always.items():
@@ -149,12 +150,25 @@ def _project(path: Path, content: dict[str, Any]) -> str:
     return found
 
 
+def _check_training(path: Path, project: str, content: dict[str, Any]) -> None:
+    """Raise UserError if the file is for a kind of training that has no counterpart here."""
+    for section, name in projects()[project].unlike.items():
+        if section in content:
+            raise UserError(
+                f"{path} has the section {section}, for {name}: only reinforcement learning and distillation are here; "
+                f"give a configuration of {projects()[project].title} for one of them"
+            )
+
+
 def _sorted(theirs: _Source, result: Translation) -> Iterator[tuple[str, ForeignRow]]:
     """Yield the keys that have a value and a counterpart; note all others in the result."""
     for key, value in theirs.leaves.items():
         row, is_given = find(theirs.project, key), key in theirs.given
         if row is None:
-            result.unknown.append(f"{key}={_text(value)}")
+            if _is_unset(value):
+                result.idle.append(LeftOut(key, "not set"))
+            else:
+                result.unknown.append(f"{key}={_text(value)}")
             continue
         result.num_translated += bool(row.ours) and is_given
         applies, group = all(map(theirs.holds, row.only)), row.key if row.is_pattern else ""

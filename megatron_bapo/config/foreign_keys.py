@@ -63,6 +63,8 @@ class Project(NamedTuple):
     """Sections by which a configuration of this project is recognised."""
     always: Mapping[str, Any]
     """Values of our keys for which the project has no key."""
+    unlike: Mapping[str, str]
+    """Sections of files for a kind of training that has no counterpart here -> its name."""
 
 
 @cache
@@ -80,6 +82,7 @@ def projects() -> dict[str, Project]:
             prefix=about.get("prefix", ""),
             sections=tuple(about.get("sections", ())),
             always=about.get("always", {}),
+            unlike=about.get("unlike", {}),
         )
         for name, about in _data()["projects"].items()
     }

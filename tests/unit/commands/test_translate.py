@@ -278,6 +278,27 @@ def test_a_configuration_of_nemo_rl_loads_in_our_keys(tmp_path: Path) -> None:
     assert set(settings(result.without)) == {"logger.swanlab_enabled=true"}
 
 
+def test_distillation_of_nemo_rl_keeps_its_teacher_batches_and_objective(tmp_path: Path) -> None:
+    """With the loss of examples/configs/distillation_math.yaml."""
+    distillation = """
+distillation: {num_prompts_per_step: 512, num_generations_per_prompt: 1, max_num_steps: 1000, topk_logits_k: 64}
+loss_fn: {kl_type: mixed, mixed_kl_weight: 0.5, zero_outside_topk: false}
+teacher: {model_name: Qwen/Qwen3-4B, megatron_cfg: {enabled: true, tensor_model_parallel_size: 2}}
+policy:
+"""
+    file = write(tmp_path, distillation + NEMO_RL.partition("policy:\n")[2])
+    result = translate(file)
+    (tmp_path / "ours.yaml").write_text(config_text(result))
+    config = load_config(tmp_path / "ours.yaml")
+
+    assert config.algorithm.objective == "distill"
+    assert config.algorithm.distillation is not None
+    assert config.algorithm.distillation.teacher == Path("models/Qwen3-4B")
+    assert (config.trainer.total_steps, config.trainer.train_batch_size, config.rollout.n) == (1000, 512, 1)
+    assert {"distillation.topk_logits_k=64", "loss_fn.mixed_kl_weight=0.5"} <= {each.setting for each in result.without}
+    assert (result.unknown, result.broken_rules) == ([], [])
+
+
 def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
     overrides = [
         "actor_rollout_ref.rollout.n=8",
@@ -407,9 +428,11 @@ def test_hydras_defaults_list_is_followed(tmp_path: Path) -> None:
     write(tmp_path, "defaults: [../optim@optim: adam, common, _self_]\nstrategy: megatron\n", "actor/b_actor.yaml")
     write(tmp_path, "ppo_epochs: 3\nstrategy: fsdp\n", "actor/common.yaml")
     write(tmp_path, "lr: 3e-6\n", "optim/adam.yaml")
+    write(tmp_path, "max_response_length: 77\n", "prompts.yaml")
     write(
         tmp_path,
-        "defaults:\n  - engine: a\n  - actor@actor_rollout_ref.actor: ${engine}_actor\n  - no_such: file\n  - _self_\n"
+        "defaults:\n  - engine: a\n  - actor@actor_rollout_ref.actor: ${engine}_actor\n"
+        "  - prompts@data\n  - no_such: file\n  - _self_\n"
         "actor_rollout_ref: {rollout: {n: 2}}\n",
         "base.yaml",
     )
@@ -420,7 +443,7 @@ def test_hydras_defaults_list_is_followed(tmp_path: Path) -> None:
         3,
         2,
     )
-    assert result.config["data.max_prompt_length"] == 99
+    assert (result.config["data.max_prompt_length"], result.config["rollout.max_response_length"]) == (99, 77)
     assert len(result.notes) == 1
     assert "defaults entry file: there is no" in result.notes[0]
     assert "actor_rollout_ref.actor.strategy=fsdp" not in settings(result.without)
@@ -438,7 +461,9 @@ def test_nemo_rls_files_extend_one_another(tmp_path: Path) -> None:
 
 
 def test_unknown_keys_are_listed(tmp_path: Path) -> None:
-    result = translate(write(tmp_path, VERL + "my_section: {key: 1}\n"), ["+trainer.my_key='a b'"])
+    result = translate(
+        write(tmp_path, VERL + "my_section: {key: 1, unset: null, empty: {}}\n"), ["+trainer.my_key='a b'"]
+    )
     assert result.unknown == ["trainer.my_key=a b", "my_section.key=1"]
     assert "Not known to this translator:" in list(report_lines(result))
 
@@ -454,6 +479,10 @@ def test_unknown_keys_are_listed(tmp_path: Path) -> None:
         ("a: 1\na: 2\n", "theirs.yaml line 2: key 'a' is here for the second time; keep one of them"),
         ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
         ("defaults: [theirs]\nactor_rollout_ref: {}\n", "defaults go in a circle"),
+        (
+            "policy: {}\nsft: {max_num_steps: 60}\n",
+            "has the section sft, for supervised fine-tuning: only reinforcement",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_translated_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
