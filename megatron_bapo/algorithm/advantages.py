@@ -101,6 +101,16 @@ def whiten(values_T: Tensor, accepted_T: Tensor | None = None) -> Tensor:
     return whitened_T if accepted_T is None else whitened_T.masked_fill(~accepted_T, 0.0)
 
 
+def positive_factor(positive_sum: float, negative_sum: float, min_share: float) -> float:
+    """Return the factor of positive advantages with which their share is `min_share`; 1 if it is that high already.
+
+    The sums are those of w|A| over the tokens of a minibatch with A > 0 and with A < 0, so that the share is that of
+    the loss at ratio 1. Without positive tokens no factor gives them a share, and it is 1.
+    """
+    needed = negative_sum * min_share / (1.0 - min_share)
+    return needed / positive_sum if 0.0 < positive_sum < needed else 1.0
+
+
 def overlong_penalty(lengths_GN: Tensor, max_response_length: int, buffer_length: int, penalty_factor: float) -> Tensor:
     """Return DAPO's soft overlong punishment [G, N], which is added to the rewards.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
-from megatron_bapo.config.section import Fraction, NonNegativeFloat, Section
+from megatron_bapo.config.section import Fraction, NonNegativeFloat, PartialFraction, Section
 
 Objective = Literal["bapo", "ppo", "gspo", "cispo", "distill"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
@@ -176,6 +176,10 @@ class AlgorithmConfig(Section):
     mean."""
     norm_adv_by_std: bool = True
     """Divide GRPO's advantages by the standard deviation of the group's rewards."""
+    min_positive_loss_share: PartialFraction = 0.0
+    """Multiply the positive advantages of each minibatch by one factor of at least 1, so that they have at least this
+    share of the sum of w|A| over its tokens, where w is the weight of the token in the loss. With 0 the advantages do
+    not change."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Normalization of the loss over the minibatch: `token-mean` is the mean over all tokens; the others are the mean
     over sequences of the sum of token losses (`seq-mean-token-sum`), of their mean (`seq-mean-token-mean`), or of their

@@ -41,7 +41,7 @@ _CONDITIONS = (
         "algorithm.objective=ppo, gspo or cispo (BAPO's bounds are algorithm.clip_bounds)",
     ),
     _Condition(
-        ("algorithm.adv_estimator", "algorithm.norm_adv_by_std"),
+        ("algorithm.adv_estimator", "algorithm.norm_adv_by_std", "algorithm.min_positive_loss_share"),
         lambda c: c.algorithm.objective != "distill",
         "an algorithm.objective that uses rewards (distill does not)",
     ),

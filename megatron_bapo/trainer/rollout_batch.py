@@ -11,7 +11,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS, estimate_advantages, overlong_penalty
+from megatron_bapo.algorithm.advantages import (
+    NORMALIZED_OVER_TOKENS,
+    estimate_advantages,
+    overlong_penalty,
+    positive_factor,
+)
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.policy_loss import token_weights
 from megatron_bapo.algorithm.rollout_correction import rollout_correction
@@ -116,7 +121,37 @@ def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
     """Return the weighted examples of an update, or an empty list if no token is left to train on."""
     if not any(example.num_trained_tokens for example in examples):
         return []
-    return with_token_weights(examples, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
+    weighted = with_token_weights(examples, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
+    return with_positive_share(weighted, config.algorithm.min_positive_loss_share)
+
+
+def with_positive_share(examples: Sequence[Example], min_share: float) -> list[Example]:
+    """Return the weighted examples of a minibatch with positive advantages that have `min_share` of the loss or more.
+
+    Rejected tokens do not count. All ranks have the advantages of the whole minibatch, so that they find one factor.
+    """
+    if min_share == 0.0:
+        return [*examples]
+    sums = [_advantage_sums(example) for example in examples]
+    factor = positive_factor(sum(p for p, _ in sums), sum(n for _, n in sums), min_share)
+    return [replace(example, advantage=_scaled(example.advantage, factor)) for example in examples]
+
+
+def _advantage_sums(example: Example) -> tuple[float, float]:
+    """Return the sums of w|A| over the accepted tokens with A > 0 and with A < 0."""
+    if isinstance(example.advantage, np.ndarray):
+        kept, each = example.advantage, example.weight
+        if example.correction_weights is not None:
+            kept = kept[example.correction_weights != 0]
+    else:
+        kept, each = np.array([example.advantage]), example.weight * example.num_trained_tokens
+    return each * float(kept.clip(min=0.0).sum()), each * float((-kept).clip(min=0.0).sum())
+
+
+def _scaled(advantage: float | np.ndarray, factor: float) -> float | np.ndarray:
+    if isinstance(advantage, np.ndarray):
+        return np.where(advantage > 0.0, factor * advantage, advantage)
+    return factor * advantage if advantage > 0.0 else advantage
 
 
 def _corrected(worker: Worker, examples: Sequence[Example]) -> tuple[list[Example], torch.Tensor]:

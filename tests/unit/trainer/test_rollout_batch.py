@@ -55,6 +55,51 @@ def test_rejected_tokens_are_excluded_from_the_loss_normalization_as_in_verl() -
     assert weights["seq-mean-token-sum-norm"] == pytest.approx([1 / (4 * 100)] * 4)
 
 
+def positive_share(examples: list[Example]) -> float:
+    """Return P / (P + N), with P and N summed token by token."""
+    sums = {True: 0.0, False: 0.0}
+    for e in examples:
+        for t, advantage in enumerate(e.token_advantages):
+            if e.correction_weights is None or e.correction_weights[t] != 0:
+                sums[advantage > 0] += e.weight * abs(advantage)
+    return sums[True] / (sums[True] + sums[False])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by_token", [False, True])
+def test_positive_advantages_get_their_minimum_share_of_the_loss_by_one_factor(
+    mode: LossAggMode, by_token: bool
+) -> None:
+    examples = [example(3, 1.5), example(2, 0.5), example(9, -1.0), example(4, 0.0), example(30, -2.0)]
+    if by_token:
+        rng = np.random.default_rng(0)
+        examples = [dataclasses.replace(e, advantage=rng.normal(-0.5, 1.0, e.trajectory.num_sampled)) for e in examples]
+    examples[2] = dataclasses.replace(examples[2], correction_weights=np.where(np.arange(9) < 5, 2.0, 0.0))
+    without = found(examples, mode)
+    assert positive_share(without) < 0.45
+
+    scaled = found(examples, mode, min_positive_loss_share=0.45)
+
+    assert positive_share(scaled) == pytest.approx(0.45)
+    ratios = np.concatenate(
+        [b.token_advantages / a.token_advantages for a, b in zip(without, scaled, strict=True) if np.any(a.advantage)]
+    )
+    is_positive = np.concatenate([a.token_advantages for a in without if np.any(a.advantage)]) > 0
+    assert np.ptp(ratios[is_positive]) < 1e-9
+    assert set(ratios[~is_positive]) == {1.0}
+    assert [e.weight for e in scaled] == [e.weight for e in without]
+
+
+@pytest.mark.parametrize(
+    "advantages",
+    [(1.0, -1.0), (1.0, 1.0), (-1.0, -1.0), (0.0, 0.0)],
+    ids=["share reached", "no negative tokens", "no positive tokens", "no signal"],
+)
+def test_advantages_do_not_change_where_no_factor_above_1_gives_the_share(advantages: tuple[float, float]) -> None:
+    examples = [example(4, advantages[0]), example(4, advantages[1])]
+    assert [e.advantage for e in found(examples, "token-mean", min_positive_loss_share=0.4)] == [*advantages]
+
+
 def test_truncated_responses_are_excluded_from_the_updates_if_they_are_filtered() -> None:
     trajectories = [example(3, 1.0).trajectory, truncated(4).trajectory, truncated(5).trajectory]
     filtering = config(algorithm={"overlong": {"mode": "filter"}}, **IN_TWOS)
