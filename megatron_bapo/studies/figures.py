@@ -22,11 +22,12 @@ DPI = 110
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm at one staleness over all seeds."""
+    """One arm in one variant at one staleness over all seeds."""
 
     label: str
     arm: str
     updates_per_step: int
+    variant: str = ""
 
 
 def curves_figure(
@@ -38,7 +39,7 @@ def curves_figure(
     """
     with rc_context(STYLE):
         num_columns = min(len(panels), 2)
-        figure, axes = _grid(-(-len(panels) // num_columns), num_columns, title)
+        figure, axes = grid(-(-len(panels) // num_columns), num_columns, title)
         for panel, (column, label) in zip(axes, panels.items(), strict=False):
             panel.set_title(label, loc="left", fontsize=10.5, color=STYLE["axes.labelcolor"], pad=7)
             panel.set_xlabel("updates")
@@ -61,7 +62,7 @@ def ratio_boxes_figure(tokens: StudyTable, cells: Sequence[Cell], title: str) ->
     ratio, prob, _, sign = _tokens(tokens, cells)
     below, above = np.arange(0.0, 1.0, 0.2), np.arange(1.0, 2.01, 0.2)
     with rc_context(STYLE):
-        figure, axes = _grid(1, 2, title)
+        figure, axes = grid(1, 2, title)
         for panel, starts, wanted, colour, name in (
             (axes[0], below, -1, NEGATIVE, "A < 0"),
             (axes[1], above, 1, POSITIVE, "A > 0"),
@@ -119,15 +120,18 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
-def _grid(num_rows: int, num_columns: int, title: str) -> tuple[Figure, list[Axes]]:
-    size = PANEL_SIZE[0] * num_columns, PANEL_SIZE[1] * num_rows + 0.7
-    figure = Figure(figsize=size, layout="constrained")
+def grid(
+    num_rows: int, num_columns: int, title: str, size: tuple[float, float] = PANEL_SIZE
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with its panels, row by row; `size` is that of a panel in inches."""
+    width, height = size[0] * num_columns, size[1] * num_rows + 0.7
+    figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     return figure, [figure.add_subplot(num_rows, num_columns, 1 + index) for index in range(num_rows * num_columns)]
 
 
 def _band(panel: Axes, table: StudyTable, curve: Curve, column: str, window: int, colour: str) -> None:
-    x, values = table.window_means(table.cells(curve.arm, curve.updates_per_step), column, window)
+    x, values = table.window_means(table.cells(curve.arm, curve.updates_per_step, curve.variant), column, window)
     known = ~np.isnan(values).any(0)
     x, values = x[known], values[:, known]
     mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(x))

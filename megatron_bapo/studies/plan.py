@@ -1,6 +1,7 @@
-"""Configuration of a study and the runs that it expands to.
+"""Runs of a study.
 
-A study trains every arm at every number of updates per rollout batch with every seed, for equally many updates.
+A study trains its arms on two axes, the number of updates per rollout batch and its variants, with several seeds, for
+equally many updates.
 """
 
 from __future__ import annotations
@@ -9,64 +10,18 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
-from pydantic import Field, PositiveInt, ValidationError
+import numpy as np
 
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.loading import load_config
-from megatron_bapo.config.schema import Config, Section
+from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
-from megatron_bapo.studies.table import Cell
-
-Overrides = dict[str, Any]
-"""Part of a run's configuration, with the same nesting."""
-
-
-class Arm(Section):
-    label: str
-    overrides: Overrides = Field(default_factory=dict)
-    updates_per_step: tuple[PositiveInt, ...] | None = None
-    """Updates per step of this arm; by default those of the study."""
-
-
-class Figure(Section):
-    kind: Literal["curves", "ratio_boxes", "token_scatter"]
-    title: str
-    arms: tuple[str, ...]
-    updates_per_step: tuple[PositiveInt, ...]
-    panels: dict[str, str] = Field(default_factory=dict)
-    """Panels of a figure of kind `curves`: maps a column to its label."""
-
-
-class Study(Section):
-    run_dir: Path
-    """Folder that contains one folder per run."""
-    output: Path
-    """Folder of the tables and figures."""
-    base: Path
-    seeds: tuple[int, ...]
-    updates_per_step: tuple[PositiveInt, ...]
-    num_updates: PositiveInt
-    """Optimizer updates of every run, counted from its start."""
-    common: Overrides = Field(default_factory=dict)
-    start: Overrides = Field(default_factory=dict)
-    continued: Overrides = Field(default_factory=dict)
-    arms: dict[str, Arm]
-    columns: dict[str, str]
-    """Maps a column of the table to a metric."""
-    tokens_of: dict[str, tuple[PositiveInt, ...]] = Field(default_factory=dict)
-    """Maps an arm to the updates per step of the runs whose sampled tokens go to tokens.csv."""
-    window: PositiveInt
-    """Number of updates that are averaged into one point of a curve."""
-    final_updates: PositiveInt
-    """Number of last updates that the summary averages."""
-    summary: tuple[str, ...]
-    """Columns of the summary."""
-    figures: dict[str, Figure]
+from megatron_bapo.studies.study import BOUNDS_COLUMNS, Study
+from megatron_bapo.studies.table import Cell, StudyTable, read_table, update_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +30,16 @@ class StudyRun:
 
     name: str
     config: Config
+    """Configuration; that of a run with `bounds_of` has bounds that `final_config` replaces."""
     num_updates: int
     needs: str | None = None
     """Name of the run whose exported model this run starts from."""
     cell: Cell | None = None
-    """Arm, staleness and seed of the run; None for a start run."""
+    """Arm, variant, staleness and seed of the run; None for a start run."""
+    recorded: StudyTable | None = None
+    """Table that has the run's results already."""
+    bounds_of: StudyRun | None = None
+    """Run whose mean clip bounds are the fixed bounds of this run."""
 
     @property
     def directory(self) -> RunDirectory:
@@ -90,9 +50,34 @@ class StudyRun:
         return self.directory.logs / "study.log"
 
     @property
-    def finished(self) -> Path:
-        """Marker file that exists once the run has finished successfully."""
+    def marker(self) -> Path:
+        """Marker file that exists once the run has finished successfully in its run directory."""
         return self.config.run_dir / "finished"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has finished, here or, if the table has its results, elsewhere."""
+        return self.recorded is not None or self.marker.exists()
+
+    def mean_bounds(self) -> tuple[float, float]:
+        """Return the means over the updates of the (lower, upper) clip bound of a finished run, to three decimals."""
+        assert self.cell is not None, "start runs have no bounds"
+        if self.recorded is not None:
+            columns = [self.recorded.column(self.cell, name) for name in BOUNDS_COLUMNS]
+        else:
+            names = {name: f"actor/bapo_{name}" for name in BOUNDS_COLUMNS}
+            rows = update_rows(self.cell, self.config.run_dir, names)
+            columns = [np.array([row[name] for row in rows], dtype=float) for name in BOUNDS_COLUMNS]
+        low, high = (round(float(np.nanmean(column)), 3) for column in columns)
+        return low, high
+
+    def final_config(self) -> Config:
+        """Return the configuration to run; the run in `bounds_of` must have finished."""
+        if self.bounds_of is None:
+            return self.config
+        low, high = self.bounds_of.mean_bounds()
+        clip = {"clip_ratio_low": round(1.0 - low, 3), "clip_ratio_high": round(high - 1.0, 3)}
+        return self.config.model_copy(update={"algorithm": self.config.algorithm.model_copy(update=clip)})
 
     def checkable(self, runs: Sequence[StudyRun]) -> Config:
         """Return the configuration with the model of the run in `needs`, whose export may not exist yet."""
@@ -100,64 +85,38 @@ class StudyRun:
         return self.config.model_copy(update={"model": models[0]}) if models else self.config
 
     def num_updates_done(self) -> int:
-        if self.finished.exists():
+        if self.finished:
             return self.num_updates
         path = self.directory.updates if self.needs else self.directory.metrics
         return min(path.read_bytes().count(b"\n"), self.num_updates) if path.exists() else 0
 
 
-def load_study(path: Path) -> Study:
-    """Load a study. Raises UserError that lists all problems."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the study {path}: {error}") from None
-    try:
-        study = Study.model_validate(document)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise UserError("\n".join([f"{path}: the study's keys are {', '.join(Study.model_fields)}", *lines])) from None
-    if problems := list(_problems(study)):
-        raise UserError("\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]))
-    return study
-
-
-def _problems(study: Study) -> Iterator[str]:
-    """Yield the rules that the study breaks across keys."""
-    for updates in study.updates_per_step:
-        if study.num_updates % updates:
-            yield (
-                f"num_updates={study.num_updates} must be a multiple of updates_per_step={updates}: all runs take "
-                f"equally many updates"
-            )
-    for name, arm in study.arms.items():
-        for updates in set(arm.updates_per_step or ()) - set(study.updates_per_step):
-            yield f"arms.{name}.updates_per_step={updates} must be one of the study's, {list(study.updates_per_step)}"
-    for name in study.tokens_of:
-        if name not in study.arms:
-            yield f"tokens_of.{name}: no such arm; there are {', '.join(study.arms)}"
-    for column in set(study.summary) - set(study.columns):
-        yield f"summary: no such column {column}; there are {', '.join(study.columns)}"
-    for name, figure in study.figures.items():
-        for arm in set(figure.arms) - set(study.arms):
-            yield f"figures.{name}: no such arm {arm}; there are {', '.join(study.arms)}"
-        for column in set(figure.panels) - set(study.columns):
-            yield f"figures.{name}: no such column {column}; there are {', '.join(study.columns)}"
-
-
 def expand(study: Study) -> list[StudyRun]:
-    """Return all runs: first the start runs, then in order of `updates_per_step`, seed and arm.
+    """Return all runs in the order in which they are executed; the start run of a seed precedes the others of it.
 
     Raises UserError if the configuration of a run is invalid.
     """
-    starts = [_start(study, seed) for seed in study.seeds]
-    return starts + [
-        _continued(study, start, name, arm, updates)
-        for updates in study.updates_per_step
-        for start in starts
-        for name, arm in study.arms.items()
-        if updates in (arm.updates_per_step or study.updates_per_step)
-    ]
+    table = read_table(study.output / "updates.csv")
+    starts = {seed: _start(study, seed) for seed in study.seeds}
+    runs: dict[Cell | int, StudyRun] = {}
+    for cell in study.cells():
+        runs.setdefault(cell.seed, starts[cell.seed])
+        source = study.arms[cell.arm].bounds_of
+        bounds_of = None if source is None else runs.get(cell.of_arm(source))
+        if source is not None and bounds_of is None:
+            raise UserError(
+                f"arms.{cell.arm}.bounds_of={source}: the run {_name(cell)} needs {_name(cell.of_arm(source))}, which "
+                "is not among the runs before it; add it to a block of `order` before"
+            )
+        runs[cell] = _continued(study, starts[cell.seed], cell, table, bounds_of)
+    return list(runs.values())
+
+
+def unfinished(runs: Sequence[StudyRun]) -> list[StudyRun]:
+    """Return the runs to execute; of the start runs, those that an unfinished run needs."""
+    continued = [run for run in runs if run.cell is not None and not run.finished]
+    needed = {run.needs for run in continued}
+    return [run for run in runs if not run.finished and (run.cell is not None or run.name in needed)]
 
 
 def _start(study: Study, seed: int) -> StudyRun:
@@ -167,24 +126,31 @@ def _start(study: Study, seed: int) -> StudyRun:
     return StudyRun(name, config, config.warm_start.num_steps if config.warm_start else 0)
 
 
-def _continued(study: Study, start: StudyRun, arm_name: str, arm: Arm, updates: int) -> StudyRun:
-    name = f"{arm_name}-{updates}x-seed{start.config.seed}"
+def _name(cell: Cell) -> str:
+    return "-".join(part for part in (cell.arm, cell.variant, f"{cell.updates_per_step}x-seed{cell.seed}") if part)
+
+
+def _continued(
+    study: Study, start: StudyRun, cell: Cell, table: StudyTable | None, bounds_of: StudyRun | None
+) -> StudyRun:
     fixed = {
-        "seed": start.config.seed,
-        "run_dir": str(study.run_dir / name),
+        "seed": cell.seed,
+        "run_dir": str(study.run_dir / _name(cell)),
         "model": {"create": None, "path": str(start.directory.export)},
         "warm_start": None,
         "trainer": {
-            "total_steps": study.num_updates // updates,
-            "train_batch_size": start.config.trainer.ppo_mini_batch_size * updates,
+            "total_steps": study.num_updates // cell.updates_per_step,
+            "train_batch_size": start.config.trainer.ppo_mini_batch_size * cell.updates_per_step,
         },
     }
     return StudyRun(
-        name,
-        _config(study, study.continued, arm.overrides, fixed),
+        _name(cell),
+        _config(study, study.continued, study.variants[cell.variant], study.arms[cell.arm].overrides, fixed),
         study.num_updates,
         start.name,
-        Cell(arm_name, updates, start.config.seed),
+        cell,
+        table if table is not None and table.has(cell) else None,
+        bounds_of,
     )
 
 
@@ -206,6 +172,7 @@ def check_runs(runs: Sequence[StudyRun]) -> None:
     for run in runs:
         try:
             check_config(run.checkable(runs))
-            check_resumable(run.config, run.directory)
+            if run.bounds_of is None or run.bounds_of.finished:
+                check_resumable(run.final_config(), run.directory)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None

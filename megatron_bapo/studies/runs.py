@@ -18,23 +18,23 @@ from megatron_bapo.cluster.interrupts import Interrupts, end_with_parent
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.sinks import replace_text
-from megatron_bapo.studies.plan import StudyRun
+from megatron_bapo.studies.plan import StudyRun, unfinished
 
 POLL_S = 0.5
 END_TIMEOUT_S = 30.0
 
 
-def run_all(runs: Sequence[StudyRun], jobs: int, console: Console) -> list[StudyRun]:
-    """Execute unfinished runs, `jobs` at a time; return the runs that failed or could not start.
+def run_all(runs: Sequence[StudyRun], jobs: int, console: Console, limit: int | None = None) -> list[StudyRun]:
+    """Execute unfinished runs, `jobs` at a time and at most `limit`; return those that failed or could not start.
 
     Raises KeyboardInterrupt after Ctrl-C, once the runs have stopped.
     """
-    unfinished = [run for run in runs if not run.finished.exists()]
-    waiting, failed = list(unfinished), list[StudyRun]()
+    chosen = unfinished(runs)[:limit]
+    waiting, failed = list(chosen), list[StudyRun]()
     running: dict[StudyRun, subprocess.Popen[bytes]] = {}
-    already = sum(run.num_updates_done() for run in unfinished)
+    already = sum(run.num_updates_done() for run in chosen)
     with Interrupts() as interrupts, _progress(console) as progress:
-        task, stop_sent = progress.add_task("", total=sum(run.num_updates for run in unfinished) - already), False
+        task, stop_sent = progress.add_task("", total=sum(run.num_updates for run in chosen) - already), False
         try:
             while True:
                 if not interrupts.requested:
@@ -45,7 +45,7 @@ def run_all(runs: Sequence[StudyRun], jobs: int, console: Console) -> list[Study
                 for run in [run for run, process in running.items() if process.poll() is not None]:
                     if not _record_exit(run, running.pop(run).returncode, console, stopping=interrupts.requested):
                         failed.append(run)
-                done = sum(run.num_updates_done() for run in unfinished) - already
+                done = sum(run.num_updates_done() for run in chosen) - already
                 names = ", ".join(run.name for run in running)
                 progress.update(
                     task, completed=done, description=f"stopping {names}" if interrupts.requested else names
@@ -64,8 +64,13 @@ def run_all(runs: Sequence[StudyRun], jobs: int, console: Console) -> list[Study
 def _start_ready(
     waiting: list[StudyRun], running: dict[StudyRun, subprocess.Popen[bytes]], failed: Sequence[StudyRun], jobs: int
 ) -> None:
-    unfinished = {run.name for run in (*waiting, *running, *failed)}
-    for run in [run for run in waiting if run.needs not in unfinished][: jobs - len(running)]:
+    open_runs = {run.name for run in (*waiting, *running, *failed)}
+    ready = [
+        run
+        for run in waiting
+        if run.needs not in open_runs and (run.bounds_of is None or run.bounds_of.name not in open_runs)
+    ]
+    for run in ready[: jobs - len(running)]:
         waiting.remove(run)
         running[run] = _launch(run)
 
@@ -73,7 +78,7 @@ def _start_ready(
 def _launch(run: StudyRun) -> subprocess.Popen[bytes]:
     run.directory.create()
     config_file = run.config.run_dir / "study.yaml"
-    replace_text(config_file, dump_config(run.config))
+    replace_text(config_file, dump_config(run.final_config()))
     with run.log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "megatron_bapo", "train", str(config_file)],
@@ -90,7 +95,7 @@ def _launch(run: StudyRun) -> subprocess.Popen[bytes]:
 def _record_exit(run: StudyRun, code: int, console: Console, *, stopping: bool) -> bool:
     """Mark a finished run or print why it failed; return False if it failed."""
     if code == 0:
-        run.finished.touch()
+        run.marker.touch()
         console.print(f"{run.name} is finished")
     elif not stopping:
         console.print(f"{run.name} failed with exit code {code}; {run.log} ends:\n{last_lines(run.log, 6)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +15,27 @@ from megatron_bapo.metrics.token_table import COLUMNS, read_token_tables
 
 @dataclass(frozen=True)
 class Cell:
-    """One arm of a study at one staleness with one seed."""
+    """One arm of a study in one variant, at one staleness, with one seed."""
 
     arm: str
     updates_per_step: int
     seed: int
+    variant: str = ""
 
     def columns(self) -> dict[str, str | int]:
-        return {"arm": self.arm, "updates_per_step": self.updates_per_step, "seed": self.seed}
+        variant = {"variant": self.variant} if self.variant else {}
+        return {"arm": self.arm, **variant, "updates_per_step": self.updates_per_step, "seed": self.seed}
+
+    def of_arm(self, arm: str) -> Cell:
+        """Return the cell of another arm that is paired with this one."""
+        return replace(self, arm=arm)
 
 
-CELL_COLUMNS = ("arm", "updates_per_step", "seed")
-
-Row = dict[str, str | int | float | None]
+Row = Mapping[str, str | int | float | None]
 
 
 def update_rows(cell: Cell, run_dir: Path, columns: Mapping[str, str]) -> list[Row]:
-    """Return the rows of one run; `columns` maps a column to its metric.
+    """Return the rows of one run; `columns` maps a column to its metric, or to `time_s`, the seconds of the run so far.
 
     A per-step metric is in the row of the step's first update, because the policy before that update generated the
     trajectories. Evaluation metrics are in the row of the last update before the evaluation; update 0 is the start.
@@ -47,9 +51,10 @@ def update_rows(cell: Cell, run_dir: Path, columns: Mapping[str, str]) -> list[R
             continue
         update = (first if row["phase"] == "train" else last)[row["step"]]
         values = found.setdefault(update, dict.fromkeys(columns))
+        metrics = {"time_s": row["time_s"], **row["metrics"]}
         for column, name in columns.items():
             if values[column] is None:
-                values[column] = row["metrics"].get(name)
+                values[column] = metrics.get(name)
     return [{**cell.columns(), "update": update, **found[update]} for update in sorted(found)]
 
 
@@ -67,12 +72,10 @@ def token_rows(cell: Cell, run_dir: Path) -> Iterator[Row]:
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """Write rows with four significant digits and an empty field for a missing value."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for row in rows:
-        if not lines:
-            lines.append(",".join(row))
-        lines.append(",".join(_text(value) for value in row.values()))
-    replace_text(path, "".join(line + "\n" for line in lines))
+    written = list(rows)
+    header = dict.fromkeys(name for row in written for name in row)
+    lines = [",".join(header), *(",".join(_text(row.get(name)) for name in header) for row in written)]
+    replace_text(path, "".join(line + "\n" for line in lines if line))
 
 
 def _text(value: str | float | None) -> str:
@@ -85,20 +88,35 @@ class StudyTable:
     """Contents of a CSV file that `write_csv` wrote."""
 
     def __init__(self, path: Path) -> None:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
         self._rows: dict[Cell, list[dict[str, str]]] = {}
-        for row in rows:
-            cell = Cell(row["arm"], int(row["updates_per_step"]), int(row["seed"]))
-            self._rows.setdefault(cell, []).append(row)
+        with path.open(encoding="utf-8", newline="") as file:
+            for row in csv.DictReader(file):
+                cell = Cell(row["arm"], int(row["updates_per_step"]), int(row["seed"]), row.get("variant", ""))
+                self._rows.setdefault(cell, []).append(row)
 
-    def cells(self, arm: str, updates_per_step: int) -> list[Cell]:
-        """Return the cells of an arm at a staleness, one for each seed."""
-        return [cell for cell in self._rows if (cell.arm, cell.updates_per_step) == (arm, updates_per_step)]
+    def has(self, cell: Cell) -> bool:
+        return cell in self._rows
+
+    def every_cell(self) -> list[Cell]:
+        return list(self._rows)
+
+    def rows(self, cell: Cell) -> list[dict[str, str]]:
+        return self._rows.get(cell, [])
+
+    def cells(self, arm: str, updates_per_step: int, variant: str = "") -> list[Cell]:
+        """Return the cells of an arm in a variant at a staleness, one for each seed."""
+        wanted = (arm, updates_per_step, variant)
+        return [cell for cell in self._rows if (cell.arm, cell.updates_per_step, cell.variant) == wanted]
 
     def column(self, cell: Cell, name: str) -> np.ndarray:
         """Return a cell's column as float64, NaN where the table is empty."""
-        return np.array([float(row[name] or "nan") for row in self._rows[cell]])
+        return np.array([float(row.get(name) or "nan") for row in self._rows[cell]])
+
+    def last(self, cell: Cell, name: str) -> float:
+        """Return the last value of a cell's column; NaN if it has none."""
+        values = self.column(cell, name)
+        known = values[~np.isnan(values)]
+        return float(known[-1]) if len(known) else float("nan")
 
     def final(self, cells: Sequence[Cell], name: str, num_updates: int) -> np.ndarray:
         """Return each cell's mean over its last `num_updates` updates, [cells]."""
@@ -122,3 +140,8 @@ class StudyTable:
                 if inside.any():
                     means[index, number] = values[inside].mean()
         return window * np.arange(1, num_windows + 1), means
+
+
+def read_table(path: Path) -> StudyTable | None:
+    """Return the table in `path`, or None if there is none."""
+    return StudyTable(path) if path.exists() else None

@@ -8,7 +8,8 @@ import yaml
 
 from megatron_bapo.metrics.sinks import JsonlSink
 from megatron_bapo.metrics.token_table import write_token_table
-from megatron_bapo.studies.plan import Study, StudyRun, expand, load_study
+from megatron_bapo.studies.plan import StudyRun, expand
+from megatron_bapo.studies.study import Study, load_study
 
 ROOT = Path(__file__).parents[3]
 NUM_UPDATES = 8
@@ -61,7 +62,7 @@ def write_run(run: StudyRun) -> None:
     The reward is 100 x seed plus the number of updates before the step; the entropy is the number of the update.
     """
     run.directory.create()
-    run.finished.touch()
+    run.marker.touch()
     if run.cell is None:
         return
     size, seed = run.cell.updates_per_step, run.cell.seed

@@ -36,12 +36,12 @@ def test_the_table_has_a_row_per_update_with_a_steps_values_at_its_first_update(
     assert [row["accuracy"] for row in found] == ["0.125", *[""] * 7, "0.5"]
 
 
-def test_an_incomplete_seed_is_skipped_and_named(collected):
+def test_a_run_that_is_not_finished_is_named(collected):
     _, output, printed = collected
 
     at_one = {row["seed"] for row in rows(output / "updates.csv") if row["updates_per_step"] == "1"}
     assert at_one == {"1"}
-    assert "skipped: seed 2 at 1 updates per step; not finished: fixed" in printed
+    assert "not finished: fixed-1x-seed2" in printed
 
 
 def test_tokens_without_advantage_are_skipped_and_updates_are_numbered_across_steps(collected):
@@ -76,7 +76,7 @@ def test_figures_need_only_the_tables_and_are_reproducible(collected):
     assert {path.name: path.read_bytes() for path in output.glob("*.png")} == first
 
 
-def test_nothing_is_written_before_a_seed_is_complete(tmp_path):
+def test_nothing_is_written_before_a_run_is_finished(tmp_path):
     study, runs = make_study(tmp_path)
     collect(study, runs, Console(quiet=True))
 

@@ -23,7 +23,7 @@ def test_a_failed_run_is_named_with_its_reason_and_runs_that_need_it_do_not_star
     assert [run.name for run in failed] == [run.name for run in runs]
     assert "start-seed1 failed with exit code 2" in printed
     assert "reasoning_gym has no task 'no_such_task'" in printed
-    assert not runs[0].finished.exists()
+    assert not runs[0].finished
     assert not runs[1].config.run_dir.exists()
 
 

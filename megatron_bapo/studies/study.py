@@ -1,0 +1,191 @@
+"""Configuration of a study: arms, the axes that they are run on, and what is made of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, ValidationError
+
+from megatron_bapo.config.section import Fraction, Section
+from megatron_bapo.errors import UserError
+from megatron_bapo.studies.table import Cell
+
+Overrides = dict[str, Any]
+"""Part of a run's configuration, with the same nesting."""
+BOUNDS_COLUMNS = ("clip_low", "clip_high")
+"""Columns with the clip bounds of each update, which an arm with `bounds_of` takes the means of."""
+
+
+class Arm(Section):
+    label: str
+    overrides: Overrides = Field(default_factory=dict)
+    updates_per_step: tuple[PositiveInt, ...] | None = None
+    """Updates per step of this arm; by default those of the study."""
+    bounds_of: str | None = None
+    """Arm whose mean clip bounds are the fixed bounds of this arm: each run takes those of the run with the same
+    variant, staleness and seed, and starts after it."""
+
+
+class Block(Section):
+    """All combinations of some values of each axis. An axis that is not given has all values of the study."""
+
+    arms: tuple[str, ...] | None = None
+    variants: tuple[str, ...] | None = None
+    updates_per_step: tuple[PositiveInt, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+
+    def contains(self, cell: Cell) -> bool:
+        values = (cell.arm, cell.variant, cell.updates_per_step, cell.seed)
+        axes = (self.arms, self.variants, self.updates_per_step, self.seeds)
+        return all(axis is None or value in axis for axis, value in zip(axes, values, strict=True))
+
+
+class Figure(Section):
+    kind: Literal["curves", "ratio_boxes", "token_scatter", "map", "differences"]
+    title: str
+    arms: tuple[str, ...]
+    updates_per_step: tuple[PositiveInt, ...]
+    variants: tuple[str, ...] | None = None
+    """Variants that are shown; by default those of the study."""
+    panels: dict[str, str] = Field(default_factory=dict)
+    """Panels of a figure of kind `curves`: maps a column to its label."""
+
+
+class Statistics(Section):
+    """Comparisons of arms, paired by seed, on the column `outcome` at the end of a run."""
+
+    outcome: str
+    reference: dict[str, tuple[str, ...]]
+    """Maps a reference arm to the arms that are compared with it, in every variant and at every staleness that both
+    have run in."""
+    level: Fraction = 0.95
+    """Level of the bootstrap intervals."""
+    num_resamples: PositiveInt = 10_000
+
+
+class Collapse(Section):
+    """Criteria of the collapse of a run."""
+
+    accuracy: str
+    """Column of the held-out accuracy: the run has collapsed if it falls below half of its best value."""
+    entropy: str
+    """Column of the entropy: the run has collapsed if the mean over a window falls below a tenth of the mean over the
+    first window, or rises above twice that."""
+
+
+class Study(Section):
+    run_dir: Path
+    """Folder that contains one folder per run."""
+    output: Path
+    """Folder of the tables and figures. A run whose cell is in its updates.csv is finished."""
+    base: Path
+    seeds: tuple[int, ...]
+    updates_per_step: tuple[PositiveInt, ...]
+    variants: dict[str, Overrides] = Field(default_factory=lambda: {"": {}})
+    """A second axis beside `updates_per_step`: maps a name to settings that override `continued`."""
+    num_updates: PositiveInt
+    """Optimizer updates of every run, counted from its start."""
+    common: Overrides = Field(default_factory=dict)
+    start: Overrides = Field(default_factory=dict)
+    continued: Overrides = Field(default_factory=dict)
+    arms: dict[str, Arm]
+    order: tuple[Block, ...] = (Block(),)
+    """Runs of the study: those of the first block, then those of the next one that it has not had, and so on."""
+    quick: Block | None = None
+    """Runs of `--quick`."""
+    columns: dict[str, str]
+    """Maps a column of the table to a metric."""
+    tokens_of: dict[str, tuple[PositiveInt, ...]] = Field(default_factory=dict)
+    """Maps an arm to the updates per step of the runs whose sampled tokens go to tokens.csv."""
+    window: PositiveInt
+    """Number of updates that are averaged into one point of a curve."""
+    final_updates: PositiveInt
+    """Number of last updates that the summary averages."""
+    summary: tuple[str, ...]
+    """Columns of the summary."""
+    statistics: Statistics | None = None
+    collapse: Collapse | None = None
+    figures: dict[str, Figure]
+
+    def cells(self) -> list[Cell]:
+        """Return the cells in the order in which they are run."""
+        every = [
+            Cell(arm, updates, seed, variant)
+            for variant in self.variants
+            for updates in self.updates_per_step
+            for seed in self.seeds
+            for arm in self.arms
+            if updates in (self.arms[arm].updates_per_step or self.updates_per_step)
+        ]
+        return list(dict.fromkeys(cell for block in self.order for cell in every if block.contains(cell)))
+
+    def quick_study(self) -> Study:
+        """Return the study with the runs of `quick` alone, which knows nothing of the results of the whole study.
+
+        Raises UserError if the study has no such runs.
+        """
+        if self.quick is None:
+            raise UserError("--quick: the study has no key `quick` that says which of its runs to repeat")
+        folder = self.run_dir.with_name(f"{self.run_dir.name}_quick")
+        return self.model_copy(update={"order": (self.quick,), "run_dir": folder, "output": folder / "results"})
+
+
+def load_study(path: Path) -> Study:
+    """Load a study. Raises UserError that lists all problems."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the study {path}: {error}") from None
+    try:
+        study = Study.model_validate(document)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise UserError("\n".join([f"{path}: the study's keys are {', '.join(Study.model_fields)}", *lines])) from None
+    if problems := list(_problems(study)):
+        raise UserError("\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]))
+    return study
+
+
+def _problems(study: Study) -> Iterator[str]:
+    """Yield the rules that the study breaks across keys."""
+    for updates in study.updates_per_step:
+        if study.num_updates % updates:
+            yield (
+                f"num_updates={study.num_updates} must be a multiple of updates_per_step={updates}: all runs take "
+                f"equally many updates"
+            )
+    for name, arm in study.arms.items():
+        for updates in set(arm.updates_per_step or ()) - set(study.updates_per_step):
+            yield f"arms.{name}.updates_per_step={updates} must be one of the study's, {list(study.updates_per_step)}"
+        if arm.bounds_of is not None:
+            yield from _unknown(f"arms.{name}.bounds_of", "arm", [arm.bounds_of], study.arms)
+            yield from _unknown(f"arms.{name}.bounds_of", "column", BOUNDS_COLUMNS, study.columns)
+    yield from _unknown("tokens_of", "arm", study.tokens_of, study.arms)
+    yield from _unknown("summary", "column", study.summary, study.columns)
+    for name, figure in study.figures.items():
+        yield from _unknown(f"figures.{name}", "arm", figure.arms, study.arms)
+        yield from _unknown(f"figures.{name}", "variant", figure.variants or (), study.variants)
+        yield from _unknown(f"figures.{name}", "column", figure.panels, study.columns)
+    blocks = {f"order[{number}]": block for number, block in enumerate(study.order)}
+    if study.quick is not None:
+        blocks["quick"] = study.quick
+    for place, block in blocks.items():
+        yield from _unknown(place, "arm", block.arms or (), study.arms)
+        yield from _unknown(place, "variant", block.variants or (), study.variants)
+        yield from _unknown(place, "updates_per_step", block.updates_per_step or (), study.updates_per_step)
+        yield from _unknown(place, "seed", block.seeds or (), study.seeds)
+    if study.statistics is not None:
+        yield from _unknown("statistics.outcome", "column", [study.statistics.outcome], study.columns)
+        for reference, arms in study.statistics.reference.items():
+            yield from _unknown("statistics.reference", "arm", [reference, *arms], study.arms)
+    if study.collapse is not None:
+        yield from _unknown("collapse", "column", [study.collapse.accuracy, study.collapse.entropy], study.columns)
+
+
+def _unknown(place: str, kind: str, given: Collection[Any], known: Collection[Any]) -> Iterator[str]:
+    for value in dict.fromkeys(given):
+        if value not in known:
+            yield f"{place}: no such {kind} {value}; there are {', '.join(map(str, known))}"

@@ -1,0 +1,111 @@
+from itertools import product
+
+import numpy as np
+import pytest
+
+from megatron_bapo.studies.statistics import (
+    bootstrap_interval,
+    collapse_reasons,
+    compare,
+    comparison_rows,
+    holm,
+    sign_flip_test,
+)
+from megatron_bapo.studies.study import Collapse
+from megatron_bapo.studies.table import Cell, StudyTable, write_csv
+from tests.unit.studies.studies import make_study
+
+
+def test_the_bootstrap_interval_has_the_quantiles_of_all_resamples():
+    differences = np.array([0.02, -0.01, 0.05])
+    means = [np.mean(resample) for resample in product(differences, repeat=3)]  # all are equally likely
+
+    found = bootstrap_interval(differences, level=0.8, num_resamples=200_000)
+
+    assert found == pytest.approx((np.quantile(means, 0.1), np.quantile(means, 0.9)), abs=1e-3)
+
+
+def test_the_sign_flip_test_counts_signs_with_a_sum_at_least_as_far_from_zero():
+    assert sign_flip_test(np.array([0.1, 0.2, 0.3]), 100) == 2 / 8
+    assert sign_flip_test(np.array([0.1, -0.2, 0.3]), 100) == 6 / 8  # all but +-(0.1 + 0.2 - 0.3)
+    assert sign_flip_test(np.zeros(4), 100) == 1.0
+
+
+def test_the_sign_flip_test_of_many_pairs_samples_signs():
+    differences = np.random.default_rng(1).normal(0.3, 1.0, 12)
+
+    assert sign_flip_test(differences, 4000) == pytest.approx(sign_flip_test(differences, 5000), abs=0.03)
+
+
+def test_holms_correction_of_an_example():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """Return a study and its table; of three seeds, one has no run of the reference at 4 updates."""
+    accuracy = {
+        ("fixed", 4, 1): 0.2,
+        ("moving", 4, 1): 0.3,
+        ("fixed", 4, 2): 0.4,
+        ("moving", 4, 2): 0.45,
+        ("moving", 4, 3): 0.9,
+        ("fixed", 1, 1): 0.5,
+        ("moving", 1, 1): 0.1,
+    }
+    study, _ = make_study(
+        tmp_path,
+        seeds=[1, 2, 3],
+        arms={"fixed": {"label": "PPO"}, "moving": {"label": "BAPO"}},
+        statistics={"outcome": "accuracy", "reference": {"fixed": ["moving"]}},
+    )
+    rows = [{**Cell(*cell).columns(), "update": 8, "accuracy": value} for cell, value in accuracy.items()]
+    write_csv(study.output / "updates.csv", rows)
+    return study, StudyTable(study.output / "updates.csv")
+
+
+def test_arms_are_compared_by_the_seeds_that_both_have_and_over_stale_cells_together(compared):
+    over_all, at_one, at_four = compare(*compared)
+
+    assert (over_all.variant, over_all.updates_per_step, over_all.num_pairs) == (None, None, 2)
+    assert (at_one.updates_per_step, at_one.num_pairs, at_one.mean) == (1, 1, pytest.approx(-0.4))
+    assert (at_four.updates_per_step, at_four.num_pairs, at_four.mean) == (4, 2, pytest.approx(0.075))
+    assert (over_all.mean, over_all.p, over_all.p_adjusted) == (pytest.approx(0.075), 0.5, 0.5)
+    assert (at_four.p, at_four.p_adjusted) == (0.5, 1.0)
+
+
+def test_the_table_of_comparisons_has_the_labels_and_the_interval(compared):
+    study, table = compared
+    header, _, first, *_ = comparison_rows(study, compare(study, table))
+
+    assert header[5] == "95% interval"
+    assert first == ["BAPO", "PPO", "all", "2", "+0.075", "[+0.050, +0.100]", "0.500", "0.500"]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "entropy", "reasons"),
+    [
+        ([0.2, 0.4, 0.21], [1.0, 1.9, 0.11], []),
+        ([0.2, 0.4, 0.19], [1.0, 1.0, 1.0], ["accuracy"]),
+        ([0.4, 0.1, 0.4], [1.0, 1.0, 1.0], ["accuracy"]),
+        ([0.2, 0.2, 0.2], [1.0, 0.09, 1.0], ["entropy low"]),
+        ([0.2, 0.2, 0.0], [1.0, 0.09, 2.1], ["accuracy", "entropy low", "entropy high"]),
+    ],
+)
+def test_a_run_has_collapsed_by_accuracy_or_entropy(tmp_path, accuracy, entropy, reasons):
+    cell = Cell("a", 1, 1)
+    # An evaluation after every two updates, and windows of two updates whose mean is the given entropy.
+    rows = [
+        {
+            **cell.columns(),
+            "update": update,
+            "accuracy": accuracy[update // 2 - 1] if update and update % 2 == 0 else None,
+            "entropy": None if update == 0 else entropy[(update - 1) // 2] * (0.5 if update % 2 else 1.5),
+        }
+        for update in range(7)
+    ]
+    write_csv(tmp_path / "updates.csv", rows)
+
+    criteria = Collapse(accuracy="accuracy", entropy="entropy")
+    assert collapse_reasons(criteria, StudyTable(tmp_path / "updates.csv"), cell, window=2) == reasons
