@@ -76,7 +76,7 @@ def measure(url: str) -> dict[str, float]:
             page = browser.new_page(viewport={"width": 1440, "height": 900})
             page.on("response", lambda answer: sizes.append(int(answer.headers.get("content-length", 0))))
             tokens_s.append(timed(lambda page=page: (page.goto(url), page.locator(".t").first.wait_for())))
-            whole = timed(lambda page=page: page.get_by_text("1250 prompts, 10000 responses", exact=True).wait_for())
+            whole = timed(lambda page=page: page.get_by_text("1,250 prompts, 10,000 responses", exact=True).wait_for())
             paints_s.append(page.evaluate(FIRST_PAINT_MS) / 1000)
         page.locator("#text").fill("problem 1249")
         search = timed(lambda: page.get_by_text("1 prompts, 8 responses", exact=True).wait_for())

@@ -17,7 +17,7 @@ from megatron_bapo.errors import UserError
 )
 def view(
     run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs, such as runs/quickstart.")
+        list[Path], typer.Argument(metavar="RUN_DIR", help="Folders of runs, such as runs/quickstart.")
     ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
     export: Annotated[

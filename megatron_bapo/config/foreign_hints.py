@@ -36,10 +36,11 @@ def key_hints(key: str, value: Any, keys: Sequence[str], *, in_section: bool, kn
     the last part of another project's key is enough. Empty where the key is nobody's.
     """
     leaves = list(flattened(value, key))
+    otherwise = _section_hint(key)
     hints = {
         leaf: (each, hint)
         for leaf, each in leaves
-        if (hint := _hint(leaf, each, keys, in_section and leaf == key, known))
+        if (hint := _hint(leaf, each, keys, in_section and leaf == key, known) or otherwise)
     }
     if len(hints) < len(leaves) and len(hints) < MAX_HINTS:
         return {}
@@ -88,6 +89,13 @@ def _hint(key: str, value: Any, keys: Sequence[str], in_section: bool, known: Kn
     if in_section and not is_ours:
         found = found or [row for project in projects() for row in ending_in(project, name)]
     return _joined([row for row in found if not row.ours or set(row.ours) & set(keys)], key, value, known)
+
+
+def _section_hint(key: str) -> str | None:
+    """Return the hint about a key that is not in the map, but in a section that only another project has."""
+    section = key.partition(".")[0]
+    title = next((about.title for about in projects().values() if section in about.sections), None)
+    return title and f"{section} is a section of {title}; docs/guides/coming_from.md lists what its keys are here"
 
 
 def _joined(found: Sequence[ForeignRow], key: str, value: Any, known: Known) -> str | None:

@@ -174,9 +174,9 @@ const recoloured = (() => {
 
 function recolour() {
   const measure = MEASURES[state.colour] ? state.colour : DEFAULTS.colour;
-  const limit = limitOf(views.flatMap((view) => view.values(measure)));
+  const { diverging, least, show, label } = MEASURES[measure];
+  const limit = limitOf(views.flatMap((view) => view.values(measure)), least);
   for (const view of views) view.colour(measure, limit);
-  const { diverging, show, label } = MEASURES[measure];
   const legend = byId("legend");
   legend.replaceChildren();
   if (limit > 0) {
@@ -186,7 +186,7 @@ function recolour() {
     const scale = element("span", "scale");
     scale.append(...names.map((name) => element("i", name)));
     legend.append(element("span", "", ends[0]), scale, element("span", "", ends[1]));
-  } else if (measure !== "none") legend.append(element("span", "", `${label} is 0 everywhere`));
+  } else if (measure !== "none") legend.append(element("span", "", `${label} is ${show(0)} everywhere`));
   for (const mark of MARKS.slice(0, 4)) legend.append(element("span", `key ${mark.name}`, mark.name));
 }
 

@@ -5,10 +5,13 @@ export const LEVELS = 6;
 const log = (ratio) => (ratio === null ? null : Math.log(Math.max(ratio, 1e-9)));
 const difference = (t) => (t.trainer === null || t.rollout === null ? null : t.trainer - t.rollout);
 
-/** `diverging` measures have a sign; the others start at 0. `value` is what is coloured, `show` what a legend writes. */
+/**
+ * `diverging` measures have a sign; the others start at 0. `value` is what is coloured, `show` what a legend writes, and
+ * `least` the smallest end of a scale, so that rounding errors have no colour.
+ */
 export const MEASURES = {
-  ratio: { label: "ratio", diverging: true, value: (t) => log(t.ratio), show: (x) => number(Math.exp(x)) },
-  difference: { label: "trainer − engine log-prob", diverging: true, value: difference, show: (x) => number(x) },
+  ratio: { label: "ratio", diverging: true, least: Math.log(1.01), value: (t) => log(t.ratio), show: (x) => number(Math.exp(x)) },
+  difference: { label: "trainer − engine log-prob", diverging: true, least: 0.001, value: difference, show: (x) => number(x) },
   entropy: { label: "entropy", diverging: false, value: (t) => t.entropy, show: (x) => `${number(x)} nats` },
   advantage: { label: "advantage", diverging: true, value: (t) => t.advantage, show: (x) => number(x) },
   staleness: { label: "staleness", diverging: false, value: (t) => t.staleness, show: (x) => number(x) },
@@ -26,7 +29,7 @@ export const MARKS = [
 export function number(value) {
   if (value === null || value === undefined) return "–";
   if (Math.abs(value) > 1e300) return value > 0 ? "∞" : "−∞";
-  const digits = Number.isInteger(value) ? String(value) : Number(value.toPrecision(4)).toString();
+  const digits = Number.isInteger(value) ? value.toLocaleString("en-US") : Number(value.toPrecision(4)).toString();
   return digits.replace("-", "−");
 }
 
@@ -38,10 +41,11 @@ export function level(value, limit, diverging) {
   return diverging && value < 0 ? `n${step}` : `p${step}`;
 }
 
-/** The end of the scale: the value that 99% of the values do not exceed in size. */
-export function limitOf(values) {
+/** The end of the scale: the value that 99% of the values do not exceed in size, or `least`; 0 if all values are 0. */
+export function limitOf(values, least = 0) {
   const sizes = values.filter((value) => value !== null && Math.abs(value) < 1e300).map(Math.abs);
   if (!sizes.length) return 0;
   const sorted = Float64Array.from(sizes).sort();
-  return sorted[Math.floor(0.99 * (sorted.length - 1))] || sorted.at(-1);
+  const limit = sorted[Math.floor(0.99 * (sorted.length - 1))] || sorted.at(-1);
+  return limit > 0 ? Math.max(limit, least) : 0;
 }

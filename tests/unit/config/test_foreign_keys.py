@@ -230,6 +230,7 @@ HINTS = {
     "algorithm.loss_agg_mode=seq-mean-token-mean",
     "actor_rollout_ref.actor.policy_loss.loss_mode=sapo": "this value has no counterpart: sapo is not here",
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true": "is not needed here: the reference model has",
+    "actor_rollout_ref.actor.no_such_key=1": "actor_rollout_ref is a section of verl; docs/guides/coming_from.md lists",
     "data.train_batch_size=256": "(256 prompts x rollout.n=16): set trainer.train_batch_size=4096",
     "data.filter_overlong_prompts=true": "has no counterpart here: a longer prompt stops the run",
     "filter_overlong_prompts=true": "verl's data.filter_overlong_prompts has no counterpart here",
@@ -275,9 +276,11 @@ def test_the_overrides_of_a_hint_load(config_file: Path, override: str) -> None:
 
 
 def test_a_key_of_another_project_in_a_file_is_answered_too(config_file: Path) -> None:
-    config_file.write_text(BASE + "actor_rollout_ref: {actor: {optim: {lr: 2.0e-6}}, rollout: {temperature: 0.9}}\n")
+    theirs = "{actor: {optim: {lr: 2.0e-6}}, rollout: {temperature: 0.9}, newer: 1}"
+    config_file.write_text(BASE + f"actor_rollout_ref: {theirs}\n")
     message = problems(config_file)
-    assert "2 problems" in message
+    assert "3 problems" in message
+    assert "actor_rollout_ref.newer=1: unknown key; actor_rollout_ref is a section of verl" in message
     assert "actor_rollout_ref.actor.optim.lr=2.0e-06: unknown key; verl's" in message
     assert "set rollout.temperature=0.9" in message
 

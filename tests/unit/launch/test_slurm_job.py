@@ -115,7 +115,9 @@ def test_the_tasks_of_a_job_may_use_all_cores_and_its_head_has_no_ephemeral_port
     assert "RAY_ADDRESS=127.0.0.1:20001" in found
 
 
-def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkouts_and_indexes(tmp_path: Path) -> None:
+def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkouts_and_indexes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     freeze = """#!/usr/bin/env bash
     echo '-e git+https://user:s3cret@s3cret@git.example.com/team/code.git@abc#egg=code'
     echo 'extra @ https://s3cret@index.example.com/extra-1.0.tar.gz'
@@ -124,7 +126,9 @@ def test_the_environment_of_a_job_lists_every_node_and_no_credentials_of_checkou
     two_nodes = SCONTROL.replace("echo node-1 ;;", "printf 'node-1\\nnode-2\\n' ;;").replace("127.0.0.1", "192.0.2.7")
     python = executable(tmp_path / "freeze", freeze)
     with job(tmp_path, is_saved=False, srun="#!/usr/bin/env bash\n", scontrol=two_nodes, python=python) as started:
-        assert started.wait(timeout=LIMIT_S) == 0
+        _, errors = started.communicate(timeout=LIMIT_S)
+        assert started.returncode == 0
+    assert "example.com" not in capfd.readouterr().out + errors, "the log, which `logs` shows, lists no packages"
     found = (tmp_path / "run" / "slurm" / "7-environment.txt").read_text()
     assert "BAPO_NODE_ADDRESSES=node-1 192.0.2.7\nnode-2 192.0.2.7\n" in found
     assert "s3cret" not in found

@@ -133,7 +133,6 @@ def test_hovering_over_a_token_shows_its_numbers(page: Page, url: str, run: Path
     tokens(page, 1).nth(index).hover()
     tip = page.locator("#tooltip")
     tip.locator("dl").wait_for()
-    shoot(page, "viewer-token")
     numbers = dict(zip(tip.locator("dt").all_text_contents(), tip.locator("dd").all_text_contents(), strict=True))
     for name, value in (
         ("ratio", row["ratio"][index]),
@@ -366,7 +365,7 @@ def test_only_prompts_in_sight_are_elements(page: Page, tmp_path: Path) -> None:
     write_step(tmp_path, 1, groups, num_groups=1500)
     for url in served(tmp_path):
         opened(page, url)
-        expect_count(page, "1500 prompts, 3000 responses")
+        expect_count(page, "1,500 prompts, 3,000 responses")
         assert page.locator("#prompts .item").count() < 40
         page.locator("#prompts").evaluate("list => { list.scrollTop = list.scrollHeight }")
         page.get_by_text("prompt 1499", exact=True).click()

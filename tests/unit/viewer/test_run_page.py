@@ -397,9 +397,7 @@ def test_hostile_text_is_shown_as_text(page: Page, view: View, tmp_path: Path) -
 def test_the_page_in_both_schemes(page: Page, url: str) -> None:
     shown(page, url)
     hover(plot(page, "Clip bounds"), 0.6)
-    shoot(page, "run-page")
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.get_by_role("button", name="Light or dark").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
     assert "theme=dark" in page.url
-    shoot(page, "run-dark")
