@@ -33,7 +33,10 @@ class PromptSourceConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.reasoning_gym is None):
-            raise ValueError("give exactly one of path (a .jsonl or .parquet file) and reasoning_gym (task names)")
+            raise ValueError(
+                "give exactly one of path (a .jsonl or .parquet file) and reasoning_gym (task names); null removes one "
+                "that another file sets, such as reasoning_gym: null"
+            )
         if self.reasoning_gym is not None and self.size is None:
             raise ValueError("size is required with reasoning_gym, because its generators are endless; set it")
         return self

@@ -19,7 +19,9 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LOCAL_FOLDERS = ("models", "model", "checkpoints", "data", "runs")
-"""Common names of folders, which are taken for paths and not for owners of models on the Hugging Face Hub."""
+"""Common names of folders, which are assumed to be paths and not owners of models on the Hugging Face Hub."""
+_OWNERS = {"Qwen": "Qwen", "DeepSeek-": "deepseek-ai", "GLM-": "zai-org", "OctoThinker-": "OctoThinker"}
+"""Beginnings of the names of models that the recipes train -> their owners on the Hugging Face Hub."""
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -74,9 +76,13 @@ def _checkpoint_problems(
 
 
 def download_hint(path: Path, key: str = "model.path") -> str:
-    """Return how to download the model if a missing `path` reads like a model id of the Hugging Face Hub, else ""."""
+    """Return how to download the model if a missing `path` reads like a model id of the Hugging Face Hub.
+
+    A folder with the name of a published model gets the command as well; any other path gets "".
+    """
     if not _HUB_ID.fullmatch(str(path)) or path.parts[0] in _LOCAL_FOLDERS or Path(path.parts[0]).is_dir():
-        return ""
+        owner = next((owner for name, owner in _OWNERS.items() if path.name.startswith(name)), None)
+        return f". `hf download {owner}/{path.name} --local-dir {path}` downloads the published model" if owner else ""
     local = Path("models", path.name)
     return (
         f". If {path} is a model on the Hugging Face Hub, download it with `hf download {path} --local-dir {local}` "

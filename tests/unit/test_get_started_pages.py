@@ -41,7 +41,10 @@ def test_the_pages_have_configurations():
 
 def test_the_prompts_of_the_laptops_configuration_can_be_replaced():
     """As docs/get_started/first_model.md says."""
-    changes = [f"data.{name}={{path: mine.jsonl, reasoning_gym: null, size: null}}" for name in ("train", "validation")]
+    changes = [
+        f"data.{name}={{path: mine.jsonl, reasoning_gym: null, size: null, seed: null}}"
+        for name in ("train", "validation")
+    ]
 
     assert load_config(ROOT / "configs/smollm2_135m_cpu.yaml", changes).data.train.path == Path("mine.jsonl")
 

@@ -211,7 +211,7 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             {"data__train": {"path": "no/such.jsonl"}, "reward__type": "math_verify"},
             "data.train.path=no/such.jsonl",
             "must be an existing file",
-            f"relative paths start at {Path.cwd()}",
+            f"relative paths start at {Path.cwd()}. docs/guides/data.md says how to make one",
         ),
         (
             {"data__validation": {"path": "data.csv"}, "reward__type": "math_verify"},

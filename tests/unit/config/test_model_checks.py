@@ -196,7 +196,20 @@ def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
     (problem,) = problems(of(Path("models/none")))
     assert "model.path=models/none must be an existing folder of a Hugging Face checkpoint" in problem
     assert "config.json, *.safetensors and the tokenizer's files" in problem
-    assert f"relative paths start at {Path.cwd()}" in problem
+    assert problem.endswith(f"relative paths start at {Path.cwd()}")
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("models/Qwen2.5-7B", "hf download Qwen/Qwen2.5-7B --local-dir models/Qwen2.5-7B"),
+        ("/data/GLM-4.5-Air", "hf download zai-org/GLM-4.5-Air --local-dir /data/GLM-4.5-Air"),
+        ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
+    ],
+)
+def test_a_published_model_that_is_not_here_gets_the_command_that_downloads_it(path: str, command: str) -> None:
+    (problem,) = problems(of(Path(path)))
+    assert f"`{command}`" in problem
 
 
 @pytest.mark.parametrize(
