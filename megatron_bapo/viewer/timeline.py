@@ -23,7 +23,8 @@ MAX_STEPS, MAX_EVENTS = 300, 500
 _MAX_TEXT, _MAX_NAME, _MAX_ENGINES = 500, 100, 64
 _FIRST_S = 1e8
 """Requests that were sent earlier have times of a clock that is not Unix time, as earlier versions wrote them."""
-_FIRST_PHASES = ("generate", "transfer")
+_WARM_START = "warm_start"
+_FIRST_PHASES = (_WARM_START, "generate", "transfer")
 _LAST_PHASES = ("weight_sync",)
 
 
@@ -123,12 +124,18 @@ class Timeline:
             raise RunError(f"{path} has a row that is none of a request: {error!r}"[:_MAX_TEXT]) from None
 
     def _steps(self) -> list[dict[str, Any]]:
-        """Return the training steps with the times at which they began and ended."""
+        """Return the training steps with the times at which they began and ended; the warm start is step 0."""
         steps = {}
         for row in self._rows["metrics"]:
-            if row.get("phase") == "train" and row.get("unix_s") and row["seconds"].get("step"):
-                start_s = row["unix_s"] - row["seconds"]["step"]
-                steps[row["step"]] = row | {"start_s": start_s}
+            if not (row.get("unix_s") and row["seconds"].get("step")):
+                continue
+            timed = row | {"start_s": row["unix_s"] - row["seconds"]["step"]}
+            if row["phase"] == "train":
+                steps[row["step"]] = timed
+            elif row["phase"] == _WARM_START:
+                start_s = steps.get(0, timed)["start_s"]
+                seconds = {_WARM_START: row["unix_s"] - start_s}
+                steps[0] = timed | {"step": 0, "start_s": start_s, "seconds": seconds}
         return [steps[step] for step in sorted(steps)]
 
     def _events(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ const RIGHT = 32;
 const LANE = 46;
 const GAP = 12;
 const TOP = 8;
-const PHASES = { generate: "waits for rollouts", transfer: "moves the batch", update: "updates", weight_sync: "weight transfer" };
+const PHASES = { warm_start: "warm start", generate: "waits for rollouts", transfer: "moves the batch", update: "updates", weight_sync: "weight transfer" };
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
 
 export function clock(seconds, withDate = false) {
@@ -172,7 +172,7 @@ export class Timeline {
   aboutStep(at, row) {
     const step = this.data.trainer.steps.find((each) => each.start <= at && at <= each.stop);
     if (step) {
-      row("step", String(step.step));
+      if (step.step) row("step", String(step.step));
       for (const [name, seconds] of Object.entries(step.seconds)) row(phaseName(name), `${number(seconds)} s`);
       if (step.last) row("last request of its batch", `${step.last.engine}, prompt ${step.last.serial}`);
       return;

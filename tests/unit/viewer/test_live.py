@@ -271,6 +271,25 @@ def test_the_timeline_has_requests_waiting_faults_and_restarts_on_one_axis(clien
     assert steps[LOST_STEP]["last"]["engine"] == "engine 0"
 
 
+def test_the_warm_start_is_one_part_of_the_timeline_before_the_first_step(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3, with_faults=False)
+    directory = RunDirectory(root)
+    steps = directory.metrics.read_text()
+    directory.metrics.unlink()
+    metrics = {"actor/loss": 1.0, "timing_s/step": 2.0}
+    rows = [{"step": n, "phase": "warm_start", "unix_s": START_S - 20 + 3 * n, "metrics": metrics} for n in range(1, 4)]
+    append(directory.metrics, rows)
+    with directory.metrics.open("a") as file:
+        file.write(steps)
+    with client_of(root) as client:
+        found = ask(client, "runs/0/timeline")
+    assert found["origin"] == START_S - 20 + 3 - 2
+    first, *others = found["trainer"]["steps"]
+    assert (first["start"], first["stop"], first["seconds"]) == (0, 8, {"warm_start": 8})
+    assert [each["step"] for each in others] == [1, 2, 3]
+    assert [each["name"] for each in found["trainer"]["phases"]][:2] == ["warm_start", "generate"]
+
+
 def test_a_part_of_the_timeline_has_its_requests_one_by_one(tmp_path: Path) -> None:
     root = live_run(tmp_path / "run", num_steps=10, with_faults=False)
     many = [
