@@ -20,7 +20,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Values that override the file, such as seed=2 optimizer.lr=2e-6; null restores a default.",
+        help="Values that override the file, such as seed=2 evaluation.n=8; null restores a default.",
         show_default=False,
     ),
 ]

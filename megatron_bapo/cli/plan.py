@@ -37,7 +37,7 @@ MeanResponse = Annotated[
     typer.Option(
         min=0.01,
         max=1.0,
-        help="Mean response length over rollout.max_response_length.",
+        help="Mean response length as a fraction of the longest.",
         rich_help_panel=_ASSUMPTIONS,
     ),
 ]

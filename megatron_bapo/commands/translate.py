@@ -185,7 +185,7 @@ def _sorted(theirs: _Source, result: Translation) -> Iterator[tuple[str, Foreign
 
 
 def _is_unset(value: Any) -> bool:
-    return value is None or value == MISSING or value in ({}, [], "", "null")
+    return value is None or value == MISSING or value in ({}, [], [""], "", "null")
 
 
 def _is_neutral(value: Any, row: ForeignRow) -> bool:

@@ -149,7 +149,7 @@ def test_eval_answers_a_model_id_of_the_hub_with_the_download_command(tmp_path: 
 
 
 def test_a_missing_folder_below_models_is_not_taken_for_a_model_id_of_the_hub(config_file: Path) -> None:
-    result = invoke("train", config_file, "model.create=null", "model.path=models/Qwen2.5-7B-Instruct")
+    result = invoke("train", config_file, "model.create=null", "model.path=models/mine")
     assert result.exit_code == 2
     assert "must be an existing folder" in result.stderr
     assert "hf download" not in result.stderr
@@ -217,6 +217,7 @@ def test_help_names_the_commands_and_loads_no_heavy_library() -> None:
 def test_the_examples_of_the_help_can_be_pasted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPES.parents[1])
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "…" not in shown, "no word is cut off"
     joined = re.sub(r"\\ *\n *", "", shown)
     examples = re.findall(r"^ *megatron-bapo (.+?) *$", joined, re.MULTILINE)
     assert len(examples) >= 4

@@ -340,6 +340,13 @@ def test_what_a_file_leaves_to_verls_defaults_is_written_where_ours_differ(tmp_p
     assert "rollout.n=1 with algorithm.adv_estimator=rloo" in result.broken_rules[0]
 
 
+def test_a_list_of_one_empty_name_is_no_file(tmp_path: Path) -> None:
+    """As verl's scripts write it where they leave the held-out prompts to the reader: TEST_FILE="['']"."""
+    result = translate(write(tmp_path, VERL), ["data.val_files=['']"])
+    assert "data.validation.path" not in result.config
+    assert result.broken_rules == []
+
+
 def test_keys_that_need_one_another_are_dropped_together(tmp_path: Path) -> None:
     alone = ["trainer.nnodes=1", "rollout.nnodes=1", "rollout.n_gpus_per_node=8", "~data.val_files", "~trainer.logger"]
     result = translate(write(tmp_path, VERL), [*alone, "trainer.logger=console"])
