@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -109,7 +110,7 @@ def _start(**options: Any) -> None:
     own, others = psutil.Process(), psutil.Process().children(recursive=True)
     for _ in range(START_TRIES):
         try:
-            ray.init(**options)
+            _init(**options)
         except Exception as error:  # Ray raises this very class
             for process in own.children(recursive=True):
                 if process not in others:
@@ -122,6 +123,16 @@ def _start(**options: Any) -> None:
         f"Ray did not start on this machine within 30 s, {START_TRIES} times in a row. The machine may be too busy: "
         "end other processes, and run the same command again"
     )
+
+
+def _init(**options: Any) -> None:
+    """Call ray.init, and keep this process's handler of SIGTERM, which Ray replaces with one that ends the process."""
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**options)
+    finally:
+        if callable(own):
+            signal.signal(signal.SIGTERM, own)
 
 
 @cache
@@ -150,7 +161,7 @@ def connect(address: str, namespace: str, node_address: str | None = None) -> No
     options: dict[str, Any] = {} if node_address is None else {"_node_ip_address": node_address}
     try:
         with quiet_ray():
-            ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)
+            _init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, PermissionError) as error:  # of a file of another user, which Ray reads after a failure
         cause = error.__cause__ or error.__context__ or error
         if "AuthenticationError" in str(cause):

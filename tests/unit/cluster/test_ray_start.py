@@ -27,3 +27,19 @@ def test_ray_is_started_again_if_its_processes_are_too_slow():
     assert started[:2] == ["started", "1"]
     assert len(started) == 3
     assert stopped[1] != started[2]
+
+
+ASKED_TO_STOP = """
+import os, signal
+from megatron_bapo.cluster.interrupts import Interrupts
+from megatron_bapo.cluster.ray_cluster import local_cluster
+
+with Interrupts() as interrupts, local_cluster(1, 80, "test"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(interrupts.requested)
+"""
+
+
+def test_ray_leaves_sigterm_to_the_launcher():
+    run = subprocess.run([sys.executable, "-c", ASKED_TO_STOP], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr
