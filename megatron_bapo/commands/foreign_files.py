@@ -43,6 +43,12 @@ class ForeignFile:
 
 def read_foreign(path: Path, overrides: Sequence[str]) -> ForeignFile:
     """Read a file with its defaults list and overrides. Raises UserError for what cannot be read."""
+    if path.suffix == ".sh":
+        raise UserError(
+            f"{path} is a script, which is not run; add `--cfg job > full.yaml` to its command, which then writes the "
+            "whole configuration, or give the YAML file that the command names (--config-name, by default "
+            "ppo_trainer.yaml) and its KEY=VALUE arguments"
+        )
     given = dict(map(_parsed_override, overrides))
     groups = {key: str(value) for key, value in given.items() if "." not in key and isinstance(value, str)}
     file = ForeignFile({})
