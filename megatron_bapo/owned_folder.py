@@ -32,6 +32,20 @@ class OwnedFolder:
             self._lock = None
 
 
+def is_owned(folder: Path) -> bool:
+    """Return whether a process still owns the folder; a folder that this user may not read is assumed to be owned."""
+    try:
+        if not (folder / LOCK).is_file():
+            return False
+        lock = _try_lock(folder / LOCK)
+    except OSError:
+        return True
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
 def _remove(folder: Path) -> None:
     """Remove a folder in which ending processes may still be writing."""
     for _ in range(3):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from rich.text import Text
 
 from megatron_bapo.commands.doctor_gpu import gpu_findings
 from megatron_bapo.commands.finding import Finding, Status
+from megatron_bapo.owned_folder import is_owned
 
 GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
@@ -279,14 +281,14 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def leftovers(folder: Path) -> Finding:
-    """Check for folders of killed runs, or of a run that is still active."""
-    folders = sorted(folder.glob(LEFTOVERS))
+    """Check for folders of killed runs; those of runs that are still active are not counted."""
+    folders = sorted(found for found in folder.glob(LEFTOVERS) if not is_owned(found))
     if folders:
         size = sum(file.stat().st_size for entry in folders for file in entry.rglob("*") if file.is_file())
         more = f" and {len(folders) - 1} more" if len(folders) > 1 else ""
         found = f"{size / GIB:.2f} GiB in {folders[0]}{more}"
-        return Finding("leftovers", "warning", found, f"unless a run is active: rm -r {folder}/{LEFTOVERS}")
-    return Finding("leftovers", "ok", "no folders of earlier runs")
+        return Finding("leftovers", "warning", found, f"rm -r {shlex.join(map(str, folders))}")
+    return Finding("leftovers", "ok", "no folders of killed runs")
 
 
 def disk_space(folder: Path) -> Finding:

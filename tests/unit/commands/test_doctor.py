@@ -7,6 +7,7 @@ from rich.console import Console
 
 from megatron_bapo.commands import doctor
 from megatron_bapo.commands.finding import Finding
+from megatron_bapo.owned_folder import OwnedFolder
 
 GIB = doctor.GIB
 CPU = {
@@ -136,7 +137,13 @@ def test_leftovers_of_killed_runs_are_sized_and_named(tmp_path: Path) -> None:
         file.truncate(GIB // 2)
     finding = doctor.leftovers(tmp_path)
     assert (finding.status, finding.found) == ("warning", f"0.50 GiB in {folder}")
-    assert finding.advice == f"unless a run is active: rm -r {tmp_path}/megatron-bapo-*"
+    assert finding.advice == f"rm -r {folder}"
+
+
+def test_the_folder_of_an_active_run_is_no_leftover(tmp_path: Path) -> None:
+    owned = OwnedFolder("megatron-bapo-", tmp_path)
+    assert doctor.leftovers(tmp_path).status == "ok"
+    owned.close()
 
 
 @pytest.mark.parametrize(
