@@ -3,9 +3,6 @@
     question  z>8:      cells of a grid of 8 x 8 are named, row by row, a to z, A to Z, 0 to 9, + and -
     answer    HPXYZ78   each cell is beside the one before it, and the last one is the target
 
-With `coordinates` a cell is named by its column and row (`c4`), which allows larger grids and doubles the tokens of a
-walk.
-
 It is a task in the form of reasoning-gym's. Any walk to the target is right, so the example of a long walk teaches the
 rules, and reinforcement learning finds the short ones. A walk that makes more steps has more of them to get wrong, so
 wrong responses are longer than right ones, as in long-context reasoning.
@@ -14,7 +11,7 @@ wrong responses are longer than right ones, as in long-context reasoning.
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
@@ -32,8 +29,6 @@ class GridWalkConfig:
 
     width: int = 8
     height: int = 8
-    coordinates: bool = False
-    """Name a cell by a letter for its column and a digit for its row, instead of by one character."""
     min_distance: int = 2
     """Fewest steps from the start to the target."""
     max_distance: int = 7
@@ -47,13 +42,7 @@ class GridWalkConfig:
     def validate(self) -> None:
         """Raise AssertionError for parameters that no walk fulfils."""
         assert min(self.width, self.height) > 1, "width and height must be at least 2"
-        if self.coordinates:
-            assert self.width <= 26, "width must be at most 26, the number of letters"
-            assert self.height <= 10, "height must be at most 10, the number of digits"
-        else:
-            assert self.width * self.height <= len(CELLS), (
-                f"width x height must be at most {len(CELLS)} without coordinates"
-            )
+        assert self.width * self.height <= len(CELLS), f"width x height must be at most {len(CELLS)}"
         farthest = self.width + self.height - 2
         assert 1 <= self.min_distance <= self.max_distance <= farthest, (
             f"need 1 <= min_distance <= max_distance <= {farthest}, the distance of opposite corners"
@@ -77,24 +66,19 @@ class GridWalkDataset(ProceduralDataset):
         walk: list[int] = []
         while walk[-1:] != [target]:
             walk = [*islice(self._walk(rng, start, target), config.max_steps)]
-        names = _names(config.width, config.height, config.coordinates)
-        grid = {"width": config.width, "height": config.height, "coordinates": config.coordinates}
         return {
-            "question": f"{names[start]}>{names[target]}:",
-            "answer": "".join(names[cell] for cell in walk),
-            "metadata": {"source_dataset": NAME, "source_index": idx, **grid},
+            "question": f"{CELLS[start]}>{CELLS[target]}:",
+            "answer": "".join(CELLS[cell] for cell in walk),
+            "metadata": {"source_dataset": NAME, "source_index": idx, "width": config.width, "height": config.height},
         }
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """Return 1.0 for a walk from the start to the target, else 0.0."""
-        grid = entry["metadata"]
-        width, height, coordinates = grid["width"], grid["height"], grid.get("coordinates", False)
-        numbers = {name: cell for cell, name in enumerate(_names(width, height, coordinates))}
-        at, target = (numbers[cell] for cell in entry["question"].rstrip(":").split(">"))
-        size, walk = 1 + coordinates, answer or ""
-        for start in range(0, len(walk), size):
-            cell = numbers.get(walk[start : start + size])
-            if cell is None or _distance(at, cell, width) != 1:
+        width, height = entry["metadata"]["width"], entry["metadata"]["height"]
+        at, target = (CELLS.index(cell) for cell in entry["question"].rstrip(":").split(">"))
+        for name in answer or "":
+            cell = CELLS.find(name, 0, width * height)
+            if cell < 0 or _distance(at, cell, width) != 1:
                 return 0.0
             at = cell
         return float(at == target)
@@ -108,13 +92,6 @@ class GridWalkDataset(ProceduralDataset):
                 near = [cell for cell in near if _distance(cell, target, width) < _distance(at, target, width)]
             at = rng.choice(near)
             yield at
-
-
-def _names(width: int, height: int, coordinates: bool) -> Sequence[str]:
-    """Return the names of the cells, row by row."""
-    if not coordinates:
-        return CELLS[: width * height]
-    return [f"{column}{row}" for row in range(height) for column in string.ascii_lowercase[:width]]
 
 
 def _distance(one: int, other: int, width: int) -> int:

@@ -54,37 +54,10 @@ def test_a_row_does_not_continue_in_the_next_one():
     assert score("ghef", narrow) == 0.0
 
 
-def test_coordinates_name_columns_and_rows_of_larger_grids():
-    params = {"width": 12, "height": 10, "coordinates": True, "min_distance": 10, "max_distance": 20, "max_steps": 60}
-    graph = networkx.grid_2d_graph(12, 10)
-    for _, entry in generate_entries({"grid_walk": params}, size=50, seed=3):
-        places = [
-            (ord(entry["answer"][i]) - ord("a"), int(entry["answer"][i + 1])) for i in range(0, len(entry["answer"]), 2)
-        ]
-        start, target = entry["question"].removesuffix(":").split(">")
-        assert networkx.is_path(graph, [(ord(start[0]) - ord("a"), int(start[1])), *places])
-        assert entry["answer"].endswith(target)
-        assert score(entry["answer"], entry) == 1.0
-        assert score(entry["answer"][:-1], entry) == 0.0
-
-
-@pytest.mark.parametrize("walk", ["b0c0", "a1b1b0c0c1c0", "b0c0 "])
-def test_a_walk_by_coordinates_is_right(walk: str):
-    assert score(walk, {"question": "a0>c0:", "answer": "", "metadata": {"width": 3, "height": 2, "coordinates": True}})
-
-
-@pytest.mark.parametrize("walk", ["", "c0", "b0c", "b0c1c0", "0b0c", "b0d0c0", "b0b0c0", "b0,c0"])
-def test_a_walk_by_coordinates_is_wrong(walk: str):
-    entry = {"question": "a0>c0:", "answer": "", "metadata": {"width": 3, "height": 2, "coordinates": True}}
-    assert score(walk, entry) == 0.0
-
-
 @pytest.mark.parametrize(
     ("params", "problem"),
     [
         ({"width": 9}, "width x height must be at most 64"),
-        ({"width": 27, "coordinates": True}, "width must be at most 26"),
-        ({"height": 11, "coordinates": True}, "height must be at most 10"),
         ({"height": 1}, "width and height must be at least 2"),
         ({"max_distance": 15}, "max_distance <= 14"),
         ({"max_steps": 6}, "max_steps must be at least max_distance"),
