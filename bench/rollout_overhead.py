@@ -26,9 +26,10 @@ from bench.report import option_parser, report
 from bench.rollout_modes import CONFIG, NUM_FIRST_STEPS, OTHERS, trained
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.launcher import prepare, rollout_plane
+from megatron_bapo.controller.launcher import prepare
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.rollout_plane import rollout_plane
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.weight_layouts import engine_route

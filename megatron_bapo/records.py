@@ -68,6 +68,9 @@ class Trajectory:
     """Experts that the engines chose for the P+R-1 tokens that enter the model, int8 or int16 [P+R-1, L, K], where L
     counts the layers with experts; on a trainer rank, those of its pipeline stage. Tokens without a route have
     `NO_ROUTE`. None without `algorithm.routing_replay=rollout`."""
+    teacher_log_probs: np.ndarray | None = None
+    """float32 [S], log-prob of each sampled token under the teacher, at the sampling temperature. None until the
+    teacher's engines have scored the response, and without `algorithm.distillation.engines`."""
 
     @property
     def sampled_positions(self) -> np.ndarray:
@@ -82,8 +85,8 @@ class Trajectory:
     @property
     def num_bytes(self) -> int:
         """Bytes of the response's tokens and log-probs, and of the routes."""
-        num_bytes = self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes
-        return num_bytes if self.routes is None else num_bytes + self.routes.nbytes
+        optional = (array for array in (self.routes, self.teacher_log_probs) if array is not None)
+        return self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes + sum(each.nbytes for each in optional)
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:

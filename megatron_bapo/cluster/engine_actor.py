@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +61,33 @@ class EngineActor:
     """
 
     def __init__(
-        self, config: Config, index: int, placements: Sequence[EnginePlacement], num_restarts: int = 0
+        self,
+        config: Config,
+        index: int,
+        placements: Sequence[EnginePlacement],
+        num_restarts: int = 0,
+        *,
+        is_teacher: bool = False,
     ) -> None:
         """Start the actors without waiting for them; `index` decides which weights and which log files are its own.
 
-        `placements` has an element for each of the engine's nodes. Raises RunError for a restarted engine that could
-        not get the current weights.
+        `placements` has an element for each of the engine's nodes. An engine that `is_teacher` only scores, at the
+        temperature of `config`, which is that of the teacher's engines. Raises RunError for a restarted engine that
+        could not get the current weights.
         """
         transport = config.weight_sync.transport
         if num_restarts and transport != "store":
             raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
-        self.name = f"engine {index}"
+        self.name = f"{'teacher' if is_teacher else 'engine'} {index}"
         self._config, self._settings = config, config.rollout
         self._index, self._placements, self._num_restarts = index, tuple(placements), num_restarts
+        self._is_teacher = is_teacher
         self._processes: dict[str, Processes] = {}
         first, others = self._placements[0], self._placements[1:]
         self.handle = self._create(Engine, first)
         spec = EngineSpec.of(config)
+        if is_teacher:
+            spec = replace(spec, scoring_temperature=config.rollout.temperature)
         endpoint: Any = ""
         if others:
             endpoint = self.handle.meet.remote(first.address, config.rollout.start_timeout_s)
@@ -135,7 +145,8 @@ class EngineActor:
     def replacement(self) -> EngineActor:
         """Kill what is left of this engine and start another one on the same GPUs, without waiting for it."""
         self._kill()
-        return EngineActor(self._config, self._index, self._placements, self._num_restarts + 1)
+        num_restarts = self._num_restarts + 1
+        return EngineActor(self._config, self._index, self._placements, num_restarts, is_teacher=self._is_teacher)
 
     async def generate(self, request: GenerationRequest) -> Generated:
         """Send a request; a cancelled call ends when the engine has released the request."""

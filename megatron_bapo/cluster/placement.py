@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_bapo.config.rollout import RolloutConfig
@@ -31,11 +31,13 @@ class RunPlacement:
     ranks_per_node: int
     engine_nodes: tuple[tuple[Node, ...], ...]
     """Nodes of each engine, by engine index. The engine's ranks are spread over its nodes in order."""
+    teacher_nodes: tuple[Node, ...] = ()
+    """Node of each of the teacher's engines."""
 
     @property
     def nodes(self) -> list[Node]:
         """Every used node once."""
-        return list(dict.fromkeys([*self.trainer_nodes, *self.nodes_with_engines]))
+        return list(dict.fromkeys([*self.trainer_nodes, *self.nodes_with_engines, *self.teacher_nodes]))
 
     @property
     def nodes_with_engines(self) -> list[Node]:
@@ -46,13 +48,21 @@ class RunPlacement:
         """Return the indices of the engines that have ranks on a node."""
         return [index for index, nodes in enumerate(self.engine_nodes) if node in nodes]
 
+    def teachers_on(self, node: Node) -> list[int]:
+        """Return the indices of the teacher's engines on a node."""
+        return [index for index, each in enumerate(self.teacher_nodes) if each == node]
+
     def num_ranks_on(self, node: Node) -> int:
         """Return the number of trainer ranks on a node."""
         return self.ranks_per_node if node in self.trainer_nodes else 0
 
+    def num_policy_gpus_on(self, node: Node, rollout: RolloutConfig) -> int:
+        """Return the number of a node's GPUs that trainer ranks and engines of the policy take."""
+        return rollout.num_gpus(self.num_ranks_on(node), len(self.engines_on(node)) * rollout.ranks_per_engine_node)
+
 
 def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
-    """Place trainer ranks on as few nodes as have enough GPUs, and engines on the remaining GPUs.
+    """Place trainer ranks on as few nodes as have enough GPUs, and engines on the remaining GPUs, the teacher's last.
 
     Nodes without a GPU are not used if others have GPUs. Without any GPU, trainer ranks are spread evenly over all
     nodes. Raises UserError if the nodes do not suffice.
@@ -60,18 +70,25 @@ def place_run(config: Config, nodes: Sequence[Node]) -> RunPlacement:
     used = [node for node in nodes if node.num_gpus] or list(nodes)
     trainers = _trainer_nodes(config, [node for node in used if node.role != "rollout"])
     ranks_per_node = config.parallel.world_size // len(trainers)
+    placed = RunPlacement(tuple(trainers), ranks_per_node, ())
+    roles = ("rollout",) if any(node.role == "rollout" for node in used) else ("any",)
+    beside = [node for node in used if node.role in roles]
     if config.rollout.colocate:
         free = {node: node.num_gpus for node in trainers}
     else:
-        free = {node: node.num_gpus - (ranks_per_node if node in trainers else 0) for node in used}
-        free = {node: num for node, num in free.items() if node.role != "trainer"}
-        if any(node.role == "rollout" for node in free):
-            free = {node: num for node, num in free.items() if node.role == "rollout"}
+        free = {node: node.num_gpus - placed.num_ranks_on(node) for node in beside}
     place = _place_by_gpus if any(node.num_gpus for node in used) else _place_in_turn
     engines = place(config.rollout, free)
     if len(engines) < config.rollout.num_engines:
         raise UserError(_too_many_engines(config, len(engines), used))
-    return RunPlacement(tuple(trainers), ranks_per_node, tuple(engines))
+    placed = replace(placed, engine_nodes=tuple(engines))
+    if (teacher := config.serving_teacher) is None:
+        return placed
+    free = {node: node.num_gpus - placed.num_policy_gpus_on(node, config.rollout) for node in beside}
+    teachers = place(teacher.rollout, free)
+    if len(teachers) < teacher.rollout.num_engines:
+        raise UserError(_too_many_teachers(teacher.rollout, len(teachers), used))
+    return replace(placed, teacher_nodes=tuple(node for nodes in teachers for node in nodes))
 
 
 def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tuple[Node, ...]]:
@@ -120,6 +137,14 @@ def _too_many_engines(config: Config, num_fitting: int, nodes: Sequence[Node]) -
         f"fit on the GPUs that the trainer's {config.parallel.world_size} ranks leave free on {_described(nodes)}; "
         f"with rollout.nodes_per_engine={rollout.nodes_per_engine} an engine needs {rollout.ranks_per_engine_node} "
         "GPUs on each of its nodes. Lower num_engines, add nodes, change nodes_per_engine, or set rollout.colocate=true"
+    )
+
+
+def _too_many_teachers(engines: RolloutConfig, num_fitting: int, nodes: Sequence[Node]) -> str:
+    return (
+        f"algorithm.distillation.engines.num_engines={engines.num_engines} of {engines.ranks_per_engine} ranks each, "
+        f"but only {num_fitting} fit on the GPUs that trainer and engines leave free on {_described(nodes)}; an engine "
+        "of the teacher is on one node. Lower num_engines or tensor_parallel_size, or add nodes"
     )
 
 

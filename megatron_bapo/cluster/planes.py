@@ -155,7 +155,8 @@ def _described(placement: RunPlacement) -> str:
     for node in placement.nodes:
         ranks = [f"{placement.ranks_per_node} trainer ranks"] if node in placement.trainer_nodes else []
         engines = [_described_engine(placement, index, node) for index in placement.engines_on(node)]
-        parts.append(f"{node.address}: {', '.join([*ranks, *engines])}")
+        teachers = [f"teacher {index}" for index in placement.teachers_on(node)]
+        parts.append(f"{node.address}: {', '.join([*ranks, *engines, *teachers])}")
     return "nodes: " + "; ".join(parts)
 
 
@@ -288,11 +289,7 @@ def engine_placements(
     config: Config, placement: RunPlacement, agents: dict[Node, Any], stores: dict[int, StorePlacement], hosts: Hosts
 ) -> list[tuple[EnginePlacement, ...]]:
     """Return the placements of all engines on each of their nodes, by engine index."""
-    found = {
-        node: [get_result(call.remote(), _agent_name(node), _AGENT_S) for call in (agent.devices, agent.network)]
-        for node, agent in agents.items()
-        if node in placement.nodes_with_engines
-    }
+    found = {node: _devices_and_network(agents[node], node) for node in placement.nodes_with_engines}
 
     def on_node(index: int, node: Node) -> EnginePlacement:
         devices, network = found[node]
@@ -302,6 +299,26 @@ def engine_placements(
         return EnginePlacement(folder, tuple(visible), node.address, network, node.node_id, agents[node])
 
     return [tuple(on_node(index, node) for node in nodes) for index, nodes in enumerate(placement.engine_nodes)]
+
+
+def teacher_placements(config: Config, placement: RunPlacement, agents: dict[Node, Any]) -> list[EnginePlacement]:
+    """Return the placements of the teacher's engines, by index; they have a folder of their own on their nodes."""
+    found: list[EnginePlacement] = []
+    if (teacher := config.serving_teacher) is None:
+        return found
+    for index, node in enumerate(placement.teacher_nodes):
+        agent, slot = agents[node], placement.teachers_on(node).index(index)
+        devices, network = _devices_and_network(agent, node)
+        num_others = placement.num_policy_gpus_on(node, config.rollout)
+        visible = engine_devices(teacher, slot, num_others, devices)
+        folder = get_result(agent.create_store.remote(), _agent_name(node), _AGENT_S)
+        found.append(EnginePlacement(folder, tuple(visible), node.address, network, node.node_id, agent))
+    return found
+
+
+def _devices_and_network(agent: Any, node: Node) -> list[Any]:
+    """Return the node's GPUs and the environment variables that select its network interface."""
+    return [get_result(call.remote(), _agent_name(node), _AGENT_S) for call in (agent.devices, agent.network)]
 
 
 def create_stores(agents: dict[Node, Any], placement: RunPlacement, hosts: Hosts) -> dict[int, StorePlacement]:

@@ -27,10 +27,11 @@ from megatron_bapo.config.checks import differences, prompt_source_problems, ref
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.launcher import POLL_S, check_this_machine, rollout_plane
+from megatron_bapo.controller.launcher import POLL_S, check_this_machine
 from megatron_bapo.controller.preflight import check_functions, check_writable
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
+from megatron_bapo.controller.rollout_plane import rollout_plane
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.data.prompts import load_prompts
 from megatron_bapo.errors import INTERRUPTED, RunError, UserError

@@ -10,10 +10,11 @@ from pathlib import Path
 from megatron_bapo.cluster.interrupts import Interrupts
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.evaluation import rollout_metrics
-from megatron_bapo.controller.launcher import check_this_machine, prepare, rollout_plane
+from megatron_bapo.controller.launcher import check_this_machine, prepare
 from megatron_bapo.controller.preflight import checked_prompts
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.rollout_client import RolloutClient
+from megatron_bapo.controller.rollout_plane import rollout_plane
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.data.rollout_files import (
     RolloutHeader,
@@ -90,6 +91,7 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
                 num_reward_timeouts=scored.num_reward_timeouts,
                 data_state=data_state,
                 sampling=config.rollout.sampling,
+                teacher=config.algorithm.recorded_teacher,
             )
             write_rollouts(directory.rollouts, header, scored.groups, advantages=None)
             shutil.rmtree(_in_flight_folder(directory, step - 1), ignore_errors=True)

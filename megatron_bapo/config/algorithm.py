@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
+from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, PartialFraction, Section
 
 Objective = Literal["bapo", "ppo", "gspo", "cispo", "distill"]
@@ -140,6 +141,13 @@ class RolloutCorrectionConfig(Section):
         return self
 
 
+class TeacherEnginesConfig(EngineSizeConfig):
+    """vLLM engines that serve the teacher, on GPUs of their own.
+
+    They score each response when it is finished, and the trainer holds no teacher. Without this section, every trainer
+    rank loads its shard of the teacher."""
+
+
 class DistillationConfig(Section):
     """On-policy distillation: the reverse KL divergence to a teacher, on the policy's own samples, in the loss.
 
@@ -147,11 +155,12 @@ class DistillationConfig(Section):
 
     teacher: Path
     """Folder of the teacher's Hugging Face checkpoint. Its tokens must be the policy's; its size and family may
-    differ. Every trainer rank loads its shard of the frozen teacher."""
+    differ."""
     coef: PositiveFloat = 1.0
     """Coefficient of the divergence in the loss."""
     max_ratio: Annotated[float, Field(ge=1.0)] = 2.0
     """Largest importance ratio of a token's divergence; higher ratios are truncated to it."""
+    engines: TeacherEnginesConfig | None = None
 
 
 class AlgorithmConfig(Section):
@@ -226,6 +235,21 @@ class AlgorithmConfig(Section):
         return self.kl_loss_coef > 0.0 or self.kl_reward_coef > 0.0
 
     @property
+    def teacher_engines(self) -> TeacherEnginesConfig | None:
+        """The engines that serve the teacher; None without a teacher, and if the trainer holds it."""
+        return self.distillation and self.distillation.engines
+
+    @property
+    def recorded_teacher(self) -> str:
+        """Folder of the teacher whose log-probs the responses carry; empty if they carry none."""
+        return str(self.distillation.teacher) if self.distillation and self.distillation.engines else ""
+
+    @property
+    def trainer_holds_teacher(self) -> bool:
+        """Whether every trainer rank loads its shard of the teacher."""
+        return self.distillation is not None and self.distillation.engines is None
+
+    @property
     def scores_batch(self) -> bool:
-        """Whether trajectories are scored before the updates: by the policy, the reference model or the teacher."""
-        return self.behaviour_policy == "recomputed" or self.needs_reference or self.distillation is not None
+        """Whether the trainer scores trajectories before the updates, with the policy, reference model or teacher."""
+        return self.behaviour_policy == "recomputed" or self.needs_reference or self.trainer_holds_teacher

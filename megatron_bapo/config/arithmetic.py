@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_bapo.config.data import PromptSourceConfig
 from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.schema import Config
 
 
@@ -78,8 +79,13 @@ def _trainer_layout(config: Config) -> str:
 
 
 def _engines(config: Config) -> str:
-    tp, pp = config.rollout.tensor_parallel_size, config.rollout.pipeline_parallel_size
-    return f"{config.rollout.num_engines} x {tp} tensor{f' x {pp} pipeline' if pp > 1 else ''} parallel"
+    teacher = config.algorithm.teacher_engines
+    return f"{_engine_sizes(config.rollout)}{f', and {_engine_sizes(teacher)} of the teacher' if teacher else ''}"
+
+
+def _engine_sizes(engines: EngineSizeConfig) -> str:
+    tp, pp = engines.tensor_parallel_size, engines.pipeline_parallel_size
+    return f"{engines.num_engines} x {tp} tensor{f' x {pp} pipeline' if pp > 1 else ''} parallel"
 
 
 def _rollouts(config: Config) -> str:

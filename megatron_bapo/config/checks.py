@@ -21,7 +21,7 @@ from megatron_bapo.config.logging_checks import logging_problems, missing_packag
 from megatron_bapo.config.lora_checks import lora_problems
 from megatron_bapo.config.lora_warnings import lora_warnings
 from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
-from megatron_bapo.config.rollout import EngineConfig
+from megatron_bapo.config.rollout import EngineConfig, EngineSizeConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.config.section import Section
@@ -31,12 +31,12 @@ PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 
 FREE_ON_RESUME = (
     *("run_dir", "parallel", "weight_sync", "checkpoint", "evaluation", "logging"),
-    *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload"),
+    *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload", "rollout.object_store_mib"),
     *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.packing", "trainer.logprob_chunk_size"),
     *("trainer.fused_kernels", "trainer.offload", "trainer.collective_timeout_s", "trainer.max_restarts"),
     *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
-    *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update"),
-    *("rollout.max_reward_failures", "rollout.object_store_mib"),
+    *(f"algorithm.distillation.engines.{key}" for key in EngineSizeConfig.model_fields),
+    *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update", "rollout.max_reward_failures"),
     *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.worker_memory_gib", "reward.remote"),
     *("environment.num_workers", "environment.concurrency", "environment.timeout_s", "environment.worker_memory_gib"),
 )

@@ -67,6 +67,7 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
     """Yield the rules that are broken on a machine with `num_gpus` GPUs; `engines` says whether engines are started."""
     rollout, sync = config.rollout, config.weight_sync
     num_trainer, num_engine = config.parallel.world_size, config.num_engine_ranks if engines else 0
+    num_teacher = config.num_teacher_ranks if engines else 0
     if num_gpus == 0:
         if not engines:
             return
@@ -99,12 +100,14 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
                 "cache only on GPUs; set kv_cache_dtype=auto"
             )
         return
-    required = max(num_trainer, num_engine) if rollout.colocate else num_trainer + num_engine
+    required = rollout.num_gpus(num_trainer, num_engine) + num_teacher
     if required > num_gpus:
+        teacher = f", with {num_teacher} for the teacher (algorithm.distillation.engines)" if num_teacher else ""
         yield (
             f"{num_trainer} trainer ranks (parallel.world_size) and {num_engine} engine ranks (rollout.num_engines x "
             f"tensor_parallel_size x pipeline_parallel_size) need {required} GPUs with rollout.colocate="
-            f"{str(rollout.colocate).lower()}, but this machine has {num_gpus}; lower one of them, or set colocate=true"
+            f"{str(rollout.colocate).lower()}{teacher}, but this machine has {num_gpus}; lower one of them, or set "
+            "colocate=true"
         )
 
 

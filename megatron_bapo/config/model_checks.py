@@ -14,7 +14,7 @@ from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
 
-TEACHER = "algorithm.distillation.teacher"
+TEACHER, TEACHER_ENGINES = "algorithm.distillation.teacher", "algorithm.distillation.engines"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -138,7 +138,12 @@ def teacher_shape_problems(
     config: Config, teacher: Architecture, where: str, policy: Architecture | None
 ) -> Iterator[str]:
     """Yield the broken rules that depend on the teacher's architecture; `where` names its source in messages."""
-    yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
+    if (engines := config.algorithm.teacher_engines) is not None:
+        key, size = f"{TEACHER_ENGINES}.tensor_parallel_size", engines.tensor_parallel_size
+        yield from split_problems(teacher, where, key, size)
+        yield from _length_problems(config, teacher, where)
+    else:
+        yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
     if policy is not None and teacher.vocab_size < policy.vocab_size:
         yield (
             f"{where}: vocab_size={teacher.vocab_size} of {TEACHER} must be at least the policy's {policy.vocab_size}, "
@@ -163,6 +168,10 @@ def _trainer_shape_problems(
             f"{where}: num_attention_heads={heads} must be a multiple of num_key_value_heads="
             f"{architecture.num_key_value_heads}, which they share; change one of them"
         )
+    yield from _length_problems(config, architecture, where)
+
+
+def _length_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     if prompt + response > architecture.context_length:
         yield (

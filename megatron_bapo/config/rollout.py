@@ -53,29 +53,44 @@ class FilterGroupsConfig(Section):
     """Maximum number of batches generated for one step; groups of equal rewards are kept once it is reached."""
 
 
-class EngineConfig(Section):
-    """The vLLM engines."""
+class EngineSizeConfig(Section):
+    """Number and size of vLLM engines."""
 
-    max_response_length: PositiveInt = 1024
-    """Maximum length of a response in tokens, including the end-of-sequence token and an environment's replies."""
     num_engines: PositiveInt = 1
     """Number of vLLM engines."""
     tensor_parallel_size: PositiveInt = 1
     """Tensor parallelism of each engine."""
     pipeline_parallel_size: PositiveInt = 1
     """Pipeline parallelism of each engine."""
-    nodes_per_engine: PositiveInt = 1
-    """Number of nodes over which the ranks of each engine are spread evenly (vLLM's `nnodes`), for models that need
-    more GPUs than a node has."""
     enable_expert_parallel: bool = False
     """Place whole experts on each tensor-parallel rank of an engine instead of a slice of every expert. vLLM's CPU
     build does not support it."""
-    max_num_seqs: PositiveInt = 256
-    """Maximum number of sequences that an engine generates at a time."""
     kv_cache_gib: PositiveFloat | None = None
     """Size of an engine's KV cache in GiB; null: vLLM's choice on a GPU, 0.5 GiB on a CPU."""
     gpu_memory_utilization: PositiveFraction = 0.85
     """Fraction of a GPU's memory that vLLM may use for weights, activations and KV cache."""
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Number of an engine's ranks, each of which has one GPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all engines together, each of which has one GPU."""
+        return self.num_engines * self.ranks_per_engine
+
+
+class EngineConfig(EngineSizeConfig):
+    """The vLLM engines."""
+
+    max_response_length: PositiveInt = 1024
+    """Maximum length of a response in tokens, including the end-of-sequence token and an environment's replies."""
+    nodes_per_engine: PositiveInt = 1
+    """Number of nodes over which the ranks of each engine are spread evenly (vLLM's `nnodes`), for models that need
+    more GPUs than a node has."""
+    max_num_seqs: PositiveInt = 256
+    """Maximum number of sequences that an engine generates at a time."""
     enforce_eager: bool = True
     """Run vLLM without torch.compile and CUDA graphs. `false` generates small batches faster, but an engine then takes
     minutes to start, also when it is replaced during a run, and its graphs stay in GPU memory while it sleeps. The
@@ -104,11 +119,6 @@ class EngineConfig(Section):
     """Timeout of a health check in seconds; an engine that exceeds it is replaced."""
     max_engine_restarts: PositiveInt = 3
     """Attempts to replace a lost engine. If all of them fail, the run restarts, as set by trainer.max_restarts."""
-
-    @property
-    def ranks_per_engine(self) -> int:
-        """Number of an engine's ranks, each of which has one GPU."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_per_engine_node(self) -> int:
@@ -150,6 +160,11 @@ class RolloutConfig(SamplingConfig, EngineConfig):
     object_store_mib: Annotated[int, Field(ge=75)] = 256
     """Shared memory of Ray's object store in MiB. Rollout batches pass through it; what does not fit is spilled to
     Ray's temporary folder on disk."""
+
+    def num_gpus(self, num_trainer_ranks: int, num_engine_ranks: int) -> int:
+        """Return the number of GPUs that trainer ranks and engine ranks take together, on a machine or in the run."""
+        ranks = num_trainer_ranks, num_engine_ranks
+        return max(ranks) if self.colocate else sum(ranks)
 
     @property
     def may_be_stale(self) -> bool:

@@ -8,7 +8,7 @@ that span sections are in `checks.py`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -285,8 +285,40 @@ class Config(Section):
 
     @property
     def num_engine_ranks(self) -> int:
-        """Number of ranks of all engines together, each of which has one GPU."""
-        return self.rollout.num_engines * self.rollout.ranks_per_engine
+        """Number of ranks of all engines that generate responses."""
+        return self.rollout.num_ranks
+
+    @property
+    def num_teacher_ranks(self) -> int:
+        """Number of ranks of all engines that serve the teacher; 0 without such engines."""
+        return 0 if self.algorithm.teacher_engines is None else self.algorithm.teacher_engines.num_ranks
+
+    @property
+    def serving_teacher(self) -> Config | None:
+        """The configuration of a run whose engines are the teacher's; None if there are no such engines.
+
+        vLLM scores a sequence only if it may generate a token after it, so `max_model_len` is larger by one.
+        """
+        distillation = self.algorithm.distillation
+        if distillation is None or distillation.engines is None:
+            return None
+        values: dict[str, Any] = {
+            **dict(distillation.engines),
+            "colocate": False,
+            "sleep_level": 0,
+            "nodes_per_engine": 1,
+            "enforce_eager": True,
+            "quantization": None,
+            "kv_cache_dtype": "auto",
+            "max_response_length": self.rollout.max_response_length + 1,
+        }
+        sections: dict[str, Section] = {
+            "model": ModelConfig(path=distillation.teacher, dtype=self.model.dtype),
+            "algorithm": AlgorithmConfig(),
+            "rollout": self.rollout.model_copy(update=values),
+            "weight_sync": WeightSyncConfig(),
+        }
+        return self.model_copy(update=sections)
 
     @property
     def padding_rule(self) -> PaddingRule:

@@ -18,7 +18,7 @@ class FrozenModels:
     reference: PolicyModel | None = None
     """None unless the KL penalty needs it."""
     teacher: PolicyModel | None = None
-    """None without `algorithm.distillation`."""
+    """None without `algorithm.distillation`, and if engines serve the teacher."""
 
     @property
     def models(self) -> list[PolicyModel]:
@@ -45,7 +45,7 @@ def load_frozen_models(
             if is_new:
                 save_hugging_face(worker.model, worker.groups, config.model_path, path)
         reference = create_reference(config, path, worker.groups)
-    if config.algorithm.distillation is not None:
+    if config.algorithm.trainer_holds_teacher:
         announce("loading the teacher")
         teacher = create_teacher(config, worker.groups)
     return FrozenModels(reference, teacher)

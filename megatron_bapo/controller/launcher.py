@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from megatron_bapo.cluster.engine_actor import EngineActor, EnginePlacement
-from megatron_bapo.cluster.host_store import StorePlacement, create_host_stores
+from megatron_bapo.cluster.host_store import create_host_stores
 from megatron_bapo.cluster.interrupts import Interrupts
 from megatron_bapo.cluster.placement import RunPlacement
 from megatron_bapo.cluster.planes import (
@@ -28,8 +27,9 @@ from megatron_bapo.cluster.planes import (
     joined_cluster,
     node_agents,
     start_trainers,
+    teacher_placements,
 )
-from megatron_bapo.cluster.ray_cluster import ActorDied, create_actor, finished, get_result, local_cluster
+from megatron_bapo.cluster.ray_cluster import ActorDied, finished, get_result
 from megatron_bapo.cluster.run_end import tell_nodes
 from megatron_bapo.cluster.trainer_process import LOOPBACK, TrainerLog, TrainerNode, end, end_all, start_trainer
 from megatron_bapo.config.checks import refuse
@@ -46,20 +46,17 @@ from megatron_bapo.controller.preflight import check_rollouts, check_teacher_tok
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.prompt_sets import TaskPrompts
 from megatron_bapo.controller.restarts import Restarts
-from megatron_bapo.controller.rollout_client import SERVICE
-from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.controller.rollout_plane import create_actors, rollout_plane
 from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import INTERRUPTED, ProbeFailed, RunError, StorageFailed
-from megatron_bapo.freed_memory import HEAP_VARIABLES
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.mlflow_sink import following_to_mlflow
 from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
 from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
-from megatron_bapo.rollout.engine import engine_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
 from megatron_bapo.run_directory import FAILURES, RunDirectory
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -251,49 +248,11 @@ def _on_cluster(
         _actors, starting, source = [], {}, ("--rollouts-from", str(rollouts_from))
         if rollouts_from is None:
             placements, rank_0 = engine_placements(config, placement, agents, stores, hosts), placement.trainer_nodes[0]
-            _actors, starting = _create_actors(config, placements, rank_0.node_id)
+            teachers = teacher_placements(config, placement, agents)
+            _actors, starting = create_actors(config, placements, teachers, rank_0.node_id)
             _actors += create_host_stores(config, directory, stores, len(placement.trainer_nodes))
             source = ("--ray", os.environ["RAY_ADDRESS"])
         yield start_trainers(directory, source, placement, agents, stores, hosts), starting
-
-
-@contextmanager
-def rollout_plane(config: Config, directory: RunDirectory, store: WeightStore) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Start Ray on this machine with the engines and the rollout service, until the context ends.
-
-    Yields the cluster's address, and by actor name the references that are ready when the actor has started.
-    """
-    stores, num_actors = {TRAINER_HOST: StorePlacement(store.folder)}, config.rollout.num_engines + 1
-    with ExitStack() as stack:
-        if config.weight_sync.engine_store == "own":
-            stores[ENGINE_HOST] = StorePlacement(stack.enter_context(closing(WeightStore.create())).folder)
-            num_actors += 2
-        namespace = str(config.run_dir)
-        address = stack.enter_context(local_cluster(num_actors, config.rollout.object_store_mib, namespace))
-        devices, world_size = visible_devices(), config.parallel.world_size
-        placements = [
-            (EnginePlacement(stores[max(stores)].folder, tuple(engine_devices(config, index, world_size, devices))),)
-            for index in range(config.rollout.num_engines)
-        ]
-        # The handles are kept, because an actor lives as long as its handle.
-        _actors, starting = _create_actors(config, placements)
-        _actors += create_host_stores(config, directory, stores, num_senders=1)
-        yield address, starting
-
-
-def _create_actors(
-    config: Config, placements: Sequence[Sequence[EnginePlacement]], node_id: str | None = None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Create the engine actors and the rollout service.
-
-    Returns their handles, and by actor name the references that are ready when the actor has started. The service runs
-    on the main rank's node, `node_id`, so that the trainer reaches it without the network.
-    """
-    engines = [EngineActor(config, index, of_engine) for index, of_engine in enumerate(placements)]
-    service = create_actor(RolloutService, config, engines, name=SERVICE, environment=HEAP_VARIABLES, node_id=node_id)
-    starting = {name: call for engine in engines for name, call in engine.starting.items()}
-    starting[SERVICE] = service.probe_token_ids.remote()
-    return [*(handle for engine in engines for handle in engine.handles), service], starting
 
 
 def _watch(

@@ -93,6 +93,7 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
             )
         _check_sampling(config, files[number], header)
         _check_routes(config, files[number], header)
+        _check_teacher(config, files[number], header)
 
 
 def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
@@ -121,6 +122,21 @@ def _check_routes(config: Config, path: Path, header: RolloutHeader) -> None:
             f"{path} has {found}, and algorithm.routing_replay=rollout needs those of {config.model_path}, {expected} "
             "(layers with experts, experts of a token, bytes of a number); generate the batches with "
             "algorithm.routing_replay=rollout, or set it to trainer or none"
+        )
+
+
+def _check_teacher(config: Config, path: Path, header: RolloutHeader) -> None:
+    """Refuse a batch without the log-probs of the configuration's teacher at the temperature of the trainer."""
+    teacher, temperature = config.algorithm.recorded_teacher, config.rollout.temperature
+    if not teacher:
+        return
+    found = f"log-probs of the teacher {header.teacher}" if header.teacher else "no teacher's log-probs"
+    recorded = header.sampling.get("temperature", temperature)
+    if header.teacher != teacher or recorded != temperature:
+        raise UserError(
+            f"{path} has {found}, at rollout.temperature={recorded}, and algorithm.distillation.engines needs those of "
+            f"algorithm.distillation.teacher={teacher} at {temperature}; have the trainer score the responses, by "
+            "removing the section engines, or generate the batches with these settings"
         )
 
 

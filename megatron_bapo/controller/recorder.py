@@ -56,7 +56,7 @@ class Recorder:
         self._tokens_folder = directory.tokens
         self._rollouts_folder = directory.rollouts
         self._vocab_size = len(load_tokenizer(config.model_path)) if config.logging.dump_rollouts else None
-        self._sampling = config.rollout.sampling
+        self._sampling, self._teacher = config.rollout.sampling, config.algorithm.recorded_teacher
         self._mismatch_alarms = config.logging.mismatch_alarms
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
@@ -127,6 +127,7 @@ class Recorder:
             vocab_size=self._vocab_size,
             num_reward_timeouts=scored.num_reward_timeouts,
             sampling=self._sampling if scored.sampling is None else scored.sampling,
+            teacher=self._teacher,
         )
         write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 

@@ -44,6 +44,7 @@ from megatron_bapo.rollout.scheduler import RolloutScheduler
 from megatron_bapo.rollout.scheduler_deps import SchedulerDeps
 from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations, sft_demonstration
+from megatron_bapo.rollout.teacher import Teacher
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, transformers_without_torch
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
@@ -56,7 +57,8 @@ T = TypeVar("T")
 class RolloutService:
     """Generates and scores a run's rollouts; there is one service per run."""
 
-    def __init__(self, config: Config, engines: Sequence[EngineActor]) -> None:
+    def __init__(self, config: Config, engines: Sequence[EngineActor], teachers: Sequence[EngineActor] = ()) -> None:
+        """`teachers` are the teacher's engines, if `algorithm.distillation.engines` asks for any."""
         self._directory = RunDirectory(config.run_dir)
         redirect_output(self._directory.logs / "rollout-service.log")
         self._config = config
@@ -87,36 +89,36 @@ class RolloutService:
                 config.environment, config.data, self._tokenizer, config.reward.secret_variables
             )
         self._router = Router(lambda name, reason: self._fleet.on_lost(name, reason), self._record_request)
-        self._scheduler = RolloutScheduler(
-            config.rollout,
-            config.prompts_per_step,
-            config.seed,
-            SchedulerDeps(
-                self._stream,
-                self._tokenized,
-                self._router,
-                self._score_for_training,
-                self._decoder.decode,
-                self._quarantine,
-                self._environment,
-            ),
-        )
-        self._fleet = EngineFleet(
-            {engine.name: engine for engine in engines},
-            self._router,
-            config.rollout,
-            self._record_engine,
-            self._scheduler.fail,
-        )
-
+        self._teacher_router = Router(lambda name, reason: self._teacher_fleet.on_lost(name, reason))
+        limit = config.rollout.max_request_failures
+        self._teacher = Teacher(self._teacher_router.generate, limit) if teachers else None
+        self._scheduler = RolloutScheduler(config.rollout, config.prompts_per_step, config.seed, self._scheduler_deps())
+        self._fleet = self._fleet_of(engines, self._router)
+        self._teacher_fleet = self._fleet_of(teachers, self._teacher_router)
         self._garbage = GarbageCollector()
 
+    def _scheduler_deps(self) -> SchedulerDeps:
+        return SchedulerDeps(
+            self._stream,
+            self._tokenized,
+            self._router,
+            self._score_for_training,
+            self._decoder.decode,
+            self._quarantine,
+            self._environment,
+            None if self._teacher is None else self._teacher_router,
+        )
+
+    def _fleet_of(self, engines: Sequence[EngineActor], router: Router) -> EngineFleet:
+        named = {engine.name: engine for engine in engines}
+        return EngineFleet(named, router, self._config.rollout, self._record_engine, self._scheduler.fail)
+
     async def wait_for_engines(self) -> None:
-        """Return when all engines have started to serve the initial model."""
+        """Return when all engines have started to serve the initial model, and the teacher's to serve the teacher."""
         if self._loop_clock is None:
             self._loop_clock = LoopClock.running()
             self._loop_clock.start()
-        await self._fleet.start()
+        await asyncio.gather(self._fleet.start(), self._teacher_fleet.start())
 
     def probe_token_ids(self) -> np.ndarray:
         """Return int32 tokens of the first prompts and their ground truths, at most `weight_sync.probe_tokens`."""
@@ -148,7 +150,9 @@ class RolloutService:
         scored.metrics["perf/cpu_cores"] = Last(len(os.sched_getaffinity(0)))
         if self._loop_clock is not None:
             scored.metrics["rollout/event_loop_stall_max_s"] = Max(self._loop_clock.take_max_delay_s())
-        scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts)
+        scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts + self._teacher_fleet.num_restarts)
+        if self._teacher is not None:
+            scored.metrics.update(self._teacher.take_metrics())
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
         waited_s, groups = loop.time() - start, scored.groups
@@ -285,7 +289,10 @@ class RolloutService:
     async def _score_for_training(self, group: Group) -> ScoredGroups:
         scored = await self._score(group)
         self._freed.add(sum(trajectory.num_bytes for trajectory in group.trajectories))
-        return replace(scored, groups=[self._texts.dropped(group) for group in scored.groups])
+        groups = [self._texts.dropped(group) for group in scored.groups]
+        if self._teacher is not None:
+            groups = [await self._teacher.scored(group) for group in groups]
+        return replace(scored, groups=groups)
 
     async def _score(self, group: Group) -> ScoredGroups:
         return await score_group(group, self._scorer)

@@ -151,6 +151,8 @@ def _arrays(trajectory: Trajectory | UnfinishedTrajectory) -> Iterator[memoryvie
         yield _view(trajectory.prompt_token_ids, _INT)
     yield _view(trajectory.response_token_ids, _INT)
     yield _view(trajectory.behaviour_log_probs, _FLOAT)
+    if isinstance(trajectory, Trajectory) and trajectory.teacher_log_probs is not None:
+        yield _view(trajectory.teacher_log_probs, _FLOAT)
 
 
 def _route_type(itemsize: int) -> np.dtype:
@@ -182,6 +184,7 @@ def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "num_prompt_tokens": len(trajectory.prompt_token_ids),
         "num_text_bytes": len(_text_bytes(trajectory)),
+        "has_teacher_log_probs": trajectory.teacher_log_probs is not None,
     }
 
 
@@ -203,10 +206,11 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
     is_buffered, fields = head["kind"] == "buffered", head["trajectories"]
     arrays = [
         (parts.take(each["num_prompt_tokens"] if is_buffered else 0, _INT),
-         parts.take(each["num_tokens"], _INT), parts.take(each["num_log_probs"], _FLOAT))
+         parts.take(each["num_tokens"], _INT), parts.take(each["num_log_probs"], _FLOAT),
+         parts.take(each["num_log_probs"], _FLOAT) if each.get("has_teacher_log_probs") else None)
         for each in fields
     ]  # fmt: skip
-    shared = [_shared(parts, each, *values[1:]) for each, values in zip(fields, arrays, strict=True)]
+    shared = [_shared(parts, each, *values[1:3]) for each, values in zip(fields, arrays, strict=True)]
     if not is_buffered:
         unfinished = (
             UnfinishedTrajectory(**values, turn_ended=each["turn_ended"], routes=parts.routes(each))
@@ -215,8 +219,15 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
         return UnfinishedGroup(head["serial"], head["prompt_id"], tuple(unfinished))
     texts = [parts.text(each["num_text_bytes"]) for each in fields]
     trajectories = (
-        Trajectory(prompt_token_ids=prompt, text=text, reward=each["reward"], **values, routes=parts.routes(each))
-        for each, (prompt, *_), values, text in zip(fields, arrays, shared, texts, strict=True)
+        Trajectory(
+            prompt_token_ids=prompt,
+            text=text,
+            reward=each["reward"],
+            **values,
+            routes=parts.routes(each),
+            teacher_log_probs=taught,
+        )
+        for each, (prompt, *_, taught), values, text in zip(fields, arrays, shared, texts, strict=True)
     )
     return BufferedGroup(head["serial"], Group(prompt_of(head), tuple(trajectories)), head["num_uses"])
 

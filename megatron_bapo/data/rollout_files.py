@@ -3,7 +3,8 @@
 Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_info are JSON. `group` numbers the batch's
 prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null if no trainer has used the
 batch; `loss_mask` is null if all response tokens were sampled. `routes` exists only in batches with routes; it has the
-bytes of the array, whose shape but for the number of tokens is in the header.
+bytes of the array, whose shape but for the number of tokens is in the header. `teacher_log_probs` exists only in
+batches that the teacher's engines have scored.
 
 The in-flight state of checkpoints of earlier versions has the same format. `buffered.parquet` has scored groups, with
 their prompts' serial numbers as `group`, and how often each was trained on; `unfinished.parquet` has partial responses.
@@ -52,8 +53,7 @@ _GROUP_TYPES = {
     **dict.fromkeys(("prompt_id", "messages", "ground_truth", "data_source", "extra_info"), pa.string()),
 }
 _SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "advantages": pa.list_(pa.float64())})
-_ROUTES = "routes"
-_SCHEMA_WITH_ROUTES = _SCHEMA.append(pa.field(_ROUTES, pa.binary()))
+_ROUTES, _TEACHER = "routes", "teacher_log_probs"
 _BUFFERED_SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "num_uses": pa.int32()})
 _PARTIAL_TYPES = {
     name: _TRAJECTORY_TYPES[name]
@@ -85,6 +85,8 @@ class RolloutHeader:
     """Temperature, top_p, top_k and min_p that the batch was sampled with; empty in files of earlier versions."""
     route_shape: tuple[int, ...] = ()
     """Layers with experts, experts of a token and bytes of an expert's number; empty for a batch without routes."""
+    teacher: str = ""
+    """Folder of the teacher whose log-probs the batch has; empty for a batch without."""
 
     @property
     def has_trainer(self) -> bool:
@@ -106,7 +108,7 @@ def write_rollouts(
     if shapes:
         (shape,) = shapes
         header = replace(header, route_shape=shape)
-    schema = (_SCHEMA_WITH_ROUTES if shapes else _SCHEMA).with_metadata({_HEADER: json.dumps(asdict(header))})
+    schema = _schema(header).with_metadata({_HEADER: json.dumps(asdict(header))})
     path = folder / f"step-{header.step:08d}.parquet"
     partial = path.with_suffix(".partial")
     _write(partial, rows, schema)
@@ -137,7 +139,7 @@ def read_rollouts(path: Path) -> tuple[RolloutHeader, list[Group]]:
     """Read a batch, bit-identical to what was written. Raises UserError if the file is damaged or of another kind."""
     try:
         header = _header(pq.read_schema(path))
-        table = _read(path, _SCHEMA_WITH_ROUTES if header.route_shape else _SCHEMA)
+        table = _read(path, _schema(header))
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
     return header, [group for _, group in _groups(table, header.route_shape)]
@@ -201,12 +203,21 @@ def _groups(table: pa.Table, route_shape: Sequence[int] = ()) -> list[tuple[int,
     if route_shape:
         routes = [_array_of(each, route_shape) for each in table.column(_ROUTES)]
         trajectories = [replace(t, routes=each) for t, each in zip(trajectories, routes, strict=True)]
+    if _TEACHER in table.column_names:
+        taught = [each.values.to_numpy().copy() if each.is_valid else None for each in table.column(_TEACHER)]
+        trajectories = [replace(t, teacher_log_probs=each) for t, each in zip(trajectories, taught, strict=True)]
     rows = zip(table.select([*_GROUP_TYPES]).to_pylist(), trajectories, strict=True)
     groups = []
     for number, members in groupby(rows, key=lambda row: row[0]["group"]):
         found = [*members]
         groups.append((number, Group(prompt_of(found[0][0]), tuple(trajectory for _, trajectory in found))))
     return groups
+
+
+def _schema(header: RolloutHeader) -> pa.Schema:
+    optional = {_ROUTES: pa.binary()} if header.route_shape else {}
+    optional |= {_TEACHER: pa.list_(pa.float32())} if header.teacher else {}
+    return pa.schema([*_SCHEMA, *(pa.field(*each) for each in optional.items())])
 
 
 def _header(schema: pa.Schema) -> RolloutHeader:
@@ -261,7 +272,8 @@ def _columns(trajectory: Trajectory, names: Iterable[str]) -> dict[str, Any]:
     spans = [asdict(span) for span in trajectory.version_spans]
     text, turns = without_lone_surrogates(trajectory.text), json.dumps(trajectory.turns)
     routes = None if trajectory.routes is None else trajectory.routes.tobytes()
-    return columns | {"version_spans": spans, "text": text, "turns": turns, _ROUTES: routes}
+    columns |= {"version_spans": spans, "text": text, "turns": turns, _ROUTES: routes}
+    return columns | {_TEACHER: trajectory.teacher_log_probs}
 
 
 def _array_of(routes: pa.BinaryScalar, shape: Sequence[int]) -> np.ndarray | None:

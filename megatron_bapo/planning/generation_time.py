@@ -7,9 +7,10 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.collective_time import Links
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import num_active_parameters
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_matrix_bytes, engine_speedup
-from megatron_bapo.planning.response_lengths import lengths_of
+from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory
 
 
@@ -86,3 +87,16 @@ def prefill_seconds(
     flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
+
+
+def teacher_seconds(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:
+    """Return the seconds in which the teacher's engines score one rollout batch; 0 without such engines.
+
+    They prefill every prompt and response, without a prefix cache, while others are generated.
+    """
+    served, architecture = config.serving_teacher, teacher_of(config)
+    if served is None or architecture is None:
+        return 0.0
+    responses = config.trainer.train_batch_size / config.rollout.max_reuse / served.rollout.num_engines
+    num_tokens = responses * mean_length(config, assumptions)
+    return prefill_seconds(served, architecture, gpu, assumptions, num_tokens)

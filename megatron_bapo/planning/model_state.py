@@ -105,7 +105,7 @@ def model_state(
         reference=num_reference * dtype + biases * FP32 - saved + copies
         if config.has_reference_copy and on_device
         else 0,
-        teacher=_teacher_bytes(config, stage) if on_device else 0,
+        teacher=_teacher_bytes(config, stage) if on_device and config.algorithm.trainer_holds_teacher else 0,
         updated=num_own,
         quantised=copies,
     )

@@ -16,7 +16,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
 from megatron_bapo.planning.response_lengths import mean_length
-from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory
+from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
 from megatron_bapo.planning.weight_transfer import sync_bytes
@@ -62,8 +62,9 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        trainer = self.config.parallel.world_size
-        return trainer + self.num_engine_gpus if self.placement == "separate" else max(trainer, self.num_engine_gpus)
+        trainer, engines = self.config.parallel.world_size, self.num_engine_gpus
+        policy = trainer + engines if self.placement == "separate" else max(trainer, engines)
+        return policy + self.config.num_teacher_ranks
 
     @cached_property
     def stages(self) -> list[StageMemory]:
@@ -72,6 +73,11 @@ class Plan:
     @cached_property
     def engine(self) -> EngineMemory:
         return engine_memory(self.config, self.architecture, self.gpu, self.assumptions)
+
+    @cached_property
+    def teacher_engine(self) -> EngineMemory | None:
+        """The memory of one of the teacher's engines, if it has any."""
+        return teacher_engine_memory(self.config, self.gpu, self.assumptions)
 
     @cached_property
     def time(self) -> StepTime:
@@ -247,11 +253,18 @@ class Plan:
         return f"pipeline stage {stage.stage} (ranks {first} to {first + num_ranks - 1})"
 
     def _engine_problems(self) -> Iterator[str]:
-        engine, rollout, world = self.engine, self.config.rollout, self.config.parallel.world_size
-        if engine.kv_tokens < engine.max_model_len:
+        rollout, world = self.config.rollout, self.config.parallel.world_size
+        for name, engine in (("an engine", self.engine), ("an engine of the teacher", self.teacher_engine)):
+            if engine is not None and engine.kv_tokens < engine.max_model_len:
+                yield (
+                    f"{name}'s GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
+                    f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
+                )
+        teacher = self.config.algorithm.teacher_engines
+        if teacher is not None and teacher.ranks_per_engine > self.assumptions.gpus_per_node:
             yield (
-                f"an engine's GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
-                f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
+                f"an engine of the teacher has {teacher.ranks_per_engine} GPUs (algorithm.distillation.engines."
+                f"tensor_parallel_size x pipeline_parallel_size), and a node has {self.assumptions.gpus_per_node}"
             )
         if self.placement == "colocated" and self.num_engine_gpus > world:
             yield (

@@ -18,6 +18,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 from megatron_bapo.planning.plan import Plan, gib
+from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.search import NEAR_BEST, changes
 from megatron_bapo.planning.spread import step_range
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
@@ -45,7 +46,10 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
     for stages in _blocks(plan.stages, console.width):
         _print_table(console, _stage_table(plan, stages), _STAGE_NAME_WIDTH + len(stages) * _STAGE_WIDTH)
     _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
-    _print_section(console, _engine_title(plan.config.rollout), _engine_rows(plan))
+    _print_section(console, _engine_title(plan.config.rollout), _engine_rows(plan.engine))
+    if (teacher := plan.config.serving_teacher) is not None and plan.teacher_engine is not None:
+        *rows, _ = _engine_rows(plan.teacher_engine)
+        _print_section(console, _engine_title(teacher.rollout, "the teacher's engines"), rows)
     _print_section(console, "host memory and weight sync", _host_rows(plan))
     _print_section(console, "one step, estimated", _time_rows(plan))
     _print_section(console, "assumed", _assumption_rows(plan.assumptions))
@@ -96,6 +100,7 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         "stages": stages,
         "worst_stage": plan.worst_stage.stage,
         "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
+        "teacher_engine": plan.teacher_engine and asdict(plan.teacher_engine),
         "host_bytes": plan.host_bytes,
         "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
         "seconds": {
@@ -213,13 +218,12 @@ def _activation_rows(plan: Plan) -> Rows:
     return [*rows, ("micro-batches", in_flight)]
 
 
-def _engine_title(rollout: RolloutConfig) -> str:
-    title = f"engines: {rollout.num_engines} of {rollout.ranks_per_engine} GPUs"
+def _engine_title(rollout: RolloutConfig, name: str = "engines") -> str:
+    title = f"{name}: {rollout.num_engines} of {rollout.ranks_per_engine} GPUs"
     return title if rollout.nodes_per_engine == 1 else f"{title} on {rollout.nodes_per_engine} nodes"
 
 
-def _engine_rows(plan: Plan) -> Rows:
-    engine = plan.engine
+def _engine_rows(engine: EngineMemory) -> Rows:
     return [
         ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
         (

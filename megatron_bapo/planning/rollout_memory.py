@@ -11,6 +11,7 @@ from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.lora_transfer import engine_rank, sent_adapters
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
+from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
 from megatron_bapo.planning.response_lengths import mean_length
@@ -65,6 +66,14 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
         mean_length=mean_length(config, assumptions),
         max_num_seqs=rollout.max_num_seqs,
     )
+
+
+def teacher_engine_memory(config: Config, gpu: Gpu, assumptions: Assumptions) -> EngineMemory | None:
+    """Return the memory of one of the teacher's engines; None if the configuration has none."""
+    served, architecture = config.serving_teacher, teacher_of(config)
+    if served is None or architecture is None:
+        return None
+    return engine_memory(served, architecture, gpu, assumptions)
 
 
 @lru_cache

@@ -32,13 +32,15 @@ NEAR_BEST = 0.02
 
 
 def search(plan: Plan, num_gpus: int) -> list[Plan]:
-    """Return every layout of the trainer and its engines that fits; the model, the batch and the lengths are kept.
+    """Return every layout of the trainer and its engines that fits beside the teacher's engines, if it has any.
+
+    The model, the batch, the lengths and the teacher's engines are kept.
 
     Layouts whose estimated step time is within `NEAR_BEST` of the best come first: those that leave more GPU memory
     free while training before others, and at equal memory those with fewer parallel dimensions. The rest follows by
     step time.
     """
-    found = sorted(_fitting(plan, num_gpus), key=lambda candidate: candidate.time.total)
+    found = sorted(_fitting(plan, num_gpus - plan.config.num_teacher_ranks), key=lambda candidate: candidate.time.total)
     num_near = sum(candidate.time.total <= (1 + NEAR_BEST) * found[0].time.total for candidate in found)
     return [*sorted(found[:num_near], key=_preference), *found[num_near:]]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.flops import TRAINING_PASSES, forward_flops
-from megatron_bapo.planning.generation_time import generation_seconds
+from megatron_bapo.planning.generation_time import generation_seconds, teacher_seconds
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.model_state import model_state
@@ -26,6 +26,7 @@ class StepTime:
     """Seconds of one step, which is a rollout batch and its updates."""
 
     generation: float
+    """Generating a rollout batch, and scoring it with the teacher if it has engines of its own."""
     trainer: TrainingTime
     offload: float
     """Moving the trainer's state to host memory and back, where colocated engines need the GPU memory."""
@@ -93,7 +94,8 @@ def step_time(
     passes = TRAINING_PASSES + scoring_passes(config)
     square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
     model_flops = trainer.ppo_epochs * passes * sum(forward_flops(architecture, length, square))
-    model_flops += 0.0 if teacher is None else sum(forward_flops(teacher, length, square))
+    if teacher is not None and config.algorithm.trainer_holds_teacher:
+        model_flops += sum(forward_flops(teacher, length, square))
     sent = traffic(
         config,
         architecture,
@@ -102,7 +104,10 @@ def step_time(
         broadcasts=assumptions.broadcasts_weights,
     )
     return StepTime(
-        generation=generation_seconds(config, architecture, gpu, engine, assumptions),
+        generation=max(
+            generation_seconds(config, architecture, gpu, engine, assumptions),
+            teacher_seconds(config, gpu, assumptions),
+        ),
         trainer=training_time(config, architecture, gpu, assumptions),
         offload=_offload_seconds(config, architecture, assumptions) if colocated and trainer.offload else 0.0,
         between=assumptions.between_phases_s,

@@ -111,7 +111,7 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
     data, optimizer = _update_seconds(config, arch, gpu, assumptions)
     return TrainingTime(
         compute=done * compute,
-        teacher=_teacher_seconds(config, gpu, assumptions),
+        teacher=_teacher_seconds(config, gpu, assumptions) if config.algorithm.trainer_holds_teacher else 0.0,
         bubble=done * (longest - compute) + filling * busy,
         launch=done * launch,
         tensor=done * tensor,

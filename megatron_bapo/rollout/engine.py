@@ -145,6 +145,8 @@ class Engine:
         self._server = VllmServer(spec, route.folder, endpoint)
         self._timeout_s = spec.settings.request_timeout_s
         await self.connect(route)
+        if spec.scoring_temperature is not None:
+            await self._server.divide_logits(spec.scoring_temperature)
         expected = version_shapes(spec.model_path, spec.adapters)
         self._check_complete = partial(check_complete, expected=expected)
         self._policy_version = INITIAL_VERSION

@@ -27,6 +27,9 @@ class EngineSpec:
     """Whether completions have the experts that a mixture-of-experts model chose for their tokens."""
     adapters: LoraConfig | None = None
     """Adapters of the checkpoint's layers of which policy versions consist; None: versions have all weights."""
+    scoring_temperature: float | None = None
+    """Temperature of the log-probs of a request's context, for an engine that only scores: all of its logits are
+    divided by it. None: the engine samples, and scores at temperature 1."""
 
     @classmethod
     def of(cls, config: Config) -> EngineSpec:

@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
@@ -112,6 +113,12 @@ class WeightLoader:
         vLLM 0.32.0 returns arrays from its workers only with insecure serialization.
         """
         return [(index, routes.shape, routes.tobytes()) for index, routes in self._routes.take(request_id).items()]
+
+    def divide_logits(self, divisor: float) -> None:
+        """Divide all logits by `divisor` from now on: vLLM applies no temperature to the log-probs of prompts."""
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, LogitsProcessor):
+                module.scale /= divisor
 
     def verify_policy(self, version: int) -> int | str:
         """Check the parts of a version that this worker will read; return their bytes, or an error message.

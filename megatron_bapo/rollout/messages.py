@@ -35,6 +35,8 @@ class GenerationRequest:
     """Seed of the first completion; the i-th samples with seed + i."""
     num_routed: int = 0
     """Tokens at the start of the context whose routes the sender has, so that the engine does not return them."""
+    scores_context: bool = False
+    """Whether to return the log-probs of the context's tokens, too."""
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
@@ -62,6 +64,9 @@ class Completion:
     routes: np.ndarray | None = None
     """Experts of the context's and this completion's tokens, int8 or int16 [N, L, K]: from `num_routed` of the request
     on, without the last token, which has not entered the model. None if the engine does not return routes."""
+    context_log_probs: np.ndarray | None = None
+    """float32 [P - 1] log-prob of each token of the context but the first, at the engine's scoring temperature, in
+    nats; None without `scores_context`."""
 
 
 @dataclass(frozen=True)

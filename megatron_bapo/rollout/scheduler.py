@@ -396,5 +396,5 @@ class RolloutScheduler:
         awaited = ", but older ones are unfinished (rollout.on_stale=wait)" if num >= needed else ""
         return (
             f"after rollout.request_timeout_s={limit_s:.0f} s the batch has {num} of {needed} new groups{awaited}; "
-            f"still pending: {self._deps.router.pending()}; see the engines' logs, or raise the limit"
+            f"still pending: {self._deps.pending()}; see the engines' logs, or raise the limit"
         )

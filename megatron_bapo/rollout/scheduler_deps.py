@@ -30,3 +30,9 @@ class SchedulerDeps:
     """Called for each prompt whose requests failed too often, or whose reward failed."""
     environment: Environment | None = None
     """Replies between the turns of a trajectory."""
+    teacher: Router | None = None
+    """Router of the engines with which `score` also scores."""
+
+    def pending(self) -> str:
+        """Describe the requests that have not returned."""
+        return "; ".join(router.pending() for router in (self.router, self.teacher) if router is not None)

@@ -83,7 +83,7 @@ class VllmServer:
         ]
 
     def _finished(self, request: GenerationRequest, partial: _SampledCompletion) -> Completion:
-        completion = partial.completion()
+        completion = replace(partial.completion(), context_log_probs=partial.context_log_probs)
         if self._routes is not None:
             num_tokens = request.num_prompt_tokens + len(completion.token_ids) - 1 - request.num_routed
             completion = self._routes.attached(completion, partial.experts, num_tokens)
@@ -101,6 +101,8 @@ class VllmServer:
         recorded: dict[str, Any] = {}
         if self._routes is not None:
             recorded = {"routed_experts_prompt_start": request.num_routed, "extra_args": {RECORD: True}}
+        if request.scores_context:
+            recorded |= {"prompt_logprobs": 0}
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
             min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
@@ -113,6 +115,8 @@ class VllmServer:
             async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._served):
                 for completion in output.outputs:
                     partials[completion.index].append(completion)
+                if isinstance(output.prompt_logprobs, FlatLogprobs):  # vLLM returns them once
+                    partials[0].context_log_probs = np.asarray(output.prompt_logprobs.logprobs, np.float32)
         finally:
             del self._in_flight[request.request_id]
         if self._records_routes:
@@ -184,6 +188,11 @@ class VllmServer:
         await self._call("while it got its weight route", self._llm.init_weight_transfer_engine(request))
         if self._records_routes:
             await self._call("while it began to record routes", self._llm.collective_rpc("record_routes"))
+
+    async def divide_logits(self, divisor: float) -> None:
+        """Divide all logits by `divisor`; must be called before the first request, once."""
+        dividing = self._llm.collective_rpc("divide_logits", args=(divisor,))
+        await self._call("while it got its scoring temperature", dividing)
 
     async def verify(self, version: int) -> int:
         """Check a version before it is loaded; return the bytes that all workers will read.
@@ -305,7 +314,8 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
-    settings = spec.settings
+    settings, only_scores = spec.settings, spec.scoring_temperature is not None
+    context_length = read_architecture(spec.model_path).context_length
     options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
     if current_platform.is_cpu():
         options = {
@@ -345,8 +355,9 @@ def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEn
         enable_sleep_mode=settings.sleep_level > 0,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
-        # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length.
-        hf_overrides={"max_position_embeddings": read_architecture(spec.model_path).context_length},
+        # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length. An engine that
+        # scores responses has one position more, at which nothing is computed.
+        hf_overrides={"max_position_embeddings": context_length + only_scores},
         trust_remote_code=False,
         disable_log_stats=True,
         **options,
@@ -360,6 +371,7 @@ class _SampledCompletion(PartialCompletion):
         super().__init__()
         self.is_sampled = False
         """False until vLLM returns a part of it, and for good if it equals another completion."""
+        self.context_log_probs: np.ndarray | None = None
         self.experts: np.ndarray | None = None
         """Experts [N, layers, K] of the tokens from `num_routed` of the request on, once vLLM has ended it."""
         self._num_reported = 0

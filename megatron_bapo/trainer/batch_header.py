@@ -39,11 +39,15 @@ class BatchHeader:
     """int32 policy version and number of tokens of each span."""
     has_routes: bool = False
     """Whether any trajectory has routes, which are scattered separately (`scatter_routes.py`)."""
+    has_teacher: bool = False
+    """Whether the trajectories have the teacher's log-probs."""
 
     @staticmethod
     def of(trajectories: Sequence[Trajectory]) -> BatchHeader:
         """Return the header of a batch."""
         spans = [(span.policy_version, span.num_tokens) for t in trajectories for span in t.version_spans]
+        taught = [trajectory.teacher_log_probs is not None for trajectory in trajectories]
+        assert any(taught) == all(taught) or not taught, "the teacher has scored all trajectories of a batch or none"
         return BatchHeader(
             np.array([[len(array) for array in _arrays(t)] for t in trajectories], np.int32).reshape(-1, 3),
             np.array([t.reward for t in trajectories], np.float64),
@@ -51,6 +55,7 @@ class BatchHeader:
             np.array([len(t.version_spans) for t in trajectories], np.int32),
             np.array(spans, np.int32).reshape(-1, 2),
             any(t.routes is not None for t in trajectories),
+            any(taught),
         )
 
     @property
@@ -58,7 +63,7 @@ class BatchHeader:
         """int64 sizes of the trajectories in 32-bit words, as `words` writes them."""
         prompt_B, response_B, log_probs_B = self.lengths_B3.astype(np.int64).T
         mask_B = np.where(log_probs_B < response_B, _round_up(response_B) // _MASK_WORD, 0)
-        return prompt_B + response_B + log_probs_B + mask_B
+        return prompt_B + response_B + (1 + self.has_teacher) * log_probs_B + mask_B
 
     def trajectories(self) -> list[Trajectory]:
         """Return trajectories without texts, whose arrays are placeholders."""
@@ -66,7 +71,7 @@ class BatchHeader:
         columns = self.lengths_B3.tolist(), self.rewards_B.tolist(), self.finish_reasons_B.tolist(), spans
         return [
             Trajectory(
-                **placeholders(*lengths),
+                **placeholders(*lengths, has_teacher=self.has_teacher),
                 version_spans=tuple(VersionSpan(*span) for span in own.tolist()),
                 finish_reason=_FINISH_REASONS[reason],
                 text="",
@@ -76,7 +81,9 @@ class BatchHeader:
         ]
 
 
-def placeholders(num_prompt: int, num_response: int, num_log_probs: int) -> dict[str, Any]:
+def placeholders(
+    num_prompt: int, num_response: int, num_log_probs: int, *, has_teacher: bool = False
+) -> dict[str, Any]:
     """Return a trajectory's arrays, of the right lengths, with `PLACEHOLDER` throughout; they use no memory.
 
     The loss mask of a response that an environment has written a part of is False throughout.
@@ -85,17 +92,19 @@ def placeholders(num_prompt: int, num_response: int, num_log_probs: int) -> dict
         array[:num] for array, num in zip(_PLACEHOLDERS, (num_prompt, num_response, num_log_probs), strict=True)
     )
     mask = None if num_log_probs == num_response else _NO_TOKENS[:num_response]
-    return _fields(prompt, response, log_probs, mask) | {"routes": None}
+    return _fields(prompt, response, log_probs, log_probs if has_teacher else None, mask) | {"routes": None}
 
 
 def without_tokens(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with placeholders for its arrays."""
-    return replace(trajectory, **placeholders(*(len(array) for array in _arrays(trajectory))))
+    lengths, has_teacher = map(len, _arrays(trajectory)), trajectory.teacher_log_probs is not None
+    return replace(trajectory, **placeholders(*lengths, has_teacher=has_teacher))
 
 
 def words(trajectory: Trajectory) -> list[np.ndarray]:
     """Return the arrays of a trajectory as int32; log-probs are reinterpreted, and loss masks are packed to bits."""
-    parts = [array.view(np.int32) for array in _arrays(trajectory)]
+    taught = [] if trajectory.teacher_log_probs is None else [trajectory.teacher_log_probs]
+    parts = [array.view(np.int32) for array in (*_arrays(trajectory), *taught)]
     if (mask := trajectory.loss_mask) is not None and len(trajectory.behaviour_log_probs) < len(mask):
         padded = np.zeros(_round_up(len(mask)), bool)
         padded[: len(mask)] = mask
@@ -105,10 +114,12 @@ def words(trajectory: Trajectory) -> list[np.ndarray]:
 
 def with_words(trajectory: Trajectory, words: np.ndarray) -> Trajectory:
     """Return the trajectory of `words`, joined, which share their memory; `trajectory` has placeholders."""
-    lengths = [len(array) for array in _arrays(trajectory)]
-    prompt, response, log_probs, packed = np.split(words, np.cumsum(lengths))
+    lengths, has_teacher = [len(array) for array in _arrays(trajectory)], trajectory.teacher_log_probs is not None
+    ends = np.cumsum([*lengths, has_teacher * lengths[-1]])
+    prompt, response, log_probs, teacher, packed = np.split(words, ends)
     mask = np.unpackbits(packed.view(np.uint8), count=lengths[1]).astype(bool) if len(packed) else None
-    return replace(trajectory, **_fields(prompt, response, log_probs.view(np.float32), mask))
+    teacher = teacher.view(np.float32) if has_teacher else None
+    return replace(trajectory, **_fields(prompt, response, log_probs.view(np.float32), teacher, mask))
 
 
 def _arrays(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -116,12 +127,17 @@ def _arrays(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _fields(
-    prompt: np.ndarray, response: np.ndarray, log_probs: np.ndarray, mask: np.ndarray | None
+    prompt: np.ndarray,
+    response: np.ndarray,
+    log_probs: np.ndarray,
+    teacher: np.ndarray | None,
+    mask: np.ndarray | None,
 ) -> dict[str, np.ndarray | None]:
     return {
         "prompt_token_ids": prompt,
         "response_token_ids": response,
         "behaviour_log_probs": log_probs,
+        "teacher_log_probs": teacher,
         "loss_mask": mask,
     }
 

@@ -42,7 +42,7 @@ def make_examples(
 
     The result is the same on every rank, except for tokens that a rank does not train on (`scatter_batch`). The
     trajectories of a group must be adjacent. `reference` is the reference model if a KL coefficient needs one, and
-    `teacher` that of `distillation`. Collective.
+    `teacher` that of `distillation` if the trainer holds it. Collective.
     """
     algorithm, temperature = worker.config.algorithm, worker.config.rollout.temperature
     missing: list[None] = [None] * len(trajectories)
@@ -61,6 +61,9 @@ def make_examples(
         num_passes += 1
     if teacher is not None:
         taught = score_trajectories(worker, trajectories, temperature, teacher)
+    elif algorithm.teacher_engines is not None:
+        taught = [trajectory.teacher_log_probs for trajectory in trajectories]
+        assert all(each is not None for each in taught), "the teacher's engines have scored every trajectory"
     examples = [
         Example(trajectory, 0.0, 0.0, own, frozen, better, routes=experts)
         for trajectory, own, frozen, better, experts in zip(

@@ -97,11 +97,12 @@ def create_reference(config: Config, model_path: Path, groups: ParallelGroups) -
 
 
 def create_teacher(config: Config, groups: ParallelGroups) -> PolicyModel | None:
-    """Build this rank's shard of the frozen teacher, if there is one. Its size and family may differ from the policy's.
+    """Build this rank's shard of the frozen teacher, if the trainer holds one.
 
-    It has the policy's parallel layout, with its own layers divided by FLOPs.
+    Its size and family may differ from the policy's. It has the policy's parallel layout, with its own layers divided
+    by FLOPs.
     """
-    if config.algorithm.distillation is None:
+    if config.algorithm.distillation is None or not config.algorithm.trainer_holds_teacher:
         return None
     taught = config.model_copy(update={"parallel": config.parallel.for_teacher})
     return create_reference(taught, config.algorithm.distillation.teacher, groups)

@@ -22,6 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.data.rollout_files import read_rollouts, rollout_files
 from megatron_bapo.data.rollout_table import MAX_TEXT
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import create_checkpoint
@@ -497,20 +498,50 @@ def test_a_decoupled_run_with_a_reference_model_completes_and_reports_its_correc
     assert any(not torch.equal(initial[name], reference[name]) for name in reference)
 
 
-def test_an_asynchronous_run_without_rewards_is_distilled_from_a_deeper_teacher(tmp_path: Path) -> None:
-    """Tokens may be two policy versions old; one response per prompt is enough."""
+def train_rows(run_dir: Path) -> list[dict[str, float]]:
+    return [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
+
+
+def test_an_asynchronous_run_without_rewards_is_distilled_from_a_deeper_teacher_on_an_engine(tmp_path: Path) -> None:
+    """Tokens may be two policy versions old; one response per prompt is enough.
+
+    The trainer's own copy of the teacher then repeats the steps on the recorded responses.
+    """
     texts = [f"State the final answer to the following arithmetic problem: {number}" for number in range(9)]
     create_checkpoint(tmp_path / "teacher", CreateModelConfig(num_hidden_layers=3, vocab_size=384), texts, seed=3)
-    process = start(
-        tmp_path / "run",
-        *("trainer.total_steps=3", "warm_start.num_steps=2", "evaluation.n=1", "rollout.n=1"),
+    overrides = (
+        *(
+            "trainer.total_steps=3",
+            "warm_start.num_steps=2",
+            "evaluation.n=1",
+            "rollout.n=1",
+            "rollout.temperature=0.7",
+        ),
         *("rollout.mode=async", "rollout.max_staleness=2", "reward.type=none", "data.train.size=80"),
         *("algorithm.objective=distill", f"algorithm.distillation.teacher={tmp_path / 'teacher'}"),
     )
-    code, output, errors = finish(process)
+    code, output, errors = finish(start(tmp_path / "run", *overrides, "algorithm.distillation.engines.num_engines=1"))
     assert code == 0, output + errors
-    rows = [row["metrics"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["phase"] == "train"]
+    rows = train_rows(tmp_path / "run")
     assert len(rows) == 3
     assert all(row["actor/teacher_kl"] > 0.01 and row["actor/num_dropped_tokens"] == 0 for row in rows)
     assert all(row["critic/rewards/mean"] == 0 and "critic/advantages/mean" not in row for row in rows)
-    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 and row["rollout/teacher_s"] > 0 for row in rows)
+
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
+    for path in rollout_files(tmp_path / "run" / "rollouts").values():
+        for trajectory in (each for group in read_rollouts(path)[1] for each in group.trajectories):
+            prompt, response = (
+                torch.from_numpy(each).long() for each in (trajectory.prompt_token_ids, trajectory.response_token_ids)
+            )
+            with torch.no_grad():
+                logits = teacher(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+            expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(trajectory.teacher_log_probs, expected, atol=ENGINE_LOG_PROB, rtol=0)
+
+    recorded = ("--rollouts-from", str(tmp_path / "run" / "rollouts"))
+    code, output, errors = finish(start(tmp_path / "again", *recorded, *overrides))
+    assert code == 0, output + errors
+    for ours, theirs in zip(train_rows(tmp_path / "again"), rows, strict=True):
+        for name in ("actor/teacher_kl", "actor/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3), name

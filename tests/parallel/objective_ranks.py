@@ -1,7 +1,8 @@
 """Run by `launch`: two updates on one rollout batch under each objective.
 
-A case is {"name", "model", "reference", "teacher", "parallel", "algorithm", "fault"}. The main rank shares the batch
-out. The algorithm's section `distillation` gets the teacher.
+A case is {"name", "model", "reference", "teacher", "scored", "parallel", "algorithm", "fault"}. The main rank shares
+the batch out. The algorithm's section `distillation` gets the teacher; if it has engines, trajectories get the
+log-probs that are in the file `scored`.
 `out/NAME/` gets which trajectories' tokens each rank then has (`held-RANK.json`), what the batch was found to be
 (`examples.safetensors`), the first update's gradients, the parameters after the second, and metrics.
 """
@@ -16,7 +17,7 @@ import torch
 from examples import LEARNING_RATE, TRACED, make_config, make_examples
 from faults import FAULTS
 from running import run_cases
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.metrics.values import scalars
@@ -74,6 +75,9 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     given, batches = None, []
     if groups.is_main:
         given = make_trajectories(worker.model.architecture.vocab_size)
+        if config.algorithm.teacher_engines is not None:
+            scored = load_file(case["scored"])
+            given = [replace(each, teacher_log_probs=scored[str(i)].numpy()) for i, each in enumerate(given)]
         batches = rollout_batch.packed_together(config, given, step=0)
     trajectories = scatter_batch(worker, given, batches)
     teacher = create_teacher(config, groups)

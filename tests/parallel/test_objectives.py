@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_bapo.config.architecture import read_architecture
@@ -57,10 +57,15 @@ def case(algorithm: str, layout: str, fault: str | None = None) -> dict:
     return {"algorithm": ALGORITHMS[algorithm], "parallel": LAYOUTS[layout].parallel, "fault": fault}
 
 
-EXPERTS = "student-with-experts"
+EXPERTS, ENGINES = "student-with-experts", "distill-engines"
+TAUGHT_BY_ENGINES = {"objective": "distill", "distillation": {"max_ratio": 1.2, "engines": {}}}
 CASES = {
     **{f"{a}-{layout}": case(a, layout) for layout in ("one-process", *SEVERAL_RANKS) for a in ALGORITHMS},
     **{f"{EXPERTS}-{layout}": case("distill", layout) | {"student": EXPERTS} for layout in ("one-process", "ep2")},
+    **{
+        f"{ENGINES}-{layout}": case("distill", layout) | {"algorithm": TAUGHT_BY_ENGINES}
+        for layout in ("one-process", *REPLICAS)
+    },
     FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
 }
 
@@ -74,12 +79,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_random_model(AutoModelForCausalLM.from_config(TEACHER), root / "teacher", 2)
     save_random_model(AutoModelForCausalLM.from_config(MODELS["qwen3_moe"]), root / EXPERTS, 3)
     folders = {name: str(root / name) for name in ("reference", "teacher")}
+    save_file(teacher_log_probs(root / "teacher"), root / "scored.safetensors")
+    folders["scored"] = str(root / "scored.safetensors")
     cases = [
         {**settings, **folders, "name": name, "model": str(root / settings.get("student", "model"))}
         for name, settings in CASES.items()
     ]
     launch("objective_ranks.py", cases, root, 4)
     return root
+
+
+def teacher_log_probs(folder: Path) -> dict[str, torch.Tensor]:
+    """Return transformers' log-probs of each trajectory, in the place of those that engines give."""
+    model, examples = AutoModelForCausalLM.from_pretrained(folder), make_examples(MODELS["qwen3"].vocab_size)
+    with torch.no_grad():
+        return {str(index): sampled_log_probs(model, each.trajectory) for index, each in enumerate(examples)}
 
 
 def gradient_difference(results: Path, name: str, algorithm: str) -> float:
@@ -221,6 +235,19 @@ def test_the_first_update_of_distillation_has_the_gradient_of_plain_torch(result
     first = metrics(results, "distill-one-process")["update-0"]
     assert first["actor/teacher_kl"] == pytest.approx(divergence, rel=1e-5)
     assert 0 < first["actor/pg_clipfrac_upper"] < 1
+
+
+@pytest.mark.parametrize("layout", ["one-process", *REPLICAS])
+def test_log_probs_of_a_teacher_on_engines_give_the_updates_of_a_teacher_in_the_trainer(
+    results: Path, layout: str
+) -> None:
+    name, one = f"{ENGINES}-{layout}", "distill-one-process"
+    assert gradient_difference(results, name, "distill") < GRADIENT
+    assert largest_difference(load_folder(results / name / "final"), load_folder(results / one / "final")) < PARAMETER
+    ours, theirs = metrics(results, name), metrics(results, one)
+    for update in ("update-0", "update-1"):
+        assert ours[update] == pytest.approx(theirs[update], rel=1e-4, abs=1e-6, nan_ok=True)
+    assert ours["batch"]["perf/model_flops"] == 0  # the trainer runs no pass of a teacher
 
 
 def test_every_additional_term_has_an_effect(results: Path) -> None:

@@ -2,6 +2,7 @@ import pytest
 
 from megatron_bapo.cluster.placement import Node, RunPlacement, place_run
 from megatron_bapo.cluster.planes import Hosts
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config
 
@@ -79,6 +80,44 @@ def test_each_node_of_an_engine_has_its_own_host_in_the_weight_plan_unless_it_sh
     beside = RunPlacement((first,), 1, ((Node("last", "10.0.0.9"), first),))
     assert Hosts(beside, "shared").of_readers == ((1,), (0,))
     assert Hosts(beside, "own").of_readers == ((1,), (2,))
+
+
+def taught(num_engines: int, size: int = 1, **values) -> Config:
+    engines = {"num_engines": num_engines, "tensor_parallel_size": size}
+    return config(algorithm__distillation={"teacher": "teacher", "engines": engines}, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "nodes", "expected"),
+    [
+        ({"parallel__world_size": 5}, gpu_nodes(2), [("any0", 6), ("any1", 0), ("any1", 0)]),
+        ({"parallel__world_size": 7}, gpu_nodes(2), [("any1", 0), ("any1", 0), ("any1", 0)]),
+        (
+            {"parallel__world_size": 4, "rollout__num_engines": 6, "rollout__colocate": True},
+            gpu_nodes(2),
+            [("any0", 6), ("any1", 0), ("any1", 0)],
+        ),
+        ({}, [*gpu_nodes(1, "trainer"), *gpu_nodes(1, "rollout")], [("rollout0", 1)] * 3),
+        ({}, gpu_nodes(2, gpus=0), [("any1", 1), ("any0", 1), ("any1", 1)]),
+    ],
+    ids=str,
+)
+def test_the_teachers_engines_get_what_trainer_and_engines_leave_free(values, nodes, expected) -> None:
+    settings = taught(3, 2, **values)
+    placement = place_run(settings, nodes)
+    found = [(node.node_id, placement.num_policy_gpus_on(node, settings.rollout)) for node in placement.teacher_nodes]
+    assert found == expected
+    assert {*placement.teacher_nodes} <= {*placement.nodes}
+    assert [placement.teachers_on(node) for node in dict.fromkeys(placement.teacher_nodes)] == [
+        [index for index, (name, _) in enumerate(expected) if name == each]
+        for each in dict.fromkeys(name for name, _ in expected)
+    ]
+
+
+def test_a_teacher_that_does_not_fit_beside_trainer_and_engines_is_refused_with_the_numbers() -> None:
+    reason = r"distillation\.engines\.num_engines=2 of 4 ranks each, but only 1 fit on the GPUs that .* \(8 GPUs\)"
+    with pytest.raises(UserError, match=reason):
+        place_run(taught(2, 4, parallel__world_size=2), gpu_nodes(1))
 
 
 @pytest.mark.parametrize(

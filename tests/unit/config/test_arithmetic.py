@@ -38,6 +38,9 @@ def test_the_teacher_is_named_with_the_objective() -> None:
     )
     alone = {"objective": "distill", "distillation": distillation}
     assert rows(algorithm=alone)["objective"] == "distill, towards the teacher models/large"
+    engines = {"num_engines": 2, "tensor_parallel_size": 4}
+    served = rows(algorithm={"distillation": {**distillation, "engines": engines}})
+    assert served["engines"].endswith(" parallel, and 2 x 4 tensor parallel of the teacher")
 
 
 def test_token_limits_are_counted_for_the_longest_trajectories() -> None:

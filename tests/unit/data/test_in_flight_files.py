@@ -17,7 +17,7 @@ from megatron_bapo.records import (
     UnfinishedGroup,
     UnfinishedTrajectory,
 )
-from tests.unit.data.test_rollout_files import bits, groups, routed, trajectory
+from tests.unit.data.test_rollout_files import bits, groups, routed, taught, trajectory
 
 TOKENS = {
     "response_token_ids": pa.list_(pa.int32()),
@@ -101,6 +101,14 @@ def test_routes_of_in_flight_state_are_read_back_bit_by_bit(in_flight, tmp_path,
 
     assert_equal(found, state)
     assert [each.routes.shape for each in found.unfinished[0].trajectories] == [(3, 3, 2), (7, 3, 2)]
+
+
+def test_a_teachers_log_probs_of_buffered_groups_are_read_back_bit_by_bit(in_flight, tmp_path):
+    first, second = (replace(e, group=g) for e, g in zip(in_flight.buffered, taught(routed(groups())), strict=True))
+    state = replace(in_flight, buffered=(first, second))
+    save_in_flight(tmp_path, state)
+
+    assert_equal(load_in_flight(tmp_path), state)
 
 
 def test_arrays_of_in_flight_state_are_writable_and_aligned(in_flight, tmp_path):

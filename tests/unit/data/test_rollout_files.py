@@ -63,6 +63,7 @@ def bits(trajectory: Trajectory) -> tuple:
         (trajectory.version_spans, trajectory.finish_reason, trajectory.text, trajectory.turns),
         None if trajectory.loss_mask is None else (trajectory.loss_mask.dtype, trajectory.loss_mask.tobytes()),
         None if trajectory.routes is None else (trajectory.routes.dtype, trajectory.routes.tobytes()),
+        None if (taught := trajectory.teacher_log_probs) is None else (taught.dtype, taught.tobytes()),
     )
 
 
@@ -188,3 +189,25 @@ def test_routes_are_read_back_bit_by_bit(tmp_path, dtype):
     assert found[0].trajectories[0].routes is None
     assert found[1].trajectories[1].routes.shape == (5, 3, 2)
     assert found[1].trajectories[1].routes.flags.writeable
+
+
+def taught(groups: list[Group]) -> list[Group]:
+    """Return the groups with a teacher's log-probs."""
+
+    def scored(trajectory: Trajectory) -> Trajectory:
+        return replace(trajectory, teacher_log_probs=trajectory.behaviour_log_probs[::-1].copy())
+
+    return [Group(group.prompt, tuple(map(scored, group.trajectories))) for group in groups]
+
+
+def test_a_teachers_log_probs_are_read_back_bit_by_bit_and_their_column_exists_only_with_a_teacher(tmp_path):
+    header, written = replace(HEADER, teacher="models/teacher"), taught(groups())
+    write_rollouts(tmp_path, header, written, None)
+    path = tmp_path / "step-00000001.parquet"
+    found = read_rollouts(path)
+
+    assert found[0] == header
+    assert [[bits(t) for t in g.trajectories] for g in found[1]] == [[bits(t) for t in g.trajectories] for g in written]
+    assert "teacher_log_probs" in pq.read_schema(path).names
+    write_rollouts(tmp_path, HEADER, groups(), None)
+    assert "teacher_log_probs" not in pq.read_schema(path).names

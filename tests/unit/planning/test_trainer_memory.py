@@ -147,3 +147,34 @@ def test_sequences_longer_than_half_a_micro_batch_leave_it_partly_empty() -> Non
     assert short.fill(1000) == pytest.approx(1.0)
     mixed = Lengths(0.0, tuple(300 + i // 4 for i in range(2048)))
     assert mixed.fill(1000) < mixed.fullest(1000, 8) <= 1.0
+
+
+def test_a_teacher_on_engines_takes_gpus_of_its_own_and_nothing_of_the_trainers() -> None:
+    teacher, engines = "algorithm.distillation.teacher=Qwen2.5-32B", "algorithm.distillation.engines"
+    inside, outside = (
+        recipe("qwen2.5-7b_8gpus", teacher, *more)
+        for more in ((), (f"{engines}.num_engines=2", f"{engines}.tensor_parallel_size=4"))
+    )
+    without, large = recipe("qwen2.5-7b_8gpus"), teacher_of(outside.config)
+    assert large is not None
+    assert outside.stages == without.stages
+    assert (without.num_gpus, inside.num_gpus, outside.num_gpus) == (8, 8, 16)
+    assert inside.teacher_engine is without.teacher_engine is None
+    assert outside.teacher_engine is not None
+    assert outside.teacher_engine.weights == pytest.approx(2 * num_parameters(large) / 4, rel=1e-3)
+    assert outside.time.trainer.teacher == 0 < inside.time.trainer.teacher
+    assert outside.time.model_flops == without.time.model_flops < inside.time.model_flops
+    assert outside.fits
+
+
+def test_a_teacher_whose_engines_are_too_small_or_too_slow_is_seen_in_the_plan() -> None:
+    teacher = "algorithm.distillation.teacher=Qwen2.5-32B"
+    small = recipe("qwen2.5-7b_8gpus", teacher, "algorithm.distillation.engines.kv_cache_gib=0.1")
+    (problem,) = small.problems
+    assert problem.startswith("an engine of the teacher's GPU has room for a KV cache of")
+    wide = recipe("qwen2.5-7b_8gpus", teacher, "algorithm.distillation.engines.tensor_parallel_size=16")
+    assert any("an engine of the teacher has 16 GPUs" in problem for problem in wide.problems)
+    long = ("data.max_prompt_length=30000", "rollout.max_response_length=1000", "trainer.max_tokens_per_gpu=32768")
+    fitting = "algorithm.distillation.engines.tensor_parallel_size=2"
+    slow, alone = recipe("qwen2.5-7b_8gpus", teacher, fitting, *long), recipe("qwen2.5-7b_8gpus", *long)
+    assert slow.time.generation > 2 * alone.time.generation

@@ -24,6 +24,9 @@ def test_engines_get_the_gpus_after_the_trainers_and_colocated_engines_see_all_g
     assert engine_devices(together, 1, 4, GPUS[:4]) == ["2", "3", "0", "1"]
     assert engine_devices(apart, 0, 0, GPUS)[0] == "0"
     assert engine_devices(apart, 0, 4, []) == []
+    teacher = config(algorithm__distillation={"teacher": "t", "engines": {"tensor_parallel_size": 3}}).serving_teacher
+    assert teacher is not None
+    assert engine_devices(teacher, 0, 4, GPUS) == ["4", "5", "6"]
     on_two_nodes = config(**TWO_BY_TWO, rollout__nodes_per_engine=2)
     assert [engine_devices(on_two_nodes, slot, 4, GPUS) for slot in (0, 1)] == [["4"], ["5"]]
 

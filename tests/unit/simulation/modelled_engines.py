@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,6 +51,11 @@ def log_prob(version: int, context: Sequence[int], token: int) -> float:
     return -1.0 - (hash((version, tuple(context), token)) % 1000) / 1000
 
 
+def context_log_probs(version: int, tokens: Sequence[int]) -> np.ndarray:
+    """Return the log-probs of all tokens but the first, each given those before it."""
+    return np.array([log_prob(version, tokens[:i], tokens[i]) for i in range(1, len(tokens))], np.float32)
+
+
 def text_of(token_ids: np.ndarray) -> str:
     return " ".join(str(token) for token in token_ids if token != END)
 
@@ -71,7 +76,9 @@ def hashed(mean_length: int) -> Policy:
             context.append(token)
         token_ids = np.array(context[size:], np.int32)
         end = "stop" if context[-1] == END else "length"
-        return Completion(token_ids, np.array(log_probs, np.float32), end, text_of(token_ids))
+        scored = context_log_probs(version, context[:size]) if request.scores_context else None
+        completion = Completion(token_ids, np.array(log_probs, np.float32), end, text_of(token_ids))
+        return replace(completion, context_log_probs=scored)
 
     return respond
 

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,12 +27,17 @@ def trajectory(length: int, *, is_masked: bool = False, reward: float = 0.1) -> 
 BATCH = [trajectory(7), trajectory(32, is_masked=True), trajectory(33, is_masked=True, reward=np.pi), trajectory(64)]
 
 
-def test_trajectories_are_restored_bit_by_bit_from_their_header_and_their_words():
-    header = BatchHeader.of(BATCH)
-    assert header.num_words_B.tolist() == [sum(map(len, words(each))) for each in BATCH]
-    for each, empty in zip(BATCH, header.trajectories(), strict=True):
+TAUGHT = [replace(each, teacher_log_probs=each.behaviour_log_probs - 1) for each in BATCH]
+NAMES = ("prompt_token_ids", "response_token_ids", "behaviour_log_probs", "loss_mask", "teacher_log_probs")
+
+
+@pytest.mark.parametrize("batch", [BATCH, TAUGHT], ids=["plain", "with-a-teachers-log-probs"])
+def test_trajectories_are_restored_bit_by_bit_from_their_header_and_their_words(batch: list[Trajectory]):
+    header = BatchHeader.of(batch)
+    assert header.num_words_B.tolist() == [sum(map(len, words(each))) for each in batch]
+    for each, empty in zip(batch, header.trajectories(), strict=True):
         found = with_words(empty, np.concatenate(words(each)))
-        for name in ("prompt_token_ids", "response_token_ids", "behaviour_log_probs", "loss_mask"):
+        for name in NAMES:
             ours, theirs = getattr(found, name), getattr(each, name)
             assert (ours is None) == (theirs is None)
             if ours is not None:
@@ -41,7 +47,10 @@ def test_trajectories_are_restored_bit_by_bit_from_their_header_and_their_words(
 
 
 def test_placeholders_have_the_lengths_of_what_they_replace_and_no_memory():
-    for each, empty in zip(BATCH, BatchHeader.of(BATCH).trajectories(), strict=True):
+    for each, empty in zip(TAUGHT, BatchHeader.of(TAUGHT).trajectories(), strict=True):
+        for placeholder in (empty.teacher_log_probs, without_tokens(each).teacher_log_probs):
+            assert placeholder is not None
+            assert (placeholder.strides, len(placeholder)) == ((0,), each.num_sampled)
         assert empty.num_sampled == each.num_sampled == without_tokens(each).num_sampled
         assert len(empty.response_token_ids) == len(each.response_token_ids)
         assert empty.behaviour_log_probs.strides == empty.response_token_ids.strides == (0,)
