@@ -82,8 +82,9 @@ class ProgressDisplay:
             line = f"validation at step {row['step']}  {_plain(self._validation)}"
         else:
             is_new_phase = self._row is None or self._row["phase"] != row["phase"]
+            is_restarted = self._row is not None and row["step"] <= self._row["step"]
             # The list is replaced, not changed in place, because the display's thread may be reading it.
-            self._times = [*([] if is_new_phase else self._times[-_STEPS_FOR_PACE:]), row["time_s"]]
+            self._times = [*([] if is_new_phase or is_restarted else self._times[-_STEPS_FOR_PACE:]), row["time_s"]]
             self._row = row
             reward = _finite(row["metrics"].get("critic/score/mean"))
             self._rewards += [] if reward is None else [reward]

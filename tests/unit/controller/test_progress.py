@@ -85,6 +85,17 @@ def test_the_pace_of_the_warm_start_does_not_predict_training():
     assert "left" not in file.getvalue().splitlines()[-1]
 
 
+def test_the_pace_before_a_restart_does_not_predict_the_steps_after_it():
+    display, file = plain_display()
+    with display:
+        for step in (8, 9, 3, 4):
+            display.update({**row(step), "time_s": 1000.0 * (step > 4) + step})
+    assert [line.rpartition("  ")[2] for line in file.getvalue().splitlines() if "left" in line] == [
+        "1 s left",
+        "6 s left",
+    ]
+
+
 def test_missing_metrics_are_left_out():
     display, file = plain_display()
     with display:
