@@ -526,7 +526,8 @@ def test_an_asynchronous_run_without_rewards_is_distilled_from_a_deeper_teacher_
     assert len(rows) == 3
     assert all(row["actor/teacher_kl"] > 0.01 and row["actor/num_dropped_tokens"] == 0 for row in rows)
     assert all(row["critic/rewards/mean"] == 0 and "critic/advantages/mean" not in row for row in rows)
-    assert all(row["actor/grad_norm"] > 0 and row["rollout/teacher_s"] > 0 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert rows[0]["rollout/teacher_s"] > 0  # later batches may be scored before the batch ahead of them is taken
 
     teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher", dtype=torch.float32)
     for path in rollout_files(tmp_path / "run" / "rollouts").values():
