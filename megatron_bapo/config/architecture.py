@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_bapo.config.architecture_checks import (
     EXPERT_SIZES,
+    LATENT_SIZES,
     SIGMOID_ROUTER_DEFAULTS,
     SIZES,
     field_problems,
@@ -65,6 +66,16 @@ class Architecture:
     """Factor of the weights of the selected experts."""
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that RoPE rotates."""
+    q_lora_rank: int = 0
+    """Width of the vector from which a token's queries are computed; 0: they are computed from the hidden state."""
+    kv_lora_rank: int = 0
+    """Width of the vector from which a token's keys and values are computed; 0: the attention is not latent."""
+    qk_nope_head_dim: int = 0
+    """Dimensions of a latent attention's query and key that RoPE leaves, the first ones of its `head_dim`."""
+    qk_rope_head_dim: int = 0
+    """Dimensions of a latent attention's query and key that RoPE rotates. All heads share the key's."""
+    v_head_dim: int = 0
+    """Width of a latent attention's value."""
     num_nextn_predict_layers: int = 0
     """Layers behind the last one that predict further tokens. They are neither loaded nor trained nor exported."""
 
@@ -75,8 +86,23 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of a head's dimensions that RoPE rotates, the first ones."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        """Number of a head's dimensions that RoPE rotates: the first ones, in latent attention the last ones."""
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Mean width of queries and values, added up over the heads."""
+        return self.num_attention_heads * (self.head_dim + self.value_dim) // 2
+
+    @property
+    def cached_dim(self) -> int:
+        """Width of what latent attention caches of a token: its compressed keys and values, and the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def route_item_bytes(self) -> int:
@@ -131,7 +157,8 @@ def read_architecture(model_path: Path) -> Architecture:
     # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
     fields = {"num_experts": fields.get("num_local_experts"), "decoder_sparse_step": 1} | fields
     if (family := FAMILIES[fields["model_type"]]).sigmoid_router:
-        fields = SIGMOID_ROUTER_DEFAULTS | fields | {"num_experts": fields.get(family.expert_field)}
+        defaults = {} if family.latent_attention else SIGMOID_ROUTER_DEFAULTS
+        fields = defaults | fields | {"num_experts": fields.get(family.expert_field)}
     if problems := [f"{file}: {problem}" for problem in field_problems(fields)]:
         raise UserError("\n".join(problems))
     return _architecture(fields)
@@ -144,12 +171,16 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
         family = replace(family, **{name: bool(fields.get(field)) for name, field in names.items()})
     heads, rope = fields["num_attention_heads"], rope_settings(fields)
     moe_layers = _moe_layers(fields) if family.experts else frozenset()
-    scaled = rope_type(rope) != "default"
+    scaled, head_dim = rope_type(rope) != "default", fields.get("head_dim")
+    latent = {name: fields[name] for name in LATENT_SIZES} if family.latent_attention else {}
+    if latent:  # config.json's head_dim, if there is one, is qk_rope_head_dim
+        head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"]
+        latent["q_lora_rank"] = fields.get("q_lora_rank") or 0
     return Architecture(
         family=family,
         **{name: fields[name] for name in SIZES},
         num_key_value_heads=fields.get("num_key_value_heads") or heads,
-        head_dim=fields.get("head_dim") or family.default_head_dim or fields["hidden_size"] // heads,
+        head_dim=head_dim or family.default_head_dim or fields["hidden_size"] // heads,
         rms_norm_eps=fields["rms_norm_eps"],
         rope_theta=float(rope.get("rope_theta") or fields.get("rope_theta") or 10000.0),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -157,6 +188,7 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
         **({name: fields[name] for name in EXPERT_SIZES} if moe_layers else {}),
         norm_topk_prob=bool(moe_layers and fields.get("norm_topk_prob", False)),
         shared_expert_intermediate_size=_shared_width(fields) if moe_layers else 0,
+        **latent,
         partial_rotary_factor=partial_rotary_factor(fields),
         moe_layers=moe_layers,
         n_group=fields["n_group"] if family.sigmoid_router else 1,

@@ -20,6 +20,8 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (0, None),
     "num_shared_experts": (0, None),
     "num_nextn_predict_layers": (0, None),
+    "rope_interleave": (True, None),
+    "moe_layer_freq": (1, None),
     "quantization_config": (None,),
     "compression_config": (None,),
 }
@@ -49,6 +51,7 @@ SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("vocab_size", "max_position_embeddings"),
 )
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 SIGMOID_ROUTER_DEFAULTS = {
     "n_group": 1,
@@ -58,6 +61,16 @@ SIGMOID_ROUTER_DEFAULTS = {
     "norm_topk_prob": True,
 }
 """Values of missing fields, as in transformers' configuration of GLM-4.5."""
+_LATENT_ROPE_KEYS = {
+    "default": ((), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"),
+        ("beta_fast", "beta_slow"),
+    ),
+}
+"""Those of latent attention: transformers and vLLM read other keys, or a missing scale, differently."""
+_ROUTER_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""Fields by which vLLM chooses the router of a latent-attention model; transformers knows only this one."""
 _GROUP_SCORE_EXPERTS = 2
 """Experts of a group whose scores are added up to choose groups, as in DeepSeek-V3."""
 
@@ -89,7 +102,9 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     yield from _size_problems(fields, SIZES)
     if family.experts:
         yield from _expert_problems(fields)
-    if fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
+    if family.latent_attention:
+        yield from _latent_attention_problems(fields)
+    elif fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
         pass  # every attention head has its own key/value head
     else:
         yield from _size_problems(fields, ("num_key_value_heads",))
@@ -187,6 +202,27 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def _latent_attention_problems(fields: dict[str, Any]) -> Iterator[str]:
+    yield from _size_problems(fields, LATENT_SIZES)
+    if fields.get("q_lora_rank") is not None:
+        yield from _size_problems(fields, ("q_lora_rank",))
+    nope, rope, value = (fields.get(name) for name in LATENT_SIZES[1:])
+    if isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int) and value > nope + rope:
+        yield (
+            f"v_head_dim is {value}, which the trainer does not support; it must be at most qk_nope_head_dim + "
+            f"qk_rope_head_dim = {nope + rope}"
+        )
+    heads = fields.get("num_attention_heads")
+    if fields.get("num_key_value_heads") not in (None, heads):
+        yield (
+            f"num_key_value_heads is {fields['num_key_value_heads']!r}, but in latent attention every head has its "
+            f"own key and value; it must be num_attention_heads={heads}"
+        )
+    for name, value in _ROUTER_VALUES.items():
+        if fields.get(name) != value:
+            yield f"{name} is {fields.get(name)!r}, which the trainer does not support; it must be {value!r}"
+
+
 def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     if fields.get("rope_scaling") and fields.get("rope_parameters"):
         yield "rope_scaling and rope_parameters are both given, but libraries differ in which one they read; keep one"
@@ -196,13 +232,14 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
     if not _is_number(theta):
         yield _expected("rope_theta", theta, "a number")
-    if rope_type(rope) not in _ROPE_KEYS:
+    keys = _LATENT_ROPE_KEYS if FAMILIES[fields["model_type"]].latent_attention else _ROPE_KEYS
+    if rope_type(rope) not in keys:
         yield (
             f"{name} has the type {rope_type(rope)!r}, which the trainer does not support; it must be one of "
-            f"{', '.join(_ROPE_KEYS)}"
+            f"{', '.join(keys)}"
         )
         return
-    required, optional = _ROPE_KEYS[rope_type(rope)]
+    required, optional = keys[rope_type(rope)]
     given = rope_parameters(rope)
     for key in required:
         if key not in given:

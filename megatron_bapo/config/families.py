@@ -18,6 +18,8 @@ class Family:
     """Whether each token weights the output of the shared expert by the sigmoid of a gate."""
     sigmoid_router: bool = False
     """Whether the router scores experts by sigmoids, and chooses among them with a bias, instead of by a softmax."""
+    latent_attention: bool = False
+    """Whether keys and values are computed from one narrow vector per token (multi-head latent attention)."""
     partial_rotary_factor: float = 1.0
     """Share of a head's dimensions that RoPE rotates if config.json has none."""
     ties_embeddings: bool = True
@@ -29,6 +31,16 @@ class Family:
     default_head_dim: int | None = None
     """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
 
+
+_DEEPSEEK_V3 = Family(
+    experts=True,
+    shared_expert="shared_experts",
+    sigmoid_router=True,
+    latent_attention=True,
+    ties_embeddings=False,
+    expert_field="n_routed_experts",
+    own_fields=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+)
 
 FAMILIES = {
     "llama": Family(),
@@ -56,4 +68,6 @@ FAMILIES = {
             }
         ),
     ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
 }

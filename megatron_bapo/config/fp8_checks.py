@@ -110,6 +110,8 @@ def transformer_engine_shape_problems(config: Config, architecture: Architecture
 def _fp8_shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     fp8, parallel, arch = config.fp8, config.parallel, architecture
     assert fp8 is not None
+    if arch.kv_lora_rank:
+        yield f"fp8 with latent attention ({where}) is not supported; remove the section fp8"
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     widths = {
         "hidden_size": (arch.hidden_size, 1),

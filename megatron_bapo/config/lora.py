@@ -9,7 +9,13 @@ from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from megatron_bapo.config.section import PartialFraction, Section
 
-TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# fmt: off
+TargetModule = Literal[
+    "q_proj", "k_proj", "v_proj", "o_proj",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",  # latent attention
+    "gate_proj", "up_proj", "down_proj",
+]
+# fmt: on
 
 
 class LoraConfig(Section):

@@ -162,6 +162,8 @@ def _trainer_shape_problems(
         yield from _expert_problems(parallel, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
     yield from lora_shape_problems(config, architecture)
+    if architecture.kv_lora_rank:
+        yield from _latent_attention_problems(parallel, architecture, where)
     heads = architecture.num_attention_heads
     if heads % architecture.num_key_value_heads:
         yield (
@@ -178,6 +180,22 @@ def _length_problems(config: Config, architecture: Architecture, where: str) -> 
             f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response} tokens "
             f"must not exceed the model's {_context(architecture)} ({where}); shorten one of the two"
         )
+
+
+def _latent_attention_problems(parallel: ParallelConfig, architecture: Architecture, where: str) -> Iterator[str]:
+    tp = parallel.tensor_model_parallel_size
+    if tp > 1 and not (architecture.moe_layers or parallel.sequence_parallel):  # experts have the same rule
+        yield (
+            f"parallel.tensor_model_parallel_size={tp} with latent attention ({where}) needs "
+            "parallel.sequence_parallel=true, because Megatron sums the gradient of its shared key only then; set it"
+        )
+    widths = {"q_lora_rank": architecture.q_lora_rank, "kv_lora_rank + qk_rope_head_dim": architecture.cached_dim}
+    for name, width in widths.items():
+        if width % tp:
+            yield (
+                f"{where}: {name}={width} must be a multiple of parallel.tensor_model_parallel_size={tp}, by which "
+                f"Megatron divides it; choose a size that divides {width}"
+            )
 
 
 def split_problems(architecture: Architecture, where: str, key: str, size: int) -> Iterator[str]:

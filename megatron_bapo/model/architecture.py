@@ -14,7 +14,7 @@ from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.pipeline_layers import chunk_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.precision import fp8_settings
-from megatron_bapo.parallel.megatron import TransformerConfig
+from megatron_bapo.parallel.megatron import MLATransformerConfig, TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -32,7 +32,8 @@ def transformer_config(
     With `cpu_initialization`, weights are first initialized in host memory.
     """
     dtype, fused = DTYPES[model.dtype], model.transformer_impl == "transformer_engine"
-    return TransformerConfig(
+    kind = MLATransformerConfig if architecture.kv_lora_rank else TransformerConfig
+    settings: dict[str, Any] = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.intermediate_size,
@@ -68,6 +69,7 @@ def transformer_config(
         **_experts(architecture, grouped=fused and model.lora is None),
         **fp8_settings(fp8),
     )
+    return kind(**settings | _latent_attention(architecture))
 
 
 def _layout(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
@@ -136,11 +138,35 @@ def _experts(architecture: Architecture, *, grouped: bool) -> dict[str, Any]:
     }
 
 
+def _latent_attention(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of multi-head latent attention.
+
+    Megatron's class scales the softmax by YaRN's factor for all dimensions, and reads from its rotary embedding
+    (`LatentRotaryEmbedding`) the factor of the rotated ones. Its fused kernel for RoPE needs an embedding of its own.
+    """
+    if not architecture.kv_lora_rank:
+        return {}
+    rope = architecture.rope_scaling
+    return {
+        "q_lora_rank": architecture.q_lora_rank or None,
+        "kv_lora_rank": architecture.kv_lora_rank,
+        "qk_head_dim": architecture.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": architecture.qk_rope_head_dim,
+        "v_head_dim": architecture.v_head_dim,
+        "qk_layernorm": True,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "apply_rope_fusion": False,
+    }
+
+
 def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
     """Return inverse frequencies, float32 [rotary_dim / 2], and the factor for cosine and sine.
 
-    Scaled rope types use the functions of transformers. With them all dimensions of a head rotate, so multiplying the
-    softmax scale by the square of the factor is equivalent to multiplying queries and keys by the factor.
+    Scaled rope types use the functions of transformers. Except in latent attention, all dimensions of a head rotate
+    with them, so multiplying the softmax scale by the square of the factor is equivalent to multiplying queries and
+    keys by the factor.
     """
     base, dim = architecture.rope_theta, architecture.rotary_dim
     if not architecture.rope_scaling:
@@ -149,9 +175,10 @@ def rotary(architecture: Architecture) -> tuple[torch.Tensor, float]:
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    names = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
+    names = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+    shape = {name: getattr(architecture, name) for name in names} | {"head_dim": architecture.rotary_dim}
     config = PreTrainedConfig(
-        **{name: getattr(architecture, name) for name in names},
+        **shape,
         rope_parameters={"rope_theta": base, **architecture.rope_scaling},  # pyright: ignore[reportCallIssue]
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS[architecture.rope_scaling["rope_type"]](config)

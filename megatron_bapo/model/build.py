@@ -16,7 +16,7 @@ from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.model.lora import Adapters, attach_adapters, is_adapter
 from megatron_bapo.model.lora_mapping import adapter_table
-from megatron_bapo.model.packed_attention import PackedRotaryEmbedding
+from megatron_bapo.model.packed_attention import LatentRotaryEmbedding, PackedRotaryEmbedding
 from megatron_bapo.model.routing_replay import RoutingReplay
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.megatron import (
@@ -199,9 +199,7 @@ def _build_chunk(
     decoder: Any = gpt.decoder
     numbers = [layer.layer_number - 1 for layer in decoder.layers]
     assert numbers == [*layers], f"Megatron-Core numbers the layers {layers} as {numbers}"
-    frequencies, _ = rotary(architecture)
-    rotary_embedding: Any = PackedRotaryEmbedding(frequencies.to(local_device()))
-    gpt.rotary_pos_emb = rotary_embedding
+    _set_rotary_embedding(gpt, architecture)
     if gpt.post_process:
         # The model returns hidden states. Log-probs are computed from them in chunks, so the logits of a whole
         # micro-batch never exist. The output layer is still called, because its hooks gather the weight under
@@ -220,6 +218,19 @@ def _build_chunk(
         disable_bucketing=index > 0,  # communication of later chunks overlaps with the work of other chunks
     )
     return Chunk(gpt, wrapped, layers.start)
+
+
+def _set_rotary_embedding(gpt: GPTModel, architecture: Architecture) -> None:
+    """Replace Megatron's rotary embedding, which is that of the model or, in latent attention, of each layer."""
+    frequencies, factor = rotary(architecture)
+    frequencies = frequencies.to(local_device())
+    decoder: Any = gpt.decoder
+    if architecture.kv_lora_rank:
+        for layer in decoder.layers:
+            layer.self_attention.rotary_pos_emb = LatentRotaryEmbedding(frequencies, factor)
+    else:
+        embedding: Any = PackedRotaryEmbedding(frequencies)
+        gpt.rotary_pos_emb = embedding
 
 
 def freeze_router_biases(gpt: GPTModel) -> None:

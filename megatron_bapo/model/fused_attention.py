@@ -1,6 +1,7 @@
 """Transformer Engine's fused attention for packed sequences, including context parallelism.
 
-Legend: T tokens of this context-parallel rank, H heads of this rank, G key/value heads of this rank, D head size.
+Legend: T tokens of this context-parallel rank, H heads of this rank, G key/value heads of this rank, D head size, E
+width of a head's value.
 """
 
 from __future__ import annotations
@@ -8,37 +9,47 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron_bapo.model.packed_attention import PackedSequences
 from megatron_bapo.parallel.megatron import MegatronModule, TEDotProductAttention, TransformerConfig
 
 
 class FusedAttention(MegatronModule):
-    """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
+    """Causal attention within each packed sequence (`core_attention` of Megatron's attention classes).
 
     Megatron passes one row of T tokens with rotary angles already applied by position, and Transformer Engine gets the
     boundaries of the sequences. Queries, keys and values of a rank are in zigzag order, which Transformer Engine calls
-    dual-chunk swap.
+    dual-chunk swap. Latent attention's values are narrower than its keys and passed with zeros behind them, because
+    only some of Transformer Engine's kernels take packed sequences of two widths.
     """
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(config=config)
+        if "k_channels" in settings:
+            settings["v_channels"] = settings["k_channels"]
         self.attention: Any = TEDotProductAttention(config=config, **settings)
 
     def forward(
         self,
         query_T1HD: torch.Tensor,
         key_T1GD: torch.Tensor,
-        value_T1GD: torch.Tensor,
+        value_T1GE: torch.Tensor,
         attention_mask: None,
         *,
         attn_mask_type: Any = None,
         attention_bias: None = None,
         packed_seq_params: PackedSequences,
     ) -> torch.Tensor:
-        """Return the attention output, [T, 1, H*D]."""
-        query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
+        """Return the attention output, [T, 1, H*E]."""
+        query_THD, key_TGD, value_TGE = (x.flatten(0, -3) for x in (query_T1HD, key_T1GD, value_T1GE))
+        missing = key_TGD.size(-1) - value_TGE.size(-1)
         out = self.attention(
-            query_THD, key_TGD, value_TGD, None, attn_mask_type=attn_mask_type, packed_seq_params=packed_seq_params.thd
+            query_THD,
+            key_TGD,
+            F.pad(value_TGE, (0, missing)) if missing else value_TGE,
+            None,
+            attn_mask_type=attn_mask_type,
+            packed_seq_params=packed_seq_params.thd,
         )
-        return out.reshape(out.size(0), 1, -1)
+        return out.view(*query_THD.shape)[..., : value_TGE.size(-1)].reshape(out.size(0), 1, -1)

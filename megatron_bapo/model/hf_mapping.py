@@ -1,9 +1,8 @@
 """Mapping between Hugging Face tensors and Megatron parameters under tensor and expert parallelism.
 
 One table serves both import and export, for the module names of Megatron's local layer specs and of its Transformer
-Engine specs. A layout is a function from (architecture, rank, number of ranks) to pieces. A piece maps rows (or
-columns) of one Hugging Face tensor to rows of this rank's local tensor. Import applies pieces in this direction, export
-in the opposite one.
+Engine specs. Import applies the pieces of a row's layout from the Hugging Face tensor to the local one, export in the
+opposite direction.
 """
 
 from __future__ import annotations
@@ -15,56 +14,12 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.model.row_layouts import Layout, Piece, evenly, lengths, query_key_value, vocabulary
 
 if TYPE_CHECKING:
     import torch  # the rollout service imports this file without it
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range of the split dim: `size` indices from `hf_start` in Hugging Face tensor `part`, locally `local_start`."""
-
-    part: int
-    hf_start: int
-    local_start: int
-    size: int
-
-
-Layout = Callable[[Architecture, int, int], list[Piece]]
-
-
-def _evenly(field: str, num_parts: int, arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Split tensors evenly: each rank has its share of the first tensor, then its share of the next one."""
-    rows = _lengths(arch)[field] // size
-    return [Piece(part, rank * rows, part * rows, rows) for part in range(num_parts)]
-
-
-def _vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Split the vocabulary, padded to a multiple of the ranks; padding rows are in no piece."""
-    rows = arch.padded_vocab_size(size) // size
-    start = min(rank * rows, arch.vocab_size)
-    stop = min(start + rows, arch.vocab_size)
-    return [Piece(0, start, 0, stop - start)]
-
-
-def _query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
-    """Split the fused QKV matrix, in which Megatron stores for each key/value head its query heads, key and value.
-
-    The split is even, so with fewer key/value heads than ranks it divides the group of a head.
-    """
-    d = arch.head_dim
-    query_rows = arch.num_attention_heads // arch.num_key_value_heads * d
-    num_rows = arch.num_key_value_heads * (query_rows + 2 * d) // size
-    first, end, pieces = rank * num_rows, 0, []
-    for head in range(arch.num_key_value_heads):
-        for part, rows in ((0, query_rows), (1, d), (2, d)):
-            start, end = end, end + rows
-            low, high = max(start, first), min(end, first + num_rows)
-            if low < high:
-                pieces.append(Piece(part, head * rows + low - start, low - first, high - low))
-    return pieces
 
 
 @dataclass(frozen=True)
@@ -74,7 +29,7 @@ class Row:
     megatron: tuple[str, ...]
     """Name in the local specs and, if it differs, in the Transformer Engine specs, without `decoder.layers.N.`."""
     hugging_face: tuple[tuple[str, str], ...]
-    """(name, dims) of each tensor; a dim is a name of `_lengths` or a number."""
+    """(name, dims) of each tensor; a dim is a name in `lengths` or a number."""
     layout: Layout | None = None
     """Split of the parameter; None means that every rank of the tensor axis has the whole tensor."""
     dim: int = 0
@@ -110,20 +65,6 @@ class Row:
         return "{layer}" in self.hugging_face[0][0]
 
 
-def _lengths(arch: Architecture) -> dict[str, int]:
-    return {
-        "vocab": arch.vocab_size,
-        "hidden": arch.hidden_size,
-        "head": arch.head_dim,
-        "queries": arch.num_attention_heads * arch.head_dim,
-        "keys": arch.num_key_value_heads * arch.head_dim,
-        "mlp": arch.intermediate_size,
-        "experts": arch.num_experts,
-        "expert_mlp": arch.moe_intermediate_size,
-        "shared_mlp": arch.shared_expert_intermediate_size,
-    }
-
-
 def _is_dense(arch: Architecture, layer: int) -> bool:
     return layer not in arch.moe_layers
 
@@ -142,6 +83,22 @@ def _has_shared_expert(name: str, arch: Architecture, layer: int) -> bool:
 
 def _has_qk_norm(arch: Architecture, _: int) -> bool:
     return arch.family.qk_norm
+
+
+def _has_latent_attention(arch: Architecture, _: int) -> bool:
+    return arch.family.latent_attention
+
+
+def _has_grouped_attention(arch: Architecture, _: int) -> bool:
+    return not arch.family.latent_attention
+
+
+def _has_compressed_queries(arch: Architecture, _: int) -> bool:
+    return arch.q_lora_rank > 0
+
+
+def _has_latent_queries_of_hidden(arch: Architecture, _: int) -> bool:
+    return arch.family.latent_attention and not arch.q_lora_rank
 
 
 def _has_qkv_bias(arch: Architecture, _: int) -> bool:
@@ -165,26 +122,68 @@ def _shared_expert(name: str) -> tuple[Row, Row]:
         Row(
             ("mlp.shared_experts.linear_fc1.weight",),
             ((prefix + "gate_proj.weight", "shared_mlp hidden"), (prefix + "up_proj.weight", "shared_mlp hidden")),
-            partial(_evenly, "shared_mlp", 2),
+            partial(evenly, "shared_mlp", 2),
             is_in=is_in,
         ),
         Row(
             ("mlp.shared_experts.linear_fc2.weight",),
             ((prefix + "down_proj.weight", "hidden shared_mlp"),),
-            partial(_evenly, "shared_mlp", 1),
+            partial(evenly, "shared_mlp", 1),
             dim=1,
             is_in=is_in,
         ),
     )
 
 
+_LATENT_ATTENTION = (
+    Row(
+        ("self_attention.linear_q_proj.weight",),
+        ((_ATTENTION + "q_proj.weight", "queries hidden"),),
+        partial(evenly, "queries", 1),
+        is_in=_has_latent_queries_of_hidden,
+    ),
+    Row(
+        ("self_attention.linear_q_down_proj.weight",),
+        ((_ATTENTION + "q_a_proj.weight", "q_rank hidden"),),
+        is_in=_has_compressed_queries,
+    ),
+    Row(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        ((_ATTENTION + "q_a_layernorm.weight", "q_rank"),),
+        is_in=_has_compressed_queries,
+    ),
+    Row(
+        ("self_attention.linear_q_up_proj.weight",),
+        ((_ATTENTION + "q_b_proj.weight", "queries q_rank"),),
+        partial(evenly, "queries", 1),
+        is_in=_has_compressed_queries,
+    ),
+    Row(
+        ("self_attention.linear_kv_down_proj.weight",),
+        ((_ATTENTION + "kv_a_proj_with_mqa.weight", "kv_and_rotated hidden"),),
+        is_in=_has_latent_attention,
+    ),
+    Row(
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        ((_ATTENTION + "kv_a_layernorm.weight", "kv_rank"),),
+        is_in=_has_latent_attention,
+    ),
+    Row(
+        ("self_attention.linear_kv_up_proj.weight",),
+        ((_ATTENTION + "kv_b_proj.weight", "keys_and_values kv_rank"),),
+        partial(evenly, "keys_and_values", 1),
+        is_in=_has_latent_attention,
+    ),
+)
+"""Rows of multi-head latent attention (DeepSeek-V3)."""
+
 TABLE = (
-    Row(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), _vocabulary),
+    Row(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), vocabulary),
     Row(("decoder.final_layernorm.weight",), (("model.norm.weight", "hidden"),)),
     Row(
         ("output_layer.weight",),
         (("lm_head.weight", "vocab hidden"),),
-        _vocabulary,
+        vocabulary,
         is_in=_has_own_output,
     ),
     Row(
@@ -198,7 +197,8 @@ TABLE = (
             (_ATTENTION + "k_proj.weight", "keys hidden"),
             (_ATTENTION + "v_proj.weight", "keys hidden"),
         ),
-        _query_key_value,
+        query_key_value,
+        is_in=_has_grouped_attention,
     ),
     Row(
         ("self_attention.linear_qkv.bias",),
@@ -207,15 +207,16 @@ TABLE = (
             (_ATTENTION + "k_proj.bias", "keys"),
             (_ATTENTION + "v_proj.bias", "keys"),
         ),
-        _query_key_value,
+        query_key_value,
         is_in=_has_qkv_bias,
     ),
     Row(("self_attention.q_layernorm.weight",), ((_ATTENTION + "q_norm.weight", "head"),), is_in=_has_qk_norm),
     Row(("self_attention.k_layernorm.weight",), ((_ATTENTION + "k_norm.weight", "head"),), is_in=_has_qk_norm),
+    *_LATENT_ATTENTION,
     Row(
         ("self_attention.linear_proj.weight",),
-        ((_ATTENTION + "o_proj.weight", "hidden queries"),),
-        partial(_evenly, "queries", 1),
+        ((_ATTENTION + "o_proj.weight", "hidden values"),),
+        partial(evenly, "values", 1),
         dim=1,
     ),
     Row(
@@ -225,13 +226,13 @@ TABLE = (
     Row(
         ("mlp.linear_fc1.weight",),
         ((_L + "mlp.gate_proj.weight", "mlp hidden"), (_L + "mlp.up_proj.weight", "mlp hidden")),
-        partial(_evenly, "mlp", 2),
+        partial(evenly, "mlp", 2),
         is_in=_is_dense,
     ),
     Row(
         ("mlp.linear_fc2.weight",),
         ((_L + "mlp.down_proj.weight", "hidden mlp"),),
-        partial(_evenly, "mlp", 1),
+        partial(evenly, "mlp", 1),
         dim=1,
         is_in=_is_dense,
     ),
@@ -239,14 +240,14 @@ TABLE = (
     Row(
         (_LOCAL_EXPERT + "linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
         ((_EXPERT + "gate_proj.weight", "expert_mlp hidden"), (_EXPERT + "up_proj.weight", "expert_mlp hidden")),
-        partial(_evenly, "expert_mlp", 2),
+        partial(evenly, "expert_mlp", 2),
         axis="expert_tensor",
         is_in=_has_experts,
     ),
     Row(
         (_LOCAL_EXPERT + "linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
         ((_EXPERT + "down_proj.weight", "hidden expert_mlp"),),
-        partial(_evenly, "expert_mlp", 1),
+        partial(evenly, "expert_mlp", 1),
         dim=1,
         axis="expert_tensor",
         is_in=_has_experts,
@@ -315,16 +316,16 @@ class Entry:
 
     def shapes(self, arch: Architecture) -> list[Shape]:
         """Return the shapes of the Hugging Face tensors."""
-        lengths = _lengths(arch)
+        sizes = lengths(arch)
         return [
-            tuple(int(dim) if dim.isdecimal() else lengths[dim] for dim in dims.split())
+            tuple(int(dim) if dim.isdecimal() else sizes[dim] for dim in dims.split())
             for _, dims in self.row.hugging_face
         ]
 
     def local_shape(self, arch: Architecture, num_ranks: int) -> Shape:
         """Return the shape of the parameter on each of the ranks over which the layout splits it."""
         shape = list(self.shapes(arch)[0])
-        if self.row.layout is _vocabulary:
+        if self.row.layout is vocabulary:
             shape[0] = arch.padded_vocab_size(num_ranks) // num_ranks
         elif self.row.layout is not None:
             shape[self.row.dim] = self.row.local_length(arch, num_ranks)

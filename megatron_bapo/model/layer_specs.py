@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.model.fused_attention import FusedAttention
+from megatron_bapo.model.latent_attention import LatentAttention
 from megatron_bapo.model.packed_attention import PackedAttention
 from megatron_bapo.parallel.megatron import (
     TENorm,
@@ -27,30 +28,46 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> Any:
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=num_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
     )
-    layer = spec.submodules
-    attention = layer.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = _with_core_attention(spec, config, PackedAttention)
+    if config.multi_latent_attention:
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def _with_core_attention(spec: Any, config: TransformerConfig, core_attention: Any) -> Any:
+    """Set the attention classes of a layer's spec and return the submodules of its attention."""
+    attention = spec.submodules.self_attention
+    if config.multi_latent_attention:
+        attention.module = LatentAttention
+    attention.submodules.core_attention = core_attention
+    return attention.submodules
 
 
 def _transformer_engine_layer(config: TransformerConfig, num_experts: int | None) -> Any:
     """Return the spec with norms fused into the following linear layers and one grouped GEMM for a rank's experts."""
     spec: Any = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=num_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
+        num_experts=num_experts,
+        moe_grouped_gemm=True,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
-    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    _with_core_attention(spec, config, FusedAttention)
     return spec
 
 
 def _layer_with_separate_linear(config: TransformerConfig, num_experts: int | None) -> Any:
     """Return the spec with Megatron's own linear layers, whose inputs adapters can read, and fused attention."""
     spec = _local_layer(config, num_experts)
-    spec.submodules.self_attention.submodules.core_attention = FusedAttention
+    _with_core_attention(spec, config, FusedAttention)
     return spec
 
 

@@ -2,9 +2,10 @@
 
 An adapter adds scale * B A dropout(x) to the output of a linear layer. Of a column-parallel layer, B is split like the
 weight's rows and A is replicated; of a row-parallel one, A is split like the weight's columns and B is replicated. The
-products with A have only `rank` columns, so they are what tensor-parallel ranks exchange. Gradients of replicated
-halves are complete on every rank, except under sequence parallelism, where Megatron sums them like those of norms, and
-in tensor-parallel experts, where the backward pass sums them.
+products with A have only `rank` columns, so they are what tensor-parallel ranks exchange. Of a layer that every rank
+has whole, so are both halves. Gradients of replicated halves are complete on every rank, except under sequence
+parallelism, where Megatron sums them like those of norms, and in tensor-parallel experts, where the backward pass sums
+them.
 
 Legend: I and O inputs and outputs of the linear layer on this rank; R the rank; P parts of a fused layer that have
 adapters (Q, K and V, or gate and up).
@@ -46,18 +47,20 @@ class LinearAdapter(torch.nn.Module):
         self.is_on = True
         self._scale, self._dropout = lora.scale, lora.dropout
         self._axis, self._is_expert, self._is_column = axis, entry.row.is_expert, entry.row.dim == 0
+        self._is_whole = entry.row.layout is None
         self._sp = sp and axis.size > 1 and not self._is_expert
         parts = target_parts(entry.row, lora)
         self._names = [f"lora_A_{module_of(entry.names[part])}" for part in parts]
         num_outputs, num_inputs = weight.shape
         for name in self._names:
             self.register_parameter(name, self._half(weight, (lora.rank, num_inputs), split=not self._is_column))
-        self.lora_B = self._half(weight, (num_outputs, lora.rank), split=self._is_column)
+        self.lora_B = self._half(weight, (num_outputs, lora.rank), split=self._is_column and not self._is_whole)
         mask_OP = torch.zeros(num_outputs, len(parts), dtype=weight.dtype, device=weight.device)
-        for piece in entry.row.pieces(arch, axis.rank, axis.size) if self._is_column else ():
+        by_parts = self._is_column and not self._is_whole
+        for piece in entry.row.pieces(arch, axis.rank, axis.size) if by_parts else ():
             if piece.part in parts:
                 mask_OP[piece.local_start : piece.local_start + piece.size, parts.index(piece.part)] = 1
-        self._mask_OP = mask_OP if self._is_column else mask_OP.fill_(1)
+        self._mask_OP = mask_OP if by_parts else mask_OP.fill_(1)
 
     def _half(self, weight: torch.nn.Parameter, shape: tuple[int, int], *, split: bool) -> torch.nn.Parameter:
         half: Any = torch.nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
@@ -74,6 +77,8 @@ class LinearAdapter(torch.nn.Module):
         if self._is_expert:
             return F.linear(F.linear(input_TI, self._replicated(a_RI, self._is_column)), b_OR)
         group, low_TR = self._axis.group, F.linear(input_TI, a_RI)
+        if self._is_whole:
+            return F.linear(low_TR, b_OR)
         if self._is_column and self._sp:
             low_TR = gather_from_sequence_parallel_region(low_TR, group=group)
         elif self._is_column:

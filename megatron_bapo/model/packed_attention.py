@@ -3,7 +3,7 @@
 Under context parallelism, the queries of a rank are its zigzag part of every sequence, and it gathers the keys and
 values of all parts. Legend: T tokens of this rank, S tokens of all context-parallel ranks, B sequences of a batch, Q
 longest part of a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D
-head size.
+head size, E width of a head's value.
 """
 
 from __future__ import annotations
@@ -181,11 +181,24 @@ class PackedRotaryEmbedding(torch.nn.Module):
         return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention within each packed sequence (`core_attention` of Megatron's SelfAttention).
+class LatentRotaryEmbedding(PackedRotaryEmbedding):
+    """Rotary angles by position for Megatron's multi-head latent attention, which also reads YaRN's factor."""
 
-    Sequences of similar length form a padded batch, so one kernel processes them all. The padding follows the tokens,
-    so no real token attends to it.
+    def __init__(self, inverse_frequencies: torch.Tensor, factor: float) -> None:
+        super().__init__(inverse_frequencies)
+        self.factor = factor
+
+    def forward(self, positions_T: torch.Tensor, **_: Any) -> tuple[torch.Tensor, float]:
+        """Return the angles in radians, float32 [T, 1, D], and the factor of their cosines and sines."""
+        return super().forward(positions_T)[:, 0], self.factor
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each packed sequence (`core_attention` of Megatron's attention classes).
+
+    Queries, keys and values are [T, 1, heads, width], or without the second dim from latent attention. Sequences of
+    similar length form a padded batch, so one kernel processes them all. The padding follows the tokens, so no real
+    token attends to it.
     """
 
     def __init__(
@@ -205,29 +218,29 @@ class PackedAttention(MegatronModule):
         self,
         query_T1HD: torch.Tensor,
         key_T1GD: torch.Tensor,
-        value_T1GD: torch.Tensor,
+        value_T1GE: torch.Tensor,
         attention_mask: None,
         *,
         attn_mask_type: Any = None,
         attention_bias: None = None,
         packed_seq_params: PackedSequences,
     ) -> torch.Tensor:
-        """Return the attention output, [T, 1, H*D]."""
-        query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query_T1HD, key_T1GD, value_T1GD))
+        """Return the attention output, [T, 1, H*E]."""
+        query_THD, key_TGD, value_TGE = (x.flatten(0, -3) for x in (query_T1HD, key_T1GD, value_T1GE))
         size = self.config.context_parallel_size
         if size > 1:
             key_value_S = gather_from_sequence_parallel_region(
-                torch.cat([key_TGD, value_TGD], dim=-1), group=self.context_group
+                torch.cat([key_TGD, value_TGE], dim=-1), group=self.context_group
             )
-            key_TGD, value_TGD = key_value_S.chunk(2, dim=-1)
+            key_TGD, value_TGE = key_value_S.split([key_TGD.size(-1), value_TGE.size(-1)], dim=-1)
         # [rank, token, head, ...]: the tokens of a batch are the same slice of every rank's part.
-        key_RTGD, value_RTGD = (x.unflatten(0, (size, -1)) for x in (key_TGD, value_TGD))
+        key_RTGD, value_RTGE = (x.unflatten(0, (size, -1)) for x in (key_TGD, value_TGE))
         outputs = [
             self._attend(
                 batch,
                 query_THD[batch.tokens],
                 key_RTGD[:, batch.tokens].flatten(0, 1),
-                value_RTGD[:, batch.tokens].flatten(0, 1),
+                value_RTGE[:, batch.tokens].flatten(0, 1),
             )
             for batch in packed_seq_params.batches
         ]
@@ -237,6 +250,7 @@ class PackedAttention(MegatronModule):
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         num_heads = query.size(1)
+        missing = key.size(-1) - value.size(-1)  # kernels that do not store all scores need equal widths
 
         def padded(x: torch.Tensor, slots: torch.Tensor | None, longest: int) -> torch.Tensor:
             _, num, size = x.shape
@@ -248,10 +262,10 @@ class PackedAttention(MegatronModule):
         out_BHQD = F.scaled_dot_product_attention(
             padded(query, batch.query_slots, batch.longest_part),
             padded(key, batch.key_slots, batch.longest),
-            padded(value, batch.key_slots, batch.longest),
+            F.pad(padded(value, batch.key_slots, batch.longest), (0, missing)),
             attn_mask=batch.visible_B1QL(),
             is_causal=batch.last_visible_BQ is None,
             scale=self.softmax_scale,
         )
-        out = out_BHQD.transpose(1, 2).flatten(0, 1).flatten(1)
+        out = out_BHQD[..., : value.size(-1)].transpose(1, 2).flatten(0, 1).flatten(1)
         return out if batch.query_slots is None else out.index_select(0, batch.query_slots)

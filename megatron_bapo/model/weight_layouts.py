@@ -14,6 +14,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.hf_mapping import TRAINED_TABLE, Entry, Table, entries, expected_shapes
 from megatron_bapo.model.lora_mapping import sent_table
+from megatron_bapo.model.row_layouts import lengths
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan
 from megatron_bapo.weight_sync.route import WeightRoute
 
@@ -120,14 +121,12 @@ def _keys(arch: Architecture, rank: int, size: int) -> Span:
     return start * arch.head_dim, stop * arch.head_dim
 
 
-_SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], Span]] = {
-    "vocab": _vocabulary,
-    "queries": lambda arch, rank, size: _evenly(arch.num_attention_heads * arch.head_dim, rank, size),
-    "keys": _keys,
-    "mlp": lambda arch, rank, size: _evenly(arch.intermediate_size, rank, size),
-    "shared_mlp": lambda arch, rank, size: _evenly(arch.shared_expert_intermediate_size, rank, size),
-    "expert_mlp": lambda arch, rank, size: _evenly(arch.moe_intermediate_size, rank, size),
-}
+def _split_evenly(name: str) -> Callable[[Architecture, int, int], Span]:
+    return lambda arch, rank, size: _evenly(lengths(arch)[name], rank, size)
+
+
+_EVENLY = ("queries", "values", "keys_and_values", "mlp", "shared_mlp", "expert_mlp")
+_SPLIT_DIMS = {"vocab": _vocabulary, "keys": _keys} | {name: _split_evenly(name) for name in _EVENLY}
 """Dims that vLLM's layers split, by their names in the table of `hf_mapping.py`; other dims are whole on every rank
 (vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""
 

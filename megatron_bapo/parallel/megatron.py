@@ -60,6 +60,7 @@ with warnings.catch_warnings(), _without_wandb():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.tensor_parallel.mappings import (
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
@@ -68,8 +69,9 @@ with warnings.catch_warnings(), _without_wandb():
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module, MegatronModule
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 # Megatron-Core 0.16.1 calls collectives by names that are deprecated in torch 2.13.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
@@ -78,12 +80,15 @@ logging.getLogger("megatron").setLevel(logging.WARNING)
 logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 __all__ = [
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "Float16Module",
     "GPTModel",
     "HybridDeviceOptimizer",
+    "MLASelfAttention",
+    "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",
     "OptimizerConfig",

@@ -134,6 +134,11 @@ def _fix_optimizer_config(module: types.ModuleType) -> None:
     module.__dict__["is_te_min_version"] = lambda *_, **__: False
 
 
+def _fix_latent_attention(module: types.ModuleType) -> None:
+    """Correct the flag for Transformer Engine, which is true although mocks replace its classes."""
+    module.__dict__["HAVE_TE"] = isinstance(module.__dict__["TELinear"], type)
+
+
 _FIXES = {
     "megatron.core.tensor_parallel.random": _fix_rng,
     "megatron.core.jit": _fix_jit,
@@ -141,6 +146,7 @@ _FIXES = {
     "megatron.core.transformer.moe.moe_utils": _fix_moe,
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": _fix_offload,
     "megatron.core.optimizer.optimizer_config": _fix_optimizer_config,
+    "megatron.core.transformer.multi_latent_attention": _fix_latent_attention,
 }
 
 

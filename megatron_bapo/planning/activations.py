@@ -88,7 +88,8 @@ def layer_activations(
     if parallel.recompute_granularity == "full":
         return Counter({"layer inputs": hidden})
     modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
-    terms = _attention(architecture, parallel, batch, recompute="core_attn" in modules)
+    attention = _latent_attention if architecture.kv_lora_rank else _attention
+    terms = attention(architecture, parallel, batch, recompute="core_attn" in modules)
     terms["norms"] += _norm(batch.split_tokens(parallel), architecture.hidden_size, batch)
     if ("moe" if has_experts else "mlp") in modules:
         terms["layer inputs"] += hidden
@@ -149,6 +150,28 @@ def _norm(rows: int, width: int, batch: MicroBatch) -> int:
     """Return the bytes of a norm's saved input and result and of one fp32 factor per row."""
     kept = batch.dtype_bytes if batch.fused_norms else 2 * FP32
     return rows * width * kept + rows * FP32
+
+
+def _latent_attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, recompute: bool) -> Terms:
+    """Return the bytes of multi-head latent attention, whose values are padded to the width of the keys."""
+    tp, cp, b = parallel.tensor_model_parallel_size, parallel.context_parallel_size, batch.dtype_bytes
+    tokens, split, heads = batch.tokens(parallel), batch.split_tokens(parallel), arch.num_attention_heads // tp
+    wide, context = tokens * heads * arch.head_dim * b, tokens * heads * arch.v_head_dim * b
+    terms: Terms = Counter()
+    terms["norms"] += _norm(split, arch.hidden_size, batch) + _norm(split, arch.kv_lora_rank, batch)
+    terms["norms"] += _norm(split, arch.q_lora_rank, batch) * (arch.q_lora_rank > 0)
+    inputs = arch.hidden_size + arch.q_lora_rank + arch.kv_lora_rank
+    terms["attention projections"] += split * inputs * batch.input_bytes
+    terms["rotary angles"] += 4 * tokens * arch.rotary_dim * b
+    if recompute:
+        terms["attention kernel"] += 2 * wide + 2 * context
+    else:
+        # Queries, keys, values and the kernel's output in full width, and the output projection's input.
+        terms["attention kernel"] += 2 * wide + 2 * wide * (1 if batch.fused_attention else cp) + context
+        terms["attention kernel"] += tokens * heads * FP32
+        if cp > 1 and not batch.fused_attention:  # keys and values before they are padded, and the mask
+            terms["attention kernel"] += cp * (wide + context) + _mask_elements(batch.lengths, parallel) * b
+    return terms
 
 
 def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, recompute: bool) -> Terms:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.planning.collectives import BLOCK_UNITS, hidden_bytes, key_value_bytes, num_mlps
+from megatron_bapo.planning.collectives import BLOCK_UNITS, attention_inputs, hidden_bytes, key_value_bytes, num_mlps
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.layer_time import ExpertSplit
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -57,7 +57,8 @@ def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
     tp, num_layers = config.parallel.tensor_model_parallel_size, arch.num_hidden_layers
     if tp == 1:
         return 0.0
-    num_units = BLOCK_UNITS * (1 + sum(num_mlps(arch, range(num_layers))) / num_layers)
+    num_units = 1 + attention_inputs(arch) / arch.hidden_size
+    num_units += BLOCK_UNITS * sum(num_mlps(arch, range(num_layers))) / num_layers
     num_bytes = num_units * hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * (tp - 1) / tp
     return links.seconds(num_bytes, tp, num_messages=num_units) * (1 - links.assumptions.tensor_overlap)
 

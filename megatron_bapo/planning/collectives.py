@@ -39,7 +39,16 @@ def hidden_bytes(architecture: Architecture, tokens: Amount, dtype_bytes: int) -
 def key_value_bytes(architecture: Architecture, parallel: ParallelConfig, tokens: Amount, dtype_bytes: int) -> Amount:
     """Return the bytes of a layer's keys and values on one tensor-parallel rank."""
     heads = max(1, architecture.num_key_value_heads // parallel.tensor_model_parallel_size)
-    return 2 * tokens * heads * architecture.head_dim * dtype_bytes
+    return tokens * heads * (architecture.head_dim + architecture.value_dim) * dtype_bytes
+
+
+def attention_inputs(architecture: Architecture) -> int:
+    """Return the width of what sequence parallelism gathers of a token before attention.
+
+    It is the hidden state, or in latent attention the compressed queries, keys and values, and the rotated key.
+    """
+    hidden = architecture.hidden_size
+    return (architecture.q_lora_rank or hidden) + architecture.cached_dim if architecture.kv_lora_rank else hidden
 
 
 def sent_bytes(
@@ -54,7 +63,6 @@ def sent_bytes(
     parallel, arch = config.parallel, architecture
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens, b = batch.tokens(parallel), batch.dtype_bytes
-    unit = hidden_bytes(arch, tokens, b) * (tp - 1) // tp
     keys = key_value_bytes(arch, parallel, tokens, b) * (cp - 1)
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
@@ -63,8 +71,9 @@ def sent_bytes(
     lora: Any = config.model.lora
     chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
     for chunk in stage_chunks(arch, parallel, stage):
-        forward, backward = _units(parallel, arch, chunk)
-        sent["tensor"] += num_micro_batches * unit * (num_scored * forward + forward + backward)
+        forward, backward = _widths(parallel, arch, chunk)
+        widths = num_scored * forward + forward + backward
+        sent["tensor"] += num_micro_batches * (widths * tokens * b * (tp - 1) // tp)
         if chunk.has_output:
             sent["tensor"] += num_micro_batches * statistics * (num_scored + 1)
         again = parallel.recompute_granularity == "full" or "core_attn" in _modules(parallel)
@@ -101,20 +110,25 @@ def num_mlps(architecture: Architecture, layers: Sequence[int]) -> tuple[int, in
     return len(layers) - num_moe, num_moe * (architecture.shared_expert_intermediate_size > 0)
 
 
-def _units(parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape) -> tuple[int, int]:
-    """Return the units of a model chunk's (forward, backward) pass, recomputation included in the latter."""
+def _widths(parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape) -> tuple[int, int]:
+    """Return the elements per token that tensor-parallel ranks exchange in a model chunk's (forward, backward) pass.
+
+    Recomputation is included in the latter. The key that latent attention rotates is not gathered again for gradients.
+    """
+    hidden, inputs = architecture.hidden_size, attention_inputs(architecture)
     sequence, modules = parallel.sequence_parallel, _modules(parallel)
     dense, shared = num_mlps(architecture, chunk.layers)
-    num_blocks = len(chunk.layers) + dense + shared
-    recomputed = dense * ("mlp" in modules) + shared * ("moe" in modules)
+    num_layers, num_mlp = len(chunk.layers), dense + shared
+    forward = num_layers * (inputs + hidden) + BLOCK_UNITS * num_mlp * hidden
+    again = num_layers * (inputs - architecture.qk_rope_head_dim) + num_mlp * hidden
+    recomputed = BLOCK_UNITS * hidden * (dense * ("mlp" in modules) + shared * ("moe" in modules))
     if parallel.recompute_granularity == "full":
-        recomputed = num_blocks
-    forward = BLOCK_UNITS * num_blocks
-    backward = (BLOCK_UNITS + sequence) * num_blocks + BLOCK_UNITS * recomputed
+        recomputed = forward
+    backward = forward + sequence * again + recomputed
     if chunk.has_embedding:  # the sum over shards of the vocabulary
-        forward, backward = forward + (1 if sequence else 2), backward + sequence
+        forward, backward = forward + (1 if sequence else 2) * hidden, backward + sequence * hidden
     if chunk.has_output:  # the gather of the hidden states, and the sum of their gradients
-        forward, backward = forward + sequence, backward + (1 if sequence else 2)
+        forward, backward = forward + sequence * hidden, backward + (1 if sequence else 2) * hidden
     return forward, backward
 
 

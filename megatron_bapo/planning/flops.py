@@ -18,8 +18,7 @@ def forward_flops(architecture: Architecture, length: float, square: float) -> t
     so that the sums over several sequences give the FLOPs of all. The output layer is counted at every token, as is
     usual, even though only response tokens need it.
     """
-    width = architecture.num_attention_heads * architecture.head_dim
-    attention = 2 * architecture.num_hidden_layers * width * square
+    attention = 2 * architecture.num_hidden_layers * architecture.attention_width * square
     return 2.0 * num_active_parameters(architecture) * length, attention
 
 

@@ -137,20 +137,37 @@ def attention_block(
     `square` is the sum over the micro-batch's sequences of their squared lengths, on all context-parallel ranks; `sp`
     is `tp` with sequence parallelism, else 1.
     """
-    query = arch.num_attention_heads * arch.head_dim / tp
-    both = 2 * max(1.0, arch.num_key_value_heads / tp) * arch.head_dim
-    flops = 2.0 * query * square / cp
+    query, value = (arch.num_attention_heads * width / tp for width in (arch.head_dim, arch.value_dim))
+    both = max(1.0, arch.num_key_value_heads / tp) * (arch.head_dim + arch.value_dim)
+    flops = 2.0 * arch.attention_width / tp * square / cp
     score = flops / (kernels.gpu.bf16_tflops * 1e12 * kernels.assumptions.attention_efficiency)
     # Both norms and residual connections read and write the hidden states; rotary embeddings and QK norms the heads.
     heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2)
     hidden = 10.0 * arch.hidden_size / sp
     return (
-        kernels.linear(tokens, query + both, arch.hidden_size)
-        + kernels.linear(tokens, arch.hidden_size, query)
+        _projections(kernels, arch, tp, sp, tokens, query, both)
+        + kernels.linear(tokens, arch.hidden_size, value)
         + Passes(score, ATTENTION_BACKWARD * score)
         + kernels.moved(2 * tokens * (hidden + heads))
         + kernels.quantised(tokens * (arch.hidden_size + query), tokens * (query + both + arch.hidden_size))
     )
+
+
+def _projections(
+    kernels: Kernels, arch: Architecture, tp: int, sp: int, tokens: float, query: float, both: float
+) -> Passes:
+    """Return the seconds of the projections to queries, and to keys and values, of these widths on a rank.
+
+    Latent attention has whole down-projections on every rank, for the tokens that sequence parallelism gives it.
+    """
+    if not arch.kv_lora_rank:
+        return kernels.linear(tokens, query + both, arch.hidden_size)
+    down = kernels.linear(tokens / sp, arch.cached_dim, arch.hidden_size)
+    if arch.q_lora_rank:
+        down += kernels.linear(tokens / sp, arch.q_lora_rank, arch.hidden_size)
+    up = arch.num_attention_heads / tp * (arch.qk_nope_head_dim + arch.v_head_dim)
+    queries = kernels.linear(tokens, query, arch.q_lora_rank or arch.hidden_size)
+    return down + queries + kernels.linear(tokens, up, arch.kv_lora_rank)
 
 
 @lru_cache(maxsize=65536)

@@ -131,15 +131,9 @@ def _each_parameter(
 
 def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraConfig | None) -> Iterator[Parameter]:
     prefix, tp, hidden = f"decoder.layers.{layer}.", split.tensor, arch.hidden_size
-    attention, heads = f"{prefix}self_attention.", arch.num_attention_heads * arch.head_dim // tp
-    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
     yield Parameter(f"{prefix}input_layernorm.weight", hidden)
-    yield from _linear(f"{attention}linear_proj", hidden, heads, ("o_proj",), lora)
-    parts, bias = ("q_proj", "k_proj", "v_proj"), arch.family.qkv_bias
-    yield from _linear(f"{attention}linear_qkv", qkv, hidden, parts, lora, bias=bias)
-    if arch.family.qk_norm:
-        yield Parameter(f"{attention}q_layernorm.weight", arch.head_dim)
-        yield Parameter(f"{attention}k_layernorm.weight", arch.head_dim)
+    attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
+    yield from attention(f"{prefix}self_attention.", arch, tp, lora)
     yield Parameter(f"{prefix}pre_mlp_layernorm.weight", hidden)
     if layer not in arch.moe_layers:
         yield from _mlp(f"{prefix}mlp.", hidden, arch.intermediate_size // tp, lora)
@@ -156,6 +150,35 @@ def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraCo
         if arch.family.shared_expert_gate:
             yield Parameter(f"{prefix}mlp.shared_experts.gate_weight", hidden)
         yield from _mlp(f"{prefix}mlp.shared_experts.", hidden, arch.shared_expert_intermediate_size // tp, lora)
+
+
+def _grouped_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:
+    hidden, heads = arch.hidden_size, arch.num_attention_heads * arch.head_dim // tp
+    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
+    yield from _linear(f"{name}linear_proj", hidden, heads, ("o_proj",), lora)
+    parts, bias = ("q_proj", "k_proj", "v_proj"), arch.family.qkv_bias
+    yield from _linear(f"{name}linear_qkv", qkv, hidden, parts, lora, bias=bias)
+    if arch.family.qk_norm:
+        yield Parameter(f"{name}q_layernorm.weight", arch.head_dim)
+        yield Parameter(f"{name}k_layernorm.weight", arch.head_dim)
+
+
+def _latent_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:
+    """Yield the parameters of multi-head latent attention, whose down-projections every rank has whole."""
+    hidden, heads = arch.hidden_size, arch.num_attention_heads // tp
+    queries, q_rank, kv_rank = heads * arch.head_dim, arch.q_lora_rank, arch.kv_lora_rank
+    yield from _linear(f"{name}linear_proj", hidden, heads * arch.v_head_dim, ("o_proj",), lora)
+    if q_rank:
+        yield from _linear(f"{name}linear_q_down_proj", q_rank, hidden, ("q_a_proj",), lora)
+        yield from _linear(f"{name}linear_q_up_proj", queries, q_rank, ("q_b_proj",), lora)
+    else:
+        yield from _linear(f"{name}linear_q_proj", queries, hidden, ("q_proj",), lora)
+    yield from _linear(f"{name}linear_kv_down_proj", arch.cached_dim, hidden, ("kv_a_proj_with_mqa",), lora)
+    up = heads * (arch.qk_nope_head_dim + arch.v_head_dim)
+    yield from _linear(f"{name}linear_kv_up_proj", up, kv_rank, ("kv_b_proj",), lora)
+    if q_rank:
+        yield Parameter(f"{name}q_layernorm.weight", q_rank)
+    yield Parameter(f"{name}kv_layernorm.weight", kv_rank)
 
 
 def _mlp(

@@ -148,10 +148,13 @@ def _model_rows(plan: Plan, where: str) -> Rows:
             ("sent", _sent(plan)),
         ]
     shape = f"{arch.num_hidden_layers} layers of {arch.hidden_size:,}, {arch.num_attention_heads} heads"
+    keys = f"{arch.num_key_value_heads} key/value heads"
+    if arch.kv_lora_rank:
+        keys = f"latent attention that caches {arch.cached_dim} numbers per token"
     return [
         ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
         *adapters,
-        ("shape", f"{shape}, {arch.num_key_value_heads} key/value heads, vocabulary {arch.vocab_size:,}"),
+        ("shape", f"{shape}, {keys}, vocabulary {arch.vocab_size:,}"),
         (
             "each GPU",
             f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s ({gpu.fp8_tflops} FP8), {gpu.memory_tb_s} "

@@ -55,13 +55,12 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
     workspace = int(assumptions.engine_workspace_gib * GIB)
     share = rollout.gpu_memory_utilization * gpu.memory_gib
     kv_cache = int((rollout.kv_cache_gib or share) * GIB) - (0 if rollout.kv_cache_gib else weights + workspace)
-    groups = max(1, architecture.num_key_value_heads // rollout.tensor_parallel_size)
     layers = _num_layers(architecture, num_stages)
     return EngineMemory(
         weights=weights,
         workspace=workspace,
         kv_cache=kv_cache,
-        kv_per_token=2 * layers * groups * architecture.head_dim * key_value_bytes(config),
+        kv_per_token=layers * _cached_width(architecture, rollout.tensor_parallel_size) * key_value_bytes(config),
         max_model_len=config.max_model_len,
         mean_length=mean_length(config, assumptions),
         max_num_seqs=rollout.max_num_seqs,
@@ -74,6 +73,12 @@ def teacher_engine_memory(config: Config, gpu: Gpu, assumptions: Assumptions) ->
     if served is None or architecture is None:
         return None
     return engine_memory(served, architecture, gpu, assumptions)
+
+
+def _cached_width(architecture: Architecture, tensor_parallel_size: int) -> int:
+    """Return the elements that each GPU caches of a token in one layer; latent attention caches all on every GPU."""
+    groups = max(1, architecture.num_key_value_heads // tensor_parallel_size)
+    return architecture.cached_dim or 2 * groups * architecture.head_dim
 
 
 @lru_cache

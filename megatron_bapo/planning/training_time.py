@@ -218,7 +218,7 @@ class _MicroBatchPasses:
         self.layers = [attended + part for part in fed]
         """Of a dense layer and of one with experts."""
         self.output = output_block(replace(wide, has_adapters=False), arch, tp, self.tokens)
-        scores = 2.0 * arch.num_attention_heads * arch.head_dim * square / (tp * cp)
+        scores = 2.0 * arch.attention_width * square / (tp * cp)
         scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
         self.recomputed_collectives = float(parallel.recompute_granularity == "full")
         self.recomputed = [layer.forward * self.recomputed_collectives for layer in self.layers]

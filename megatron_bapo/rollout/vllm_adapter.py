@@ -315,7 +315,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
     settings, only_scores = spec.settings, spec.scoring_temperature is not None
-    context_length = read_architecture(spec.model_path).context_length
+    architecture = read_architecture(spec.model_path)
     options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
     if current_platform.is_cpu():
         options = {
@@ -328,6 +328,9 @@ def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEn
             # Routes come from `route_recorder.py`.
             "enable_return_routed_experts": False,
         }
+        if architecture.kv_lora_rank and spec.dtype == "float32":
+            # vLLM 0.32.0 prefers AMX where a CPU has it, but its kernel knows only bfloat16 (amx_mla.py).
+            options["attention_backend"] = "CPU_MLA"
     if settings.nodes_per_engine > 1:
         host, _, port = endpoint.rpartition(":")
         options |= {"distributed_executor_backend": "mp", "nnodes": settings.nodes_per_engine, "node_rank": node}
@@ -357,7 +360,7 @@ def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEn
         kv_cache_dtype=settings.kv_cache_dtype,
         # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length. An engine that
         # scores responses has one position more, at which nothing is computed.
-        hf_overrides={"max_position_embeddings": context_length + only_scores},
+        hf_overrides={"max_position_embeddings": architecture.context_length + only_scores},
         trust_remote_code=False,
         disable_log_stats=True,
         **options,

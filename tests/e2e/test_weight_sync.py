@@ -13,7 +13,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
@@ -54,6 +61,16 @@ MODELS = {
         **SHAPE, attention_bias=True, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=4,
         moe_intermediate_size=32, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_mtp_layers=0,
     ),
+    # The only widths that vLLM's attention for CPUs can decode are kv_lora_rank=512 and qk_rope_head_dim=64.
+    "deepseek_v3": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4}, q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=32,
+        qk_rope_head_dim=64, v_head_dim=32, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32,
+        n_group=4, topk_group=2, first_k_dense_replace=1, num_mtp_layers=0, scoring_func="sigmoid",
+        topk_method="noaux_tc", rope_parameters={
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+            "mscale": 0.707, "mscale_all_dim": 1.0,
+        },
+    ),
 }  # fmt: skip
 TRAINERS = {
     "tp2-pp2-uneven": (
@@ -93,6 +110,13 @@ TRAINERS = {
             "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
         },
     ),
+    "deepseek_v3-tp2-pp2": (
+        "deepseek_v3",
+        {
+            "world_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+        },
+    ),
 }  # fmt: skip
 ENGINES = {
     "tp1": {"tensor_parallel_size": 1},
@@ -104,6 +128,7 @@ PUBLISHED_FOR = {
     "experts": ("tp2", "tp2-ep"),
     "qwen2_moe": ("tp1", "tp2"),
     "glm4_moe": ("tp2", "tp1"),
+    "deepseek_v3": ("tp2", "tp1"),
 }
 NUM_SYNCS = 3
 
@@ -209,7 +234,14 @@ def without_the_others_parts(
 
 @pytest.mark.parametrize(
     ("model", "engine_name"),
-    [("dense", "tp2"), ("dense", "tp1"), ("experts", "tp2"), ("qwen2_moe", "tp1"), ("glm4_moe", "tp2")],
+    [
+        ("dense", "tp2"),
+        ("dense", "tp1"),
+        ("experts", "tp2"),
+        ("qwen2_moe", "tp1"),
+        ("glm4_moe", "tp2"),
+        ("deepseek_v3", "tp2"),
+    ],
 )
 def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     published: Published, model: str, engine_name: str, record_property: Any

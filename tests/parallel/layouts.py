@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from transformers import (
+    DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -40,6 +41,26 @@ _MOE = {
     "moe_intermediate_size": 16,
     "norm_topk_prob": True,
 }
+_LATENT = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "hidden_size": 48,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "num_mtp_layers": 0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
@@ -63,6 +84,10 @@ MODELS: dict[str, PretrainedConfig] = {
         routed_scaling_factor=2.5,
         num_mtp_layers=0,
     ),
+    "deepseek_v3": DeepseekV3Config(
+        **_LATENT, q_lora_rank=16, rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
+    ),
+    "moonlight": DeepseekV3Config(**_LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
@@ -74,6 +99,10 @@ FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Models of every layout that can split them."""
 SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
+LATENT = ("deepseek_v3",)
+"""Models with latent attention, in the layouts that treat it in a way of their own."""
+WHOLE_QUERIES = "moonlight"
+"""A model with latent attention whose queries are not compressed, as Moonlight's."""
 SMALL = (*FOUNDATIONS, *SHARED)
 DEEP_DENSE, DEEP_MOE = "qwen3-61-layers", "qwen3_moe-94-layers"
 """Models with the number of layers of DeepSeek-V3 and Kimi K2, and of Qwen3-235B-A22B."""
@@ -134,8 +163,8 @@ LAYOUTS = {
     "one-process": Layout(1, models=tuple(MODELS)),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
     "tp2": Layout(2, tp=2, models=_DENSE),
-    "tp2-sp": Layout(2, tp=2, sp=True, models=SMALL),
-    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=SMALL),
+    "tp2-sp": Layout(2, tp=2, sp=True, models=(*SMALL, *LATENT, WHOLE_QUERIES)),
+    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=(*SMALL, *LATENT)),
     "pp2-uneven": Layout(2, pp=2, layers=(3, 1), distributed_optimizer=True, resume_from="pp2"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
     "pp2-vpp2-uneven": Layout(2, pp=2, vpp=2, layers=(16, 15, 16, 14), models=(DEEP_DENSE,), recompute="full"),
@@ -145,8 +174,8 @@ LAYOUTS = {
     "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="cp2"),
     "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
     "ep2": Layout(2, ep=2, models=_ALL_MOE, resume_from="pp2"),
-    "cp2-ep2": Layout(2, cp=2, ep=2, models=_ALL_MOE),
-    "tp4-sp": Layout(4, tp=4, sp=True, models=SMALL),  # more ranks than key/value heads, except for llama
+    "cp2-ep2": Layout(2, cp=2, ep=2, models=(*_ALL_MOE, *LATENT)),
+    "tp4-sp": Layout(4, tp=4, sp=True, models=(*SMALL, *LATENT)),  # more ranks than key/value heads, except for llama
     "pp4": Layout(4, pp=4),
     "pp4-auto": Layout(4, pp=4, layers="auto", models=(DEEP_DENSE,), resume_from="one-process"),
     "pp4-vpp2-auto": Layout(4, pp=4, vpp=2, layers="auto", models=(DEEP_DENSE,), resume_from="pp4-auto"),
@@ -174,7 +203,9 @@ LAYOUTS = {
     "tp2-pp2-dp2": Layout(8, tp=2, pp=2, models=_DENSE, distributed_optimizer=True, overlap=True),
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
-    "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=_ALL_MOE),
+    "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(
+        8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=(*_ALL_MOE, *LATENT)
+    ),
     "pp8-auto": Layout(8, pp=8, layers="auto", models=(DEEP_MOE,), resume_from="ep2-pp2-vpp2-uneven"),
     "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, "glm4_moe")),
     "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, "glm4_moe")),

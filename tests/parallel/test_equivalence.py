@@ -17,7 +17,7 @@ from megatron_bapo.algorithm.policy_loss import policy_loss
 from megatron_bapo.config.algorithm import AlgorithmConfig
 from tests.parallel.examples import make_examples
 from tests.parallel.launching import GPU_MEGATRON_SITE, launch_all, launch_with_gpu_megatron
-from tests.parallel.layouts import CASES, DEEP_DENSE, LAYOUTS, MODELS, Layout
+from tests.parallel.layouts import CASES, DEEP_DENSE, LAYOUTS, MODELS, WHOLE_QUERIES, Layout
 from tests.parallel.tensors import largest_difference, load_folder, same_bits, save_random_model
 from tests.tolerances import (
     BF16_GRADIENT,
@@ -32,7 +32,7 @@ from tests.tolerances import (
 ROOT = Path(__file__).parents[2]
 GPU_MEGATRON_CASES = [
     *(("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp"), ("qwen3_moe", "pp2-uneven"), (DEEP_DENSE, "pp2-vpp2-uneven")),
-    *(("qwen2_moe", "tp2-sp"), ("glm4_moe", "tp2-sp")),
+    *(("qwen2_moe", "tp2-sp"), ("glm4_moe", "tp2-sp"), ("deepseek_v3", "tp2-sp"), (WHOLE_QUERIES, "tp2-sp")),
 ]
 ROUTER_BIAS = "e_score_correction_bias"
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]

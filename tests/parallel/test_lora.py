@@ -55,6 +55,7 @@ LAYOUT_NAMES = {
     "only_experts": ("one-process", "tp2-sp-ep2"),
     "qwen2_moe": ("one-process", "tp2-sp-ep2"),
     "glm4_moe": ("one-process", "tp2-sp-ep2"),
+    "deepseek_v3": ("one-process", "tp4-sp"),
 }
 """Between them: every mesh axis, recomputation of whole layers and of parts, and overlap."""
 CONFIGS = {
@@ -68,6 +69,25 @@ DROPOUT_CASES = [("qwen3", "tp2"), ("qwen3", "tp2-sp"), ("qwen3", "cp2-selective
 CASES = [(model, name) for model, names in LAYOUT_NAMES.items() for name in names]
 ADAPTER_CASES = [*(f"{model}-{layout}" for model, layout in CASES), *(f"some-{layout}" for layout in SOME_LAYOUTS)]
 GPU_MEGATRON_CASES = [("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp-ep2")]
+
+
+TARGETS = {
+    "deepseek_v3": (
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),
+}
+"""Target modules of models to which not all of the default ones apply."""
+
+
+def targets_of(model: str) -> dict[str, Any]:
+    return {"target_modules": TARGETS[model]} if model in TARGETS else {}
 
 
 def lora_of(**changes: Any) -> LoraConfig:
@@ -85,11 +105,12 @@ def case_of(root: Path, model: str, layout: str, lora: dict, name: str) -> dict:
 def save_adapter(root: Path, model: str) -> Path:
     """Write random adapters of which both halves matter, as a PEFT folder."""
     folder, generator = root / f"{model}-adapter", torch.Generator().manual_seed(1)
-    shapes = expected_shapes(read_architecture(root / model), adapter_table(lora_of()))
+    lora = lora_of(**targets_of(model))
+    shapes = expected_shapes(read_architecture(root / model), adapter_table(lora))
     folder.mkdir()
     tensors = {PEFT_PREFIX + name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS)
-    write_adapter_config(folder, lora_of(), root / model)
+    write_adapter_config(folder, lora, root / model)
     return folder
 
 
@@ -106,7 +127,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layout in LAYOUTS:  # so that those with the same groups are neighbours
         for model, names in LAYOUT_NAMES.items():
             if layout in names:
-                path = {"path": str(root / f"{model}-adapter")}
+                path = {"path": str(root / f"{model}-adapter"), **targets_of(model)}
                 cases.append(case_of(root, model, layout, path, f"{model}-{layout}"))
             if (model, layout) in DROPOUT_CASES:
                 lora = {"path": str(root / f"{model}-adapter"), "dropout": 0.5}
@@ -306,7 +327,7 @@ class Adapted:
         return functional_call(self.model, parameters, (tokens,))
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3"])
 def test_one_process_with_experts_matches_plain_torch(results: Path, model: str) -> None:
     """Compare log-probs and gradients of the adapters of attention, dense MLP, every expert and a shared expert."""
     ours, base = results / f"{model}-one-process", AutoModelForCausalLM.from_pretrained(results / model)

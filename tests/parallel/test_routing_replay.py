@@ -38,7 +38,11 @@ CASES = {
 }
 
 
-GLM_CASES = {f"glm-{layout}": case(layout, "rollout", noise=False) for layout in ("one-process", "tp2-sp-ep2")}
+SIGMOID_CASES = {
+    f"{model}-{layout}": case(layout, "rollout", noise=False)
+    for model, layout in (("glm4_moe", "one-process"), ("glm4_moe", "tp2-sp-ep2"), ("deepseek_v3", "tp2-sp-ep2"))
+}
+"""Cases of models whose routers score experts by sigmoids; each model has a folder of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +50,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `NAME/` for every case."""
     root = tmp_path_factory.mktemp("routing")
     cases = []
-    for model_type, folder, settings in ("qwen3_moe", root, CASES), ("glm4_moe", root / "glm", GLM_CASES):
+    sigmoid = sorted({name.partition("-")[0] for name in SIGMOID_CASES})
+    for model_type, folder in ("qwen3_moe", root), *((name, root / name) for name in sigmoid):
+        of_model = {n: case for n, case in SIGMOID_CASES.items() if n.startswith(f"{model_type}-")}
         model = AutoModelForCausalLM.from_config(MODELS[model_type])
         save_random_model(model, folder / "model")
         save_reference(model, folder)
         shared = {"model": str(folder / "model"), "engine": str(folder / "engine.safetensors")}
-        cases += [{**case, **shared, "name": name} for name, case in settings.items()]
+        cases += [{**case, **shared, "name": name} for name, case in (of_model or CASES).items()]
     launch_all("routing_ranks.py", sorted(cases, key=lambda case: str(case["parallel"])), root)
     return root
 
@@ -149,9 +155,10 @@ def test_gradients_under_replay_are_those_of_the_forced_model(results: Path) -> 
     assert largest_difference(ours, theirs) < GRADIENT * largest(theirs)
 
 
-@pytest.mark.parametrize("name", GLM_CASES)
+@pytest.mark.parametrize("name", SIGMOID_CASES)
 def test_a_sigmoid_router_weights_replayed_experts_by_their_scores_without_the_bias(results: Path, name: str) -> None:
-    expected, theirs = load_file(results / "glm" / "forced.safetensors"), load_folder(results / "glm/forced-gradients")
+    folder = results / name.partition("-")[0]
+    expected, theirs = load_file(folder / "forced.safetensors"), load_folder(folder / "forced-gradients")
     for which in "recomputed", "updated":
         found = load_file(results / name / f"{which}.safetensors")
         assert max(np.abs(found[i] - expected[i]).max() for i in found) < HUGGING_FACE_LOG_PROB

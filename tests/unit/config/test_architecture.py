@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -34,7 +35,13 @@ CONFIGS = {
         **SHAPE, head_dim=8, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12, n_shared_experts=2
     ),
     "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=20),
-}
+    "deepseek_v3": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12,
+        n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=2, q_lora_rank=12, kv_lora_rank=10,
+        qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, scoring_func="sigmoid", topk_method="noaux_tc",
+    ),
+}  # fmt: skip
+CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -56,19 +63,22 @@ def read(folder: Path, config: PretrainedConfig, absent: tuple[str, ...] = (), *
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
-    architecture = read(tmp_path, CONFIGS[name])
+    architecture = read(tmp_path, CONFIGS[name], model_type=name)
 
     assert architecture.family == FAMILIES[name]
-    assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE
-    assert architecture.head_dim == (16 if name.startswith("qwen3") else 8)
+    of_latent = {"num_key_value_heads": 4} if FAMILIES[name].latent_attention else {}
+    assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE | of_latent
+    assert architecture.head_dim == (16 if name.startswith("qwen3") else 10 if of_latent else 8)
     assert architecture.rms_norm_eps == CONFIGS[name].rms_norm_eps
     assert architecture.rope_scaling == {}
 
 
-def test_qwen2_has_query_biases_qwen3_normalises_queries_and_three_families_have_experts():
+def test_qwen2_has_query_biases_qwen3_normalises_queries_and_five_families_have_experts():
     assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2", "qwen2_moe"]
     assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
-    assert [name for name, family in FAMILIES.items() if family.experts] == ["qwen3_moe", "qwen2_moe", "glm4_moe"]
+    assert [name for name, family in FAMILIES.items() if family.experts] == [
+        *("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
+    ]
 
 
 def test_the_width_of_the_shared_expert_is_read(tmp_path):
@@ -125,6 +135,37 @@ def test_the_share_of_rotated_dimensions_is_read_where_older_checkpoints_have_it
 def test_what_megatrons_sigmoid_router_or_partial_rope_cannot_do_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["glm4_moe"], **changes)
+
+
+def test_the_widths_of_latent_attention_are_read(tmp_path):
+    arch = read(tmp_path, CONFIGS["deepseek_v3"])
+    assert (arch.q_lora_rank, arch.kv_lora_rank, arch.qk_nope_head_dim, arch.qk_rope_head_dim) == (12, 10, 6, 4)
+    assert (arch.value_dim, arch.rotary_dim, arch.cached_dim, arch.attention_width) == (5, 4, 14, 4 * (10 + 5) // 2)
+    assert arch.moe_layers == {2, 3, 4, 5}
+    assert read(tmp_path, CONFIGS["deepseek_v3"], q_lora_rank=None).q_lora_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
+        ({"q_lora_rank": -1}, "q_lora_rank is -1; it must be a positive whole number"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2, but in latent attention .* num_attention_heads=4"),
+        ({"v_head_dim": 11}, "v_head_dim is 11, .* at most qk_nope_head_dim [+] qk_rope_head_dim = 10"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax', .* it must be 'sigmoid'"),
+        ({"topk_method": None}, "topk_method is None, .* it must be 'noaux_tc'"),
+        ({"rope_interleave": False}, "rope_interleave is False, .* it must be True"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2, .* it must be 1"),
+        ({"n_group": None}, "n_group is missing"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace is missing"),
+        ({"rope_parameters": YARN}, "rope_parameters.mscale is missing, but the RoPE type 'yarn' requires it"),
+        ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor is not supported with .* 'yarn'"),
+        ({"rope_parameters": LLAMA3}, "the type 'llama3', .* it must be one of default, yarn"),
+    ],
+)
+def test_what_latent_attention_or_its_router_cannot_do_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["deepseek_v3"], **changes)
 
 
 def test_fields_that_glms_config_leaves_out_have_the_values_of_transformers(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,47 @@ def test_tensor_parallelism_must_divide_what_it_splits(tmp_path: Path, field: st
     expected = f"{tmp_path / 'config.json'}: {field}=42 must be a multiple of parallel.tensor_model_parallel_size=4"
     assert expected in found[0]
     assert "choose a size that divides 42" in found[0]
+
+
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes", "message"),
+    [
+        ({}, {}, "with latent attention .* needs parallel.sequence_parallel=true"),
+        ({"q_lora_rank": 15}, {"sequence_parallel": True}, "q_lora_rank=15 must be a multiple of .*size=2"),
+        (
+            {"kv_lora_rank": 13},
+            {"sequence_parallel": True},
+            r"kv_lora_rank \+ qk_rope_head_dim=17 must be a multiple of .*size=2",
+        ),
+    ],
+)
+def test_tensor_parallelism_that_latent_attention_does_not_allow_is_refused(
+    tmp_path: Path, fields: dict, sizes: dict, message: str
+) -> None:
+    folder = hf_folder(tmp_path, **LATENT | {"first_k_dense_replace": 4} | fields)
+    (found,) = problems(of(folder, **layout(2, tensor_model_parallel_size=2, **sizes)))
+    assert re.search(message, found)
 
 
 @pytest.mark.parametrize(("heads", "tp", "fits"), [(2, 4, True), (8, 4, True), (4, 6, False), (8, 6, False)])

@@ -43,7 +43,13 @@ def architecture(family: str, **changes: Any) -> Architecture:
         shape |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
     if FAMILIES[family].shared_expert:
         shape |= {"shared_expert_intermediate_size": 24}
-    return Architecture(family=FAMILIES[family], **shape | changes)
+    shape |= changes
+    if FAMILIES[family].latent_attention:
+        # With compressed queries, and in the other family without.
+        shape |= {"q_lora_rank": 12 * (family == "deepseek_v3"), "kv_lora_rank": 10, "v_head_dim": 5}
+        shape |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "head_dim": 6}
+        shape["num_key_value_heads"] = shape["num_attention_heads"]
+    return Architecture(family=FAMILIES[family], **shape)
 
 
 def groups_of(parallel: ParallelConfig, rank: int) -> ParallelGroups:
@@ -106,20 +112,11 @@ def parameter_shapes(
 def _layer(
     arch: Architecture, groups: ParallelGroups, has_experts: bool, transformer_engine: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    tp, etp, hidden, d = groups.tensor.size, groups.expert_tensor.size, arch.hidden_size, arch.head_dim
-    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * d // tp
-    fused = transformer_engine
-    if not fused:
+    tp, etp, hidden, fused = groups.tensor.size, groups.expert_tensor.size, arch.hidden_size, transformer_engine
+    if not fused or arch.kv_lora_rank:
         yield "input_layernorm.weight", (hidden,)
-    yield "self_attention.linear_proj.weight", (hidden, arch.num_attention_heads * d // tp)
-    if fused:
-        yield "self_attention.linear_qkv.layer_norm_weight", (hidden,)
-    yield "self_attention.linear_qkv.weight", (qkv, hidden)
-    if arch.family.qkv_bias:
-        yield "self_attention.linear_qkv.bias", (qkv,)
-    if arch.family.qk_norm:
-        yield "self_attention.q_layernorm.weight", (d,)
-        yield "self_attention.k_layernorm.weight", (d,)
+    attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
+    yield from ((f"self_attention.{name}", shape) for name, shape in attention(arch, tp, fused))
     if has_experts or not fused:
         yield "pre_mlp_layernorm.weight", (hidden,)
     if not has_experts:
@@ -147,6 +144,40 @@ def _layer(
             yield "mlp.shared_experts.gate_weight", (1, hidden)
         yield "mlp.shared_experts.linear_fc1.weight", (2 * width // tp, hidden)
         yield "mlp.shared_experts.linear_fc2.weight", (hidden, width // tp)
+
+
+def _grouped_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, d = arch.hidden_size, arch.head_dim
+    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * d // tp
+    yield "linear_proj.weight", (hidden, arch.num_attention_heads * d // tp)
+    if fused:
+        yield "linear_qkv.layer_norm_weight", (hidden,)
+    yield "linear_qkv.weight", (qkv, hidden)
+    if arch.family.qkv_bias:
+        yield "linear_qkv.bias", (qkv,)
+    if arch.family.qk_norm:
+        yield "q_layernorm.weight", (d,)
+        yield "k_layernorm.weight", (d,)
+
+
+def _latent_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, hidden, q_rank, kv_rank = arch.num_attention_heads // tp, arch.hidden_size, arch.q_lora_rank, 10
+    yield "linear_proj.weight", (hidden, heads * 5)
+    if q_rank:
+        yield "linear_q_down_proj.weight", (q_rank, hidden)
+        if fused:
+            yield "linear_q_up_proj.layer_norm_weight", (q_rank,)
+        yield "linear_q_up_proj.weight", (heads * 6, q_rank)
+    else:
+        yield "linear_q_proj.weight", (heads * 6, hidden)
+    yield "linear_kv_down_proj.weight", (kv_rank + 2, hidden)
+    if fused:
+        yield "linear_kv_up_proj.layer_norm_weight", (kv_rank,)
+    yield "linear_kv_up_proj.weight", (heads * (4 + 5), kv_rank)
+    if not fused:
+        if q_rank:
+            yield "q_layernorm.weight", (q_rank,)
+        yield "kv_layernorm.weight", (kv_rank,)
 
 
 @dataclass(frozen=True)

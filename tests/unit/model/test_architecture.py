@@ -3,7 +3,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, Glm4MoeTopkRouter
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -78,6 +87,31 @@ def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family
     assert (factor != 1.0) == scaling.startswith("yarn")
 
 
+@pytest.mark.parametrize("mscale", [0.707, 1.0])
+def test_latent_attention_scales_rotated_dimensions_and_softmax_as_transformers_does(tmp_path, mscale):
+    from megatron.core.models.common.embeddings import _yarn_get_mscale
+
+    scaling = {**SCALINGS["yarn with two scales"], "mscale": mscale, "rope_theta": 1e4}
+    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    config = DeepseekV3Config(max_position_embeddings=163840, rope_parameters=scaling, **router)
+    config.save_pretrained(tmp_path)
+    arch = read_architecture(tmp_path)
+
+    frequencies, factor = rotary(arch)
+    megatron = transformer_config(
+        arch, ModelConfig(path=Path("model"), dtype="float32"), ParallelConfig(), None, cpu_initialization=True
+    )
+
+    reference = DeepseekV3RotaryEmbedding(config)
+    assert torch.equal(frequencies, reference.inv_freq)
+    assert factor == reference.attention_scaling
+    assert (factor == 1.0) == (mscale == 1.0)
+    with torch.device("meta"):
+        attention = DeepseekV3Attention(config, 0)
+    scale = _yarn_get_mscale(megatron.rotary_scaling_factor, megatron.mscale_all_dim)
+    assert scale**2 / arch.head_dim**0.5 == pytest.approx(attention.scaling, rel=1e-12)
+
+
 def config_of(family: str, parallel: ParallelConfig | None = None, **changes: object) -> TransformerConfig:
     arch, model = architecture(family, **changes), ModelConfig(path=Path("model"), dtype="float32")
     return transformer_config(arch, model, parallel or ParallelConfig(), None, cpu_initialization=True)
@@ -145,10 +179,16 @@ def test_only_the_configured_layers_have_experts():
     assert (config.moe_ffn_hidden_size, config.ffn_hidden_size) == (8, 24)
 
 
-def test_two_families_have_a_shared_expert_and_qwen2_moe_its_gate():
+def test_four_families_have_a_shared_expert_and_qwen2_moe_its_gate():
     configs = {name: config_of(name) for name in FAMILIES}
     widths = {name: config.moe_shared_expert_intermediate_size for name, config in configs.items()}
-    assert {name: width for name, width in widths.items() if width} == {"qwen2_moe": 24, "glm4_moe": 24}
+    assert {name for name, width in widths.items() if width == 24} == {
+        "qwen2_moe",
+        "glm4_moe",
+        "deepseek_v3",
+        "kimi_k2",
+    }
+    assert set(widths.values()) == {None, 24}
     assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == ["qwen2_moe"]
 
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -48,13 +50,29 @@ MODELS = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
+    "kimi_k2": (DeepseekV3ForCausalLM, DeepseekV3Config),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
 GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2}
+LATENT = GLM_EXPERTS | {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
 OF_FAMILY = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12},
     "glm4_moe": GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True},
+    "deepseek_v3": LATENT | {"q_lora_rank": 3},
+    "kimi_k2": LATENT | {"q_lora_rank": None},
 }
 
 
@@ -81,17 +99,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     name, tie = request.param
     model_class, config_class = MODELS[name]
     folder = tmp_path_factory.mktemp(name)
-    config = config_class(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=10,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        tie_word_embeddings=tie,
-        **OF_FAMILY.get(name, {}),
-    )
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    config = config_class(**shape | heads | OF_FAMILY.get(name, {}), tie_word_embeddings=tie)
     model_class(config).save_pretrained(folder)
     return folder
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
@@ -26,13 +26,11 @@ from megatron_bapo.model.weight_slices import LocalSlices
 from megatron_bapo.weight_sync.plan import Box, Slice
 from tests.unit.model.shards import architecture, empty_shard, groups_of
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe")
-
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout, Placement, bool]:
     """A model, a trainer's mesh for it, engines, and hosts."""
-    family = draw(st.sampled_from(FAMILIES))
+    family = draw(st.sampled_from(list(FAMILIES)))
     num_layers = draw(st.sampled_from([4, 5]))
     arch = architecture(
         family,
@@ -45,7 +43,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
     # Megatron splits the rows of queries, keys and values jointly.
     assume((arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
     stage = tp * cp * dp
-    experts = family.endswith("_moe")
+    experts = FAMILIES[family].experts
     etp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if stage % size == 0])) if experts else None
     ep = draw(st.sampled_from([size for size in (1, 2, 4) if stage % (size * etp) == 0])) if etp else 1
     parallel = ParallelConfig(

@@ -29,6 +29,8 @@ BILLIONS = {
     "Qwen3-235B-A22B": 235.0,
     "GLM-4.5-Air": 106,
     "GLM-4.5-Air-Base": 106,
+    "DeepSeek-V3": 671,
+    "Moonlight-16B-A3B": 16,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
     "DeepSeek-R1-Distill-Qwen-14B": 14.8,
 }
@@ -105,7 +107,9 @@ def test_every_known_model_can_be_planned_and_only_experts_are_partly_active() -
     for name in known_models():
         architecture, _ = architecture_of(ModelConfig(path=Path(name)))
         assert num_active_parameters(architecture) <= num_parameters(architecture)
-        assert bool(architecture.moe_layers) == name.startswith(("Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5"))
+        assert bool(architecture.moe_layers) == name.startswith(
+            ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "DeepSeek-V3", "Moonlight")
+        )
 
 
 def test_names_that_share_a_config_have_no_folder_of_their_own() -> None:

@@ -16,6 +16,8 @@ from megatron_bapo.planning.parameters import (
 )
 
 BILLIONS = {
+    "DeepSeek-V3": 671.026,
+    "Moonlight-16B-A3B": 15.960,
     "GLM-4.5-Air": 106.852,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
     "DeepSeek-R1-Distill-Qwen-7B": 7.616,
@@ -32,7 +34,8 @@ BILLIONS = {
     "Qwen3-30B-A3B": 30.532,
     "Qwen3-235B-A22B": 235.094,
 }
-"""Parameter counts on the models' Hugging Face pages; GLM-4.5-Air's without the layer that predicts further tokens."""
+"""Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air and DeepSeek-V3 without the layers that
+predict further tokens. Moonlight's page rounds to 16."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2507)(?=-|$)")
 """Variants of a model have its shape."""
 
