@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from vllm import AsyncEngineArgs, RequestOutput, SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm import RequestOutput, SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
@@ -30,12 +29,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.rollout.engine_adapters import adapter_arguments, adapter_request
+from megatron_bapo.rollout.engine_adapters import adapter_request
+from megatron_bapo.rollout.engine_args import engine_args
 from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.engine_spec import EngineSpec
-from megatron_bapo.rollout.engine_worker import BACKEND
 from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationRequest, SegmentEnd
 from megatron_bapo.rollout.partial_output import PartialCompletion
 from megatron_bapo.rollout.route_recorder import RECORD
@@ -58,7 +56,7 @@ class VllmServer:
         `endpoint` is HOST:PORT of the store where the ranks of an engine on several nodes meet. Raises UserError for
         settings that vLLM refuses, RunError if its processes do not start.
         """
-        args = _engine_args(spec, endpoint=endpoint)
+        args = engine_args(spec, endpoint=endpoint)
         with _starting(spec.model_path, scratch):
             self._llm = AsyncLLM.from_engine_args(args)
         self._tokenizer = self._llm.get_tokenizer()
@@ -273,7 +271,7 @@ class VllmFollower:
 
         The arguments and errors are those of `VllmServer`.
         """
-        args = _engine_args(spec, node, endpoint)
+        args = engine_args(spec, node, endpoint)
         with _starting(spec.model_path, scratch):
             config = args.create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
             self._executor = MultiprocExecutor(config)
@@ -311,60 +309,6 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
         del os.environ["TMPDIR"]
         if variable is not None:
             os.environ["TMPDIR"] = variable
-
-
-def _engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
-    settings, only_scores = spec.settings, spec.scoring_temperature is not None
-    architecture = read_architecture(spec.model_path)
-    options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
-    if current_platform.is_cpu():
-        options = {
-            "kv_cache_memory_bytes": 1 << 29,
-            # A quarter of vLLM's default: a group shares only the full blocks of its prompt.
-            "block_size": 32,
-            # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
-            # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
-            "enable_chunked_prefill": False,
-            # Routes come from `route_recorder.py`.
-            "enable_return_routed_experts": False,
-        }
-        if architecture.kv_lora_rank and spec.dtype == "float32":
-            # vLLM 0.32.0 prefers AMX where a CPU has it, but its kernel knows only bfloat16 (amx_mla.py).
-            options["attention_backend"] = "CPU_MLA"
-    if settings.nodes_per_engine > 1:
-        host, _, port = endpoint.rpartition(":")
-        options |= {"distributed_executor_backend": "mp", "nnodes": settings.nodes_per_engine, "node_rank": node}
-        options |= {"master_addr": host, "master_port": int(port)}
-    if spec.adapters is not None:
-        options |= adapter_arguments(spec.adapters)
-    if settings.kv_cache_gib is not None:
-        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-    return AsyncEngineArgs(
-        model=str(spec.model_path),
-        dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
-        max_model_len=spec.max_model_len,
-        seed=spec.seed,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        pipeline_parallel_size=settings.pipeline_parallel_size,
-        enable_expert_parallel=settings.enable_expert_parallel,
-        max_num_seqs=settings.max_num_seqs,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        enforce_eager=settings.enforce_eager,
-        enable_prefix_caching=True,
-        # Log-probs of the distribution that was sampled from, at the sampling temperature.
-        logprobs_mode="processed_logprobs",
-        worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        enable_sleep_mode=settings.sleep_level > 0,
-        quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        # vLLM refuses lengths above this field, and Qwen's YaRN recipe leaves it at the unscaled length. An engine that
-        # scores responses has one position more, at which nothing is computed.
-        hf_overrides={"max_position_embeddings": architecture.context_length + only_scores},
-        trust_remote_code=False,
-        disable_log_stats=True,
-        **options,
-    )
 
 
 class _SampledCompletion(PartialCompletion):

@@ -21,7 +21,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yam
 
 def engine_config(config: Config, folder: Path) -> VllmConfig:
     """Return vLLM's configuration of the engine that a run of this configuration starts."""
-    from megatron_bapo.rollout.vllm_adapter import _engine_args
+    from megatron_bapo.rollout.engine_args import engine_args
 
     assert config.model.path is not None
     fields = json.loads((FOLDER / config.model.path.name / "config.json").read_text())
@@ -29,7 +29,7 @@ def engine_config(config: Config, folder: Path) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(fields))
     spec = replace(EngineSpec.of(config), model_path=folder)
     endpoint = "10.0.0.1:20000" if config.rollout.nodes_per_engine > 1 else ""
-    return _engine_args(spec, endpoint=endpoint).create_engine_config()
+    return engine_args(spec, endpoint=endpoint).create_engine_config()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
