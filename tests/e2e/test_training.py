@@ -388,7 +388,7 @@ def test_starts_steps_and_requests_have_times_of_one_clock(resumed: dict) -> Non
     )
     lanes = Timeline(directory).answer("", None, None)
     assert [engine["num"] for engine in lanes["engines"]] == [len(requests)]
-    assert [step["step"] for step in lanes["trainer"]["steps"]] == [1, 2, 3, 4]
+    assert [step["step"] for step in lanes["trainer"]["steps"]] == [0, 1, 2, 3, 4], "0 is the warm start"
 
 
 def test_weights_and_biases_gets_the_metrics_of_both_halves_as_one_run(resumed: dict) -> None:
