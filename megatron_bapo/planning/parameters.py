@@ -78,8 +78,10 @@ def chunk_parameters(
     architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None = None
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a chunk on one rank of the stage, adapters included, in Megatron's order."""
-    parameters = _each_parameter(architecture, split, chunk, lora)
-    return tuple(replace(p, is_trained=p.is_trained and (lora is None or ".adapter." in p.name)) for p in parameters)
+    parameters = tuple(_each_parameter(architecture, split, chunk, lora))
+    if lora is None:
+        return parameters
+    return tuple(replace(p, is_trained=p.is_trained and ".adapter." in p.name) for p in parameters)
 
 
 def whole_model(architecture: Architecture) -> ChunkShape:
