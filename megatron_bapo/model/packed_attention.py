@@ -259,10 +259,11 @@ class PackedAttention(MegatronModule):
             x_BNLD = x.view(batch.num_sequences, longest, num, size).transpose(1, 2)
             return x_BNLD if num == num_heads else x_BNLD.repeat_interleave(num_heads // num, dim=1)
 
+        values = padded(value, batch.key_slots, batch.longest)
         out_BHQD = F.scaled_dot_product_attention(
             padded(query, batch.query_slots, batch.longest_part),
             padded(key, batch.key_slots, batch.longest),
-            F.pad(padded(value, batch.key_slots, batch.longest), (0, missing)),
+            F.pad(values, (0, missing)) if missing else values,  # F.pad copies even if there is nothing to pad
             attn_mask=batch.visible_B1QL(),
             is_causal=batch.last_visible_BQ is None,
             scale=self.softmax_scale,
