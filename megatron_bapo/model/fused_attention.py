@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from megatron_bapo.model.packed_attention import PackedSequences
+from megatron_bapo.model.packed_attention import PackedSequences, widened
 from megatron_bapo.parallel.megatron import MegatronModule, TEDotProductAttention, TransformerConfig
 
 
@@ -43,11 +42,10 @@ class FusedAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output, [T, 1, H*E]."""
         query_THD, key_TGD, value_TGE = (x.flatten(0, -3) for x in (query_T1HD, key_T1GD, value_T1GE))
-        missing = key_TGD.size(-1) - value_TGE.size(-1)
         out = self.attention(
             query_THD,
             key_TGD,
-            F.pad(value_TGE, (0, missing)) if missing else value_TGE,
+            widened(value_TGE, key_TGD.size(-1)),
             None,
             attn_mask_type=attn_mask_type,
             packed_seq_params=packed_seq_params.thd,

@@ -193,6 +193,12 @@ class LatentRotaryEmbedding(PackedRotaryEmbedding):
         return super().forward(positions_T)[:, 0], self.factor
 
 
+def widened(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return `x` with zeros behind its last dim up to `width`; `x` itself if it has that width, which F.pad copies."""
+    missing = width - x.size(-1)
+    return F.pad(x, (0, missing)) if missing else x
+
+
 class PackedAttention(MegatronModule):
     """Causal attention within each packed sequence (`core_attention` of Megatron's attention classes).
 
@@ -250,7 +256,6 @@ class PackedAttention(MegatronModule):
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         num_heads = query.size(1)
-        missing = key.size(-1) - value.size(-1)  # kernels that do not store all scores need equal widths
 
         def padded(x: torch.Tensor, slots: torch.Tensor | None, longest: int) -> torch.Tensor:
             _, num, size = x.shape
@@ -259,11 +264,11 @@ class PackedAttention(MegatronModule):
             x_BNLD = x.view(batch.num_sequences, longest, num, size).transpose(1, 2)
             return x_BNLD if num == num_heads else x_BNLD.repeat_interleave(num_heads // num, dim=1)
 
-        values = padded(value, batch.key_slots, batch.longest)
         out_BHQD = F.scaled_dot_product_attention(
             padded(query, batch.query_slots, batch.longest_part),
             padded(key, batch.key_slots, batch.longest),
-            F.pad(values, (0, missing)) if missing else values,  # F.pad copies even if there is nothing to pad
+            # Kernels that do not store all scores need equal widths.
+            widened(padded(value, batch.key_slots, batch.longest), key.size(-1)),
             attn_mask=batch.visible_B1QL(),
             is_causal=batch.last_visible_BQ is None,
             scale=self.softmax_scale,
