@@ -27,6 +27,9 @@ class PromptSourceConfig(Section):
     null uses all."""
     seed: int = 0
     """Seed of the reasoning-gym generators."""
+    distinct: bool = True
+    """Skip questions that a reasoning-gym generator repeats. With `false`, a question may come with several answers, so
+    that a warm start does not show the same answer to it again and again."""
     on_bad_line: Literal["stop", "skip"] = "stop"
     """Handling of malformed lines: `stop` refuses the file, `skip` skips them and reports their number."""
 

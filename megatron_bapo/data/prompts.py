@@ -42,7 +42,7 @@ def load_prompts(source: PromptSourceConfig, *, name: str, system_prompt: str | 
     """
     if source.reasoning_gym is not None:
         assert source.size is not None, "the schema requires size with reasoning_gym"
-        entries = generate_entries(source.reasoning_gym, size=source.size, seed=source.seed)
+        entries = generate_entries(source.reasoning_gym, size=source.size, seed=source.seed, distinct=source.distinct)
         return PromptSet(
             [
                 Prompt(

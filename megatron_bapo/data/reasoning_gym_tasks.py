@@ -18,12 +18,14 @@ CHUNK_SIZE = 500
 HASH_SEEDED_TASKS = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
 
-def generate_entries(tasks: dict[str, dict[str, Any]], *, size: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
+def generate_entries(
+    tasks: dict[str, dict[str, Any]], *, size: int, seed: int, distinct: bool = True
+) -> list[tuple[str, dict[str, Any]]]:
     """Return `size` pairs (task, entry) that alternate between the tasks in alphabetical order.
 
-    The questions of a task are distinct. An entry is the generator's {question, answer, metadata} as JSON values, which
-    the task's own scorer needs. The result depends only on the arguments. Raises UserError for an unknown task,
-    rejected parameters, or a task with too few distinct questions.
+    The questions of a task are distinct, unless `distinct` is False. An entry is the generator's {question, answer,
+    metadata} as JSON values, which the task's own scorer needs. The result depends only on the arguments. Raises
+    UserError for an unknown task, rejected parameters, or a task with too few (distinct) questions.
     """
     if not tasks or size < len(tasks):
         raise UserError(
@@ -33,11 +35,12 @@ def generate_entries(tasks: dict[str, dict[str, Any]], *, size: int, seed: int) 
     entries = []
     for position, name in enumerate(names):
         share = len(range(position, size, len(names)))
-        found = list(islice(_distinct(_entries(name, tasks[name], seed)), share))
+        generated = _entries(name, tasks[name], seed)
+        found = list(islice(_distinct(generated) if distinct else generated, share))
         if len(found) < share:
             raise UserError(
                 f"reasoning_gym task {name} has only {len(found)} distinct questions with the parameters "
-                f"{tasks[name]}, and {share} are needed; lower size or widen its parameters"
+                f"{tasks[name]}, and {share} are needed; lower size, widen its parameters or set distinct: false"
             )
         entries.append(found)
     return [(names[index % len(names)], entries[index % len(names)][index // len(names)]) for index in range(size)]

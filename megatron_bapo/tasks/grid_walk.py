@@ -36,6 +36,9 @@ class GridWalkConfig:
     """Share of the example's steps that go to a random neighbour instead of towards the target."""
     max_steps: int = 30
     """Most steps of the example."""
+    restate_target: bool = False
+    """Whether a response names the target after each cell, as in `H8P8X8Y8Z87888`: responses are twice as long, and
+    the tokens that decide the next step are side by side."""
     seed: int | None = None
     size: int = 500
 
@@ -66,17 +69,24 @@ class GridWalkDataset(ProceduralDataset):
         walk: list[int] = []
         while walk[-1:] != [target]:
             walk = [*islice(self._walk(rng, start, target), config.max_steps)]
+        restated = CELLS[target] if config.restate_target else ""
+        metadata = {"source_dataset": NAME, "source_index": idx, "width": config.width, "height": config.height}
         return {
             "question": f"{CELLS[start]}>{CELLS[target]}:",
-            "answer": "".join(CELLS[cell] for cell in walk),
-            "metadata": {"source_dataset": NAME, "source_index": idx, "width": config.width, "height": config.height},
+            "answer": "".join(CELLS[cell] + restated for cell in walk),
+            "metadata": metadata | ({"restate_target": True} if restated else {}),
         }
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
         """Return 1.0 for a walk from the start to the target, else 0.0."""
         width, height = entry["metadata"]["width"], entry["metadata"]["height"]
         at, target = (CELLS.index(cell) for cell in entry["question"].rstrip(":").split(">"))
-        for name in answer or "":
+        walk = answer or ""
+        if entry["metadata"].get("restate_target"):
+            walk, restated = walk[::2], walk[1::2]
+            if restated != CELLS[target] * len(walk):
+                return 0.0
+        for name in walk:
             cell = CELLS.find(name, 0, width * height)
             if cell < 0 or _distance(at, cell, width) != 1:
                 return 0.0

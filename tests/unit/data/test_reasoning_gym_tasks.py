@@ -53,6 +53,16 @@ def test_adjacent_seeds_give_different_questions():
     assert not first & second
 
 
+def test_repeated_questions_come_with_answers_of_their_own():
+    source = PromptSourceConfig(reasoning_gym={"grid_walk": {}}, size=2000, distinct=False)
+    prompts = load_prompts(source, name="train", system_prompt=None).prompts
+    questions = {prompt.messages[0]["content"] for prompt in prompts}
+    walks = {(prompt.messages[0]["content"], prompt.ground_truth) for prompt in prompts}
+    assert len(prompts) == 2000
+    assert len(questions) < 1700
+    assert len(walks) > 1800
+
+
 def test_all_of_a_small_task_is_found_and_each_question_once():
     prompts = generate(ONE_DIGIT_SUMS, size=200)
     assert len({prompt.messages[0]["content"] for prompt in prompts}) == 200

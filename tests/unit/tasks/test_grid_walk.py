@@ -45,6 +45,21 @@ def test_any_walk_to_the_target_is_right_and_no_other_response():
     assert {walk: score(walk, entry) for walk in wrong if score(walk, entry)} == {"bck ": 1.0}
 
 
+def test_a_restated_target_is_named_after_each_cell():
+    params = {"restate_target": True, "max_steps": 12}
+    for (_, entry), (_, plain) in zip(
+        generate_entries({"grid_walk": params}, size=50, seed=3),
+        generate_entries({"grid_walk": {"max_steps": 12}}, size=50, seed=3),
+        strict=True,
+    ):
+        answer, target = entry["answer"], entry["question"][2]
+        assert entry["question"] == plain["question"]
+        assert answer == "".join(cell + target for cell in plain["answer"])
+        assert score(answer, entry) == 1.0
+        wrong = [plain["answer"], answer[:-1], answer[:-2], answer + target, answer[1:], answer[0] + "é" + answer[2:]]
+        assert [score(each, entry) for each in wrong] == [0.0] * 6
+
+
 def test_a_row_does_not_continue_in_the_next_one():
     entry = {"question": "h>q:", "answer": "pq", "metadata": {"width": 8, "height": 8}}
     assert score("ij" + "rq", entry) == 0.0
