@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bapo.cluster.ray_cluster import ActorDied, await_result, cancel_call, create_actor, kill
+from megatron_bapo.cluster.ray_cluster import ActorDied, await_result, cancel_call, create_actor, head_address, kill
 from megatron_bapo.cluster.trainer_process import LOOPBACK
 from megatron_bapo.cluster.trainer_process import kill as kill_processes
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.event_loop import answered_within
-from megatron_bapo.model.weight_layouts import engine_route
+from megatron_bapo.model.weight_layouts import engine_places, engine_route
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.engine_nodes import EngineFollower, Processes, node_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.weight_sync.route import NUM_ATTEMPTS, TransferGroup
 
 _GRACE_S = 60.0
 """The engine enforces a request's timeout itself; a response that is later than this will never come."""
@@ -76,13 +77,14 @@ class EngineActor:
         could not get the current weights.
         """
         transport = config.weight_sync.transport
-        if num_restarts and transport != "store":
+        if num_restarts and transport == "cuda_ipc":
             raise RunError(f"weight_sync.transport={transport} keeps no weights for a new engine; transport=store does")
         self.name = f"{'teacher' if is_teacher else 'engine'} {index}"
         self._config, self._settings = config, config.rollout
         self._index, self._placements, self._num_restarts = index, tuple(placements), num_restarts
         self._is_teacher = is_teacher
         self._processes: dict[str, Processes] = {}
+        self.places = tuple(engine_places(config, index))
         first, others = self._placements[0], self._placements[1:]
         self.handle = self._create(Engine, first)
         spec = EngineSpec.of(config)
@@ -91,7 +93,8 @@ class EngineActor:
         endpoint: Any = ""
         if others:
             endpoint = self.handle.meet.remote(first.address, config.rollout.start_timeout_s)
-        route = engine_route(config, first.store, index, tuple(other.store for other in others))
+        nodes = [(node.store, node.address) for node in self._placements]
+        route = engine_route(config, index, nodes, f"ray://{head_address()}")
         self.start_call = self.handle.start.remote(spec, route, endpoint)
         """Reference that is ready when the engine has started."""
         self._followers = {
@@ -112,6 +115,8 @@ class EngineActor:
             batch_invariant=self._settings.batch_invariant,
             return_routes=self._config.algorithm.routing_replay == "rollout",
         )
+        if self._config.weight_sync.transport == "nccl":  # its ranks connect to those of other hosts
+            environment |= {name: value for name, value in placement.network.items() if name.startswith("NCCL_")}
         if len(self._placements) > 1:
             environment |= {**placement.network, **node_environment(placement.address)}
         return create_actor(actor_class, log_file, name=name, environment=environment, node_id=placement.node_id)
@@ -166,10 +171,15 @@ class EngineActor:
     async def abort(self) -> None:
         await self._call(self.handle.abort.remote(), self._settings.health_check_timeout_s)
 
-    async def load_weights(self, version: int) -> None:
-        """Load a policy version while probing the engine, which nobody else does meanwhile."""
+    async def load_weights(self, version: int, group: TransferGroup | None = None) -> None:
+        """Load a policy version while probing the engine, which nobody else does meanwhile.
+
+        `group` is the one that transfers the version, for a transport that needs one.
+        """
         settings = self._settings
-        loading = asyncio.ensure_future(self._call(self.handle.load_weights.remote(version), settings.start_timeout_s))
+        # A group waits for each of its ranks up to this time, and may be repeated.
+        limit_s = settings.start_timeout_s * (1 if group is None else NUM_ATTEMPTS)
+        loading = asyncio.ensure_future(self._call(self.handle.load_weights.remote(version, group), limit_s))
         try:
             while not (await asyncio.wait({loading}, timeout=settings.health_check_interval_s))[0]:
                 await self.progress()

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from megatron_bapo.cluster.engine_transfers import EngineTransfers, TransferEngine
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.event_loop import answered_within
@@ -16,9 +17,10 @@ from megatron_bapo.rollout.engine import INITIAL_VERSION
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, SequenceScore
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.weight_sync.route import TransferGroup
 
 
-class FleetEngine(GenerationEngine, Protocol):
+class FleetEngine(GenerationEngine, TransferEngine, Protocol):
     """An engine that the fleet can replace. Every method bounds its own waits."""
 
     name: str
@@ -50,17 +52,22 @@ class EngineFleet:
         settings: RolloutConfig,
         record: Callable[[str, str, str], None],
         on_failure: Callable[[BaseException], None],
+        transfers: EngineTransfers | None = None,
     ) -> None:
         """`record` receives an engine's name, an event (`lost`, `failed to start`, `serves`) and its reason.
 
         `on_failure` receives the error when an engine does not come back after `max_engine_restarts` attempts, and any
-        error that ends the probing itself.
+        error that ends the probing itself. `transfers` are those of a transport from GPU to GPU; otherwise an engine
+        can load the current weights at any time.
         """
         self._engines = dict(engines)
         self._router = router
         self._settings = settings
         self._record = record
         self._on_failure = on_failure
+        self._transfers = transfers
+        self._begun: int | None = None
+        """Version whose transfer has begun and has not been loaded."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._replacing: set[str] = set()
         self._weights = asyncio.Lock()
@@ -85,15 +92,70 @@ class EngineFleet:
 
     def on_lost(self, name: str, reason: str) -> None:
         """Replace an engine that the router has removed."""
+        if self._transfers is not None:
+            self._transfers.lose(name, reason)
         if name not in self._replacing:
             self._replacing.add(name)
             self._spawn(self._replace(name, reason))
 
+    @property
+    def policy_version(self) -> int:
+        """The version that the engines serve."""
+        return self._policy_version
+
+    async def begin_transfer(self, version: int, plan: str, broken: str) -> TransferGroup:
+        """Return the group that transfers a version to the engines of `load_weights`, which comes next.
+
+        If it is the engines' version, they are those that lack it. `plan` is the digest of the weight transfer plan,
+        and `broken` the name of the last group if it has failed.
+        """
+        assert self._transfers is not None, "this transport has no groups"
+        if self._begun != version:  # Ray may repeat the call
+            await self._weights.acquire()
+            self._begun = version
+            serving = {name: self._engines[name] for name in self._router.engines}
+            return self._transfers.begin(serving if version != self._policy_version else {}, plan, broken)
+        return self._transfers.group
+
+    async def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:
+        """Return the group that repeats the transfer in which `group` has failed."""
+        assert self._transfers is not None, "this transport has no groups"
+        return await self._transfers.repeat(group, reason)
+
     async def load_weights(self, version: int) -> None:
         """Load a published policy version on every engine; one that is lost meanwhile comes back with that version."""
-        async with self._weights:
-            await self._router.on_every(lambda engine: engine.load_weights(version))
+        if self._transfers is None:
+            async with self._weights:
+                await self._router.on_every(lambda engine: engine.load_weights(version))
+                self._policy_version = version
+            return
+        if self._begun != version:  # Ray has repeated the call
+            return
+        try:
+            if version != self._policy_version:
+                await asyncio.gather(self._receive(self._transfers, version), self._transfers.load_lacking(version))
+            else:
+                await self._transfers.load_lacking(version)
             self._policy_version = version
+        finally:
+            self._begun = None
+            self._weights.release()
+
+    async def _receive(self, transfers: EngineTransfers, version: int) -> None:
+        named = {id(engine): (name, engine) for name, engine in self._engines.items()}
+        await self._router.on_every(lambda engine: transfers.load(*named[id(engine)], version))
+
+    async def unless_lacking(self, work: asyncio.Future[Any]) -> bool:
+        """Wait until `work` is done, or until an engine needs weights from the trainer; return whether it is done."""
+        if self._transfers is None:
+            await asyncio.wait({work})
+            return True
+        lacking = asyncio.ensure_future(self._transfers.until_lacking())
+        try:
+            await asyncio.wait({work, lacking}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lacking.cancel()
+        return work.done()
 
     def require(self, probe: WeightProbe) -> None:
         """Replacements must pass this weight probe before they serve, as long as its policy version is the current."""
@@ -141,9 +203,7 @@ class EngineFleet:
             try:
                 async with self._starting():
                     engine, capacity_tokens = await self._restart(name)
-                    async with self._weights:
-                        await self._load_current_weights(engine)
-                        self._router.add(name, engine, capacity_tokens)
+                    await self._until_served(name, engine, capacity_tokens)
             except RunError as error:
                 self._record(name, "failed to start", str(error))
                 if attempt == self._settings.max_engine_restarts:
@@ -155,6 +215,17 @@ class EngineFleet:
                 break
         self._replacing.discard(name)
 
+    async def _until_served(self, name: str, engine: FleetEngine, capacity_tokens: int) -> None:
+        """Load the current weights on a started engine, probe it, and add it to the router."""
+        version = INITIAL_VERSION
+        while True:
+            async with self._weights:
+                if self._transfers is None or version == self._policy_version:
+                    await self._load_current_weights(engine)
+                    self._router.add(name, engine, capacity_tokens)
+                    return
+            version = await self._transfers.bring(name, engine)
+
     async def _restart(self, name: str) -> tuple[FleetEngine, int]:
         engine = self._engines[name] = self._engines[name].replacement()
         try:
@@ -163,7 +234,7 @@ class EngineFleet:
             raise RunError(str(error)) from error
 
     async def _load_current_weights(self, engine: FleetEngine) -> None:
-        if self._policy_version != INITIAL_VERSION:
+        if self._policy_version != INITIAL_VERSION and self._transfers is None:
             await engine.load_weights(self._policy_version)
         probe = self._weight_probe
         if probe is not None and probe.policy_version == self._policy_version:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.cluster.ray_cluster import create_actor, own_address
-from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
+from torch._C._distributed_c10d import PrefixStore
+
+from megatron_bapo.cluster.ray_cluster import create_actor, head_address, own_address
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
@@ -17,6 +18,7 @@ from megatron_bapo.parallel.platform import host_group
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.weight_sync.host_chain import Chain, SendResult, receive, send
 from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.ray_store import RayStore
 from megatron_bapo.weight_sync.transport import WeightStore
 
 
@@ -81,7 +83,7 @@ class HostStore:
             return
         self._name, self._group, self._plan, self._finished = name, None, plan, None
         self._ranks = {host: rank for rank, host in enumerate(hosts)}
-        rendezvous, rank = RayRendezvous(name, self._timeout_s), self._ranks[self._host]
+        rendezvous, rank = PrefixStore(name, RayStore(head_address(), self._timeout_s)), self._ranks[self._host]
         self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._timeout_s)
 
     def versions(self, digest: str) -> list[int]:

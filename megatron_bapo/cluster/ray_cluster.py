@@ -49,6 +49,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
     WorkerCrashedError,
 )
+from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_bapo.cluster.quiet_ray import quiet_ray
@@ -100,7 +101,7 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
             _temp_dir=str(folder),
         )
         try:
-            yield ray.get_runtime_context().gcs_address
+            yield head_address()
         finally:
             ray.shutdown()
 
@@ -210,6 +211,16 @@ def kill(actor: Any) -> None:
 def get_actor(name: str) -> Any:
     """Return the actor with this name."""
     return ray.get_actor(name)
+
+
+def head_address() -> str:
+    """Return HOST:PORT of the cluster's head, which has its key-value store."""
+    return ray.get_runtime_context().gcs_address
+
+
+def put_key(namespace: bytes, key: str, value: str) -> None:
+    """Set a key of the cluster's key-value store."""
+    internal_kv._internal_kv_put(key, value, namespace=namespace)
 
 
 def own_address() -> str:

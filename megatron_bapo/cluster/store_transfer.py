@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_bapo.cluster.host_store import host_store_name
-from megatron_bapo.cluster.ray_cluster import get_actor, get_result
-from megatron_bapo.cluster.ray_rendezvous import RayRendezvous
+from megatron_bapo.cluster.ray_cluster import get_actor, get_result, head_address
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.host_chain import SendResult
 from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.ray_store import RayStore
 
 NUM_ATTEMPTS = 3
 """Number of times that a transfer is tried before the error of a host ends the run."""
@@ -87,7 +87,7 @@ class StoreTransfer:
         try:
             self._call(self._stores, lambda _, store: store.join.remote(name, hosts, plan), self._limit_s)
         finally:
-            RayRendezvous(name, _QUICK_S).remove_keys()
+            RayStore(head_address(), _QUICK_S).delete_all(f"{name}/")
         self._has_group = True
 
     def _call(self, stores: Mapping[int, Any], call: Callable[[int, Any], Any], limit_s: float) -> dict[int, Any]:

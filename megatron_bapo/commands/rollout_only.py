@@ -76,7 +76,9 @@ def _generate(config: Config, directory: RunDirectory, display: ProgressDisplay,
             if interrupts.requested:
                 return
             display.phase("generating responses")
-            scored, _ = client.take()
+            taken = client.take()
+            assert taken is not None, "engines need no weights without a trainer"
+            scored, _ = taken
             shutil.rmtree(_in_flight_folder(directory, step), ignore_errors=True)  # left by an interrupted attempt
             data_state = client.begin_saving(_in_flight_folder(directory, step))
             client.finish_saving()

@@ -42,7 +42,7 @@ def colocation_problems(config: Config) -> Iterator[str]:
             f"weight_sync.engine_store=own with transport={sync.transport}: only transport=store uses a store; set "
             "engine_store=shared, or transport=store"
         )
-    if sync.transport != "store" and rollout.nodes_per_engine > 1:
+    if sync.transport == "cuda_ipc" and rollout.nodes_per_engine > 1:
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} with weight_sync.transport={sync.transport}, which "
             "works only on one machine; set transport=store, or nodes_per_engine=1"
@@ -51,10 +51,10 @@ def colocation_problems(config: Config) -> Iterator[str]:
 
 def host_problems(config: Config, num_hosts: int) -> Iterator[str]:
     """Yield the rules that are broken on `num_hosts` hosts."""
-    if config.weight_sync.transport != "store" and num_hosts > 1:
+    if config.weight_sync.transport == "cuda_ipc" and num_hosts > 1:
         yield (
-            f"weight_sync.transport={config.weight_sync.transport} works only on one machine; set transport=store, "
-            "which copies weights between hosts"
+            "weight_sync.transport=cuda_ipc works only on one machine; set transport=store, which copies weights "
+            "between hosts"
         )
     if config.rollout.nodes_per_engine > num_hosts:
         yield (

@@ -205,8 +205,8 @@ class WeightSyncConfig(Section):
 
     transport: Literal["store", "cuda_ipc", "nccl"] = "store"
     """How weights are transferred: `store` uses shared memory, from which restarted engines load, too; with `cuda_ipc`
-    colocated engines read the trainer's parameters in GPU memory; `nccl` sends from GPU to GPU (by gloo without
-    GPUs)."""
+    colocated engines read the trainer's parameters in GPU memory; `nccl` sends from GPU to GPU, also to other hosts (by
+    gloo without GPUs)."""
     lora: Literal["adapters", "merged"] | None = None
     """What engines receive under `model.lora`: the `adapters`, which vLLM applies beside the weights of `model.path`,
     or all weights with the adapters `merged`; null: `adapters`, or `merged` where vLLM cannot serve them, which is said

@@ -18,6 +18,7 @@ from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.route import NUM_ATTEMPTS, TransferGroup
 
 SERVICE = "rollout service"
 _QUICK_S = 120.0
@@ -55,15 +56,20 @@ class RolloutClient:
         """Return demonstrations of the next training prompts."""
         return get_result(self._service.sft_demonstrations.remote(num), SERVICE, self._config.rollout.start_timeout_s)
 
-    def take(self) -> tuple[ScoredGroups, dict[str, float]]:
-        """Return the next rollout batch, and the seconds of each phase of waiting for it."""
+    def take(self) -> tuple[ScoredGroups, dict[str, float]] | None:
+        """Return the next rollout batch, and the seconds of each phase of waiting for it.
+
+        Returns None if an engine needs weights first.
+        """
         limit_s = self._config.rollout.request_timeout_s + _QUICK_S
-        scored, parts, seconds = get_result(self._service.take.remote(), SERVICE, limit_s)
+        if (taken := get_result(self._service.take.remote(), SERVICE, limit_s)) is None:
+            return None
+        scored, parts, seconds = taken
         groups = [group for part in parts for group in get_result(part, SERVICE, _QUICK_S)]
         return replace(scored, groups=groups), seconds
 
-    def validate(self, seed: int) -> ScoredGroups:
-        """Return scored responses to every held-out prompt."""
+    def validate(self, seed: int) -> ScoredGroups | None:
+        """Return scored responses to every held-out prompt, or None if an engine needs weights first."""
         return get_result(
             self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S
         )
@@ -99,15 +105,30 @@ class RolloutClient:
         )
 
     def load_weights(self, policy_version: int, plan: WeightPlan) -> int:
-        """Have every engine load this version from its host's store; return when all have.
+        """Have every engine load this version; return when all have.
 
-        Returns the bytes that the trainer's hosts sent to other hosts, or to engines' own stores.
+        Returns the bytes that the trainer's hosts sent to other hosts' stores, or to engines' own stores.
         """
         settings = self._config.rollout
-        num_bytes = self._transfer.deliver(policy_version, plan)
-        limit_s = settings.request_timeout_s + settings.start_timeout_s + _QUICK_S
+        is_stored = self._config.weight_sync.transport == "store"
+        num_bytes = self._transfer.deliver(policy_version, plan) if is_stored else 0
+        limit_s = settings.request_timeout_s + NUM_ATTEMPTS * settings.start_timeout_s + _QUICK_S
         get_result(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
         return num_bytes
+
+    def begin_transfer(self, policy_version: int, plan: str, broken: str) -> TransferGroup:
+        """Return the group that transfers a version to the engines of `load_weights`, which comes next.
+
+        `plan` is the plan's digest. `broken` is the name of the last group if it has failed.
+        """
+        # It waits for replacements that are probed.
+        limit_s = self._config.rollout.health_check_timeout_s + _QUICK_S
+        return get_result(self._service.begin_transfer.remote(policy_version, plan, broken), SERVICE, limit_s)
+
+    def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:
+        """Return the group that repeats the transfer in which `group` has failed."""
+        limit_s = self._config.rollout.health_check_interval_s + _QUICK_S
+        return get_result(self._service.repeat_transfer.remote(group, reason), SERVICE, limit_s)
 
     def sleep(self, level: int) -> None:
         """Have every engine free its GPU memory; return when all have."""

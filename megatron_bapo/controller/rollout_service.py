@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -14,7 +15,8 @@ import numpy as np
 
 from megatron_bapo.cluster.engine_actor import EngineActor
 from megatron_bapo.cluster.engine_fleet import EngineFleet
-from megatron_bapo.cluster.ray_cluster import put
+from megatron_bapo.cluster.engine_transfers import EngineTransfers
+from megatron_bapo.cluster.ray_cluster import put, put_key
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
@@ -48,6 +50,7 @@ from megatron_bapo.rollout.teacher import Teacher
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, transformers_without_torch
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
+from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE, TransferGroup
 
 _VALIDATION_SERIAL = -1
 """Prompt serial of held-out prompts: they go before all training prompts, because the trainer waits for them."""
@@ -93,8 +96,10 @@ class RolloutService:
         limit = config.rollout.max_request_failures
         self._teacher = Teacher(self._teacher_router.generate, limit) if teachers else None
         self._scheduler = RolloutScheduler(config.rollout, config.prompts_per_step, config.seed, self._scheduler_deps())
-        self._fleet = self._fleet_of(engines, self._router)
+        self._fleet = self._fleet_of(engines, self._router, _transfers(config))
         self._teacher_fleet = self._fleet_of(teachers, self._teacher_router)
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        """Calls of the trainer that wait for engines, by name."""
         self._garbage = GarbageCollector()
 
     def _scheduler_deps(self) -> SchedulerDeps:
@@ -109,9 +114,11 @@ class RolloutService:
             None if self._teacher is None else self._teacher_router,
         )
 
-    def _fleet_of(self, engines: Sequence[EngineActor], router: Router) -> EngineFleet:
-        named = {engine.name: engine for engine in engines}
-        return EngineFleet(named, router, self._config.rollout, self._record_engine, self._scheduler.fail)
+    def _fleet_of(
+        self, engines: Sequence[EngineActor], router: Router, transfers: EngineTransfers | None = None
+    ) -> EngineFleet:
+        named, settings = {engine.name: engine for engine in engines}, self._config.rollout
+        return EngineFleet(named, router, settings, self._record_engine, self._scheduler.fail, transfers)
 
     async def wait_for_engines(self) -> None:
         """Return when all engines have started to serve the initial model, and the teacher's to serve the teacher."""
@@ -136,8 +143,26 @@ class RolloutService:
         """Return demonstrations of the next training prompts, for the warm start."""
         return await self._sft_demonstrations.for_prompts(self._scheduler.take_sft_prompts(num))
 
-    async def take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]]:
+    async def take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]] | None:
         """Return the next rollout batch without its groups, references to parts of these, and the seconds of waiting.
+
+        Returns None as soon as an engine needs weights from the trainer, which calls this function again after it has
+        sent them.
+        """
+        return await self._unless_lacking("take", self._take)
+
+    async def _unless_lacking(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Return the result of `work`, or None if an engine needs weights first; then the next call goes on waiting."""
+        waiting = self._waiting.get(name)
+        if waiting is None:
+            waiting = self._waiting[name] = asyncio.ensure_future(work())
+        if not await self._fleet.unless_lacking(waiting):
+            return None
+        self._waiting.pop(name, None)
+        return waiting.result()
+
+    async def _take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]]:
+        """Return what `take` does when it is complete.
 
         Each part is freed here when it is in the object store, so that the batch is in memory once.
         """
@@ -164,11 +189,14 @@ class RolloutService:
             await asyncio.sleep(0)  # a part for each turn of the event loop
         return scored, parts, {"generate": waited_s}
 
-    async def validate(self, seed: int) -> ScoredGroups:
-        """Return scored responses to every held-out prompt.
+    async def validate(self, seed: int) -> ScoredGroups | None:
+        """Return scored responses to every held-out prompt, or None as `take` does.
 
         Raises RunError after `rollout.request_timeout_s`, or if every prompt was quarantined.
         """
+        return await self._unless_lacking("validate", lambda: self._validate(seed))
+
+    async def _validate(self, seed: int) -> ScoredGroups:
         n, limits = self._config.evaluation.n, self._config.rollout
         failure_budget = FailureBudget(limits.max_reward_failures)
 
@@ -217,7 +245,18 @@ class RolloutService:
             release_freed_memory()
             await self._fleet.load_weights(version)
 
+        if version == self._fleet.policy_version:  # only for engines that lack it
+            await load()
+            return
         await self._scheduler.update_weights(version, load)
+
+    async def begin_transfer(self, version: int, plan: str, broken: str) -> TransferGroup:
+        """Return the group that transfers a version to the engines; `load_weights` comes next."""
+        return await self._fleet.begin_transfer(version, plan, broken)
+
+    async def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:
+        """Return the group that repeats the transfer in which `group` has failed."""
+        return await self._fleet.repeat_transfer(group, reason)
 
     async def sleep(self, level: int) -> None:
         """Have every engine free its GPU memory, after waiting for starting engines; return when all have."""
@@ -308,3 +347,11 @@ class RolloutService:
     def _record_engine(self, name: str, event: str, reason: str) -> None:
         row = {"time_s": time.time(), "engine": name, "event": event, "reason": reason}
         self._rows.write(self._directory.engine_events, row)
+
+
+def _transfers(config: Config) -> EngineTransfers | None:
+    """Return the transfers of a transport from GPU to GPU on which engines and trainer are separate."""
+    if config.weight_sync.transport != "nccl":
+        return None
+    publish = partial(put_key, RENDEZVOUS_NAMESPACE)
+    return EngineTransfers(config.parallel.world_size, publish, config.rollout.health_check_interval_s)

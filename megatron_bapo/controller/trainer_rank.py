@@ -36,7 +36,7 @@ with collector_paused():
     from megatron_bapo.trainer.checkpoint import load_checkpoint
     from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
     from megatron_bapo.trainer.fused_paths import fused_paths
-    from megatron_bapo.trainer.weight_publisher import weight_transport
+    from megatron_bapo.trainer.weight_publisher import TransferSites, weight_transport
     from megatron_bapo.trainer.worker import create_worker
 
 
@@ -87,7 +87,10 @@ def start_run(config: Config, args: RankArgs) -> Run:
     recorder = Recorder(config, directory, state) if groups.is_main else None
     transport = None
     if isinstance(source, str):
-        transport = weight_transport(worker, args.store_folder, sender_hosts, args.engine_hosts)
+        hosts = sender_hosts, args.engine_hosts
+        transport = weight_transport(
+            worker, TransferSites(args.store_folder, *hosts, args.address, rendezvous=f"ray://{source}")
+        )
     sampler = RolloutSampler(config, directory.sampled_rollouts, groups, recorder and recorder.add_sampled)
     writer = CheckpointWriter(worker, directory.checkpoints, rollouts)
     parts = config, directory, worker, transport, colocation, state, rollouts, recorder, sampler, writer

@@ -15,9 +15,11 @@ With --rollouts-from FOLDER instead of --ray, groups come from files and no weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from torch.profiler import record_function
 
@@ -31,7 +33,7 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.controller.weight_update import probe, update_weights
+from megatron_bapo.controller.weight_update import answered, probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
@@ -61,6 +63,7 @@ from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker
 
 WEIGHT_UPDATE = "updating the engines' weights"
+T = TypeVar("T")
 
 
 @dataclass
@@ -235,8 +238,8 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
     run.announce("reading rollouts" if run.transport is None else "generating responses")
     start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
     prompts: list[tuple[Prompt, int]] = []
-    if run.rollouts is not None:
-        scored, seconds = run.rollouts.take()
+    if (taken := waited_for(run, run.rollouts and run.rollouts.take)) is not None:
+        scored, seconds = taken
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
         batches = packed_together(run.config, own, run.state.step)
         run.sampler.choose(run.state.step + 1, scored)
@@ -252,6 +255,11 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
         run.state.policy_version = policy_version
     run.announce("training")
     return scored, trajectories
+
+
+def waited_for(run: Run, call: Callable[[], T | None] | None) -> T | None:
+    """Return what the main rank's `call` of the rollouts returns; replaced engines get their weights meanwhile."""
+    return answered(run.worker, run.engines, run.transport, run.state.policy_version, call)
 
 
 def update_on_batch(
@@ -331,15 +339,17 @@ def evaluation_is_due(run: Run) -> bool:
 
 def evaluate(run: Run) -> None:
     """Measure and record held-out accuracy, unless the metrics already have this step's."""
-    if run.engines is None or run.recorder is None or run.config.data.validation is None:
+    step, recorder, engines = run.state.step, run.recorder, run.engines
+    if run.transport is None or run.config.data.validation is None:
         return
-    step = run.state.step
-    if ("validation", step) in run.recorder.recorded:
+    if broadcast_object(recorder is not None and ("validation", step) in recorder.recorded, run.worker.groups):
         return
-    run.recorder.phase("evaluating on held-out prompts")
-    scored = run.engines.validate(seed=run.config.seed)
-    run.recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
-    run.recorder.recorded.add(("validation", step))
+    run.announce("evaluating on held-out prompts")
+    scored = waited_for(run, engines and partial(engines.validate, seed=run.config.seed))
+    if scored is None or recorder is None:
+        return
+    recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
+    recorder.recorded.add(("validation", step))
 
 
 def checkpoint_is_due(run: Run) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from typing import TypeVar
 
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.rollout_client import RolloutClient
@@ -11,6 +12,8 @@ from megatron_bapo.parallel.collectives import broadcast_object
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, score_sequence
+
+T = TypeVar("T")
 
 
 def update_weights(
@@ -22,8 +25,7 @@ def update_weights(
 ) -> dict[str, Metric]:
     """Send the trainer's weights to every engine as `policy_version`, and verify them with the weight probe."""
     colocation.to_weight_sync()
-    load = None if rollouts is None else partial(rollouts.load_weights, policy_version, transport.plan)
-    relay_bytes = transport.deliver(policy_version, load)
+    relay_bytes = transport.deliver(policy_version, rollouts)
     metrics = probe(worker, rollouts, colocation, policy_version)
     if rollouts is not None:
         metrics["weight_sync/store_bytes"] = Last(transport.plan.total_bytes)
@@ -47,3 +49,24 @@ def probe(
     num_decoded = min(config.weight_sync.probe_decoded_tokens, config.max_model_len - 1 - len(token_ids))
     differences = rollouts.probe(WeightProbe(policy_version, token_ids, log_probs, config.probe_tolerance, num_decoded))
     return {"weight_sync/probe_diff_max": Max(max(differences))} if differences else {}
+
+
+def answered(
+    worker: Worker,
+    engines: RolloutClient | None,
+    transport: WeightTransport | None,
+    policy_version: int,
+    call: Callable[[], T | None] | None,
+) -> T | None:
+    """Return what `call` returns on the main rank; on all others it is None, and so is the result. Collective.
+
+    With weight_sync.transport=nccl the call returns None when a replaced engine needs the current weights. Then they
+    are sent, and the call is repeated.
+    """
+    while True:
+        answer = None if call is None else call()
+        if transport is None or worker.config.weight_sync.transport != "nccl":
+            return answer
+        if not broadcast_object(call is not None and answer is None, worker.groups):
+            return answer
+        transport.deliver(policy_version, engines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_bapo.config.architecture import Architecture
@@ -199,6 +199,8 @@ class Placement:
 
     sender_hosts: tuple[int, ...]
     reader_hosts: tuple[tuple[int, ...], ...]
+    one_sender: bool = False
+    """Whether a part has one sender for all hosts, which pass it on to each other."""
 
 
 TRAINER_HOST, ENGINE_HOST = 0, 1
@@ -237,22 +239,35 @@ def one_host_per_gpu(config: Config) -> Placement:
     """Place every GPU on a separate host, trainer ranks first, for transports that do not use host memory."""
     rollout = config.rollout
     engine = EngineLayout.of(rollout)
-    return many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
+    placement = many_hosts(config.parallel, engine, rollout.num_engines, 1, colocated=rollout.colocate)
+    return replace(placement, one_sender=not rollout.colocate)
 
 
-def engine_route(config: Config, folder: Path, engine_index: int, other_folders: tuple[Path, ...] = ()) -> WeightRoute:
+def engine_places(config: Config, engine_index: int) -> range:
+    """Return the places of an engine's ranks in the plan if every GPU is a separate host."""
+    first = 0 if config.rollout.colocate else config.parallel.world_size
+    num_ranks = EngineLayout.of(config.rollout).num_ranks
+    return range(first + engine_index * num_ranks, first + (engine_index + 1) * num_ranks)
+
+
+def engine_route(
+    config: Config, engine_index: int, nodes: Sequence[tuple[Path, str]], rendezvous: str = ""
+) -> WeightRoute:
     """Return the route by which an engine receives its weights.
 
-    `folder` is the folder of the weight store on the engine's first node, and `other_folders` are those on the others.
+    `nodes` are the folder of the weight store and the address of each of the engine's nodes, and `rendezvous` is where
+    the ranks of a transfer group meet.
     """
-    first = 0 if config.rollout.colocate else config.parallel.world_size
+    (folder, address), *others = nodes
     return WeightRoute(
         folder,
         config.weight_sync.transport,
-        first_place=first + engine_index * EngineLayout.of(config.rollout).num_ranks,
-        num_places=first + config.num_engine_ranks,
+        first_place=engine_places(config, engine_index).start,
+        rendezvous=rendezvous,
+        address=address,
         timeout_s=config.rollout.start_timeout_s,
-        other_folders=other_folders,
+        other_folders=tuple(other for other, _ in others),
+        other_addresses=tuple(other for _, other in others),
     )
 
 
@@ -280,4 +295,5 @@ def weight_plan(
         reader_hosts=placement.reader_hosts,
         reader_layout=engine.name,
         bucket_bytes=bucket_bytes,
+        one_sender=placement.one_sender,
     )

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,13 +16,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_bapo.errors import RunError
 
 SNAPSHOT_ENTRIES = 1_000_000
 """Number of the latest allocations and frees in a memory snapshot; each takes about 100 bytes of stack trace."""
+
+NCCL_TIMEOUT_FACTOR = 4
+"""torch ends a process whose NCCL operation takes longer than this many times the limit of a transfer, which is given
+up before."""
+GIVE_UP_TAG = 1
+"""Tag of a message that nobody sends."""
 
 SMALLEST_PIECE = 1 << 20
 """Host buffers of at most this many bytes are not split further."""
@@ -246,20 +251,49 @@ def _raw(text: str) -> bytes:
     return base64.b64decode(text)
 
 
-def transfer_group(url: str, rank: int, size: int, timeout_s: float) -> Any:
+def transfer_group(store: Store, rank: int, size: int, address: str, timeout_s: float) -> Any:
     """Create a process group in addition to the default one: a torch backend object, NCCL on GPUs and gloo on CPUs.
 
-    The rendezvous is at `url`, file:///path or tcp://host:port. All ranks must call this function within the timeout.
+    The ranks meet through `store`, and gloo listens on the IP address `address`. All ranks must call this function
+    within the timeout, which also limits gloo's waits. Two ranks of NCCL connect when they first need each other.
     """
-    limit = timedelta(seconds=timeout_s)
-    store, rank, size = next(rendezvous(url, rank, size, timeout=limit))
-    store.set_timeout(limit)
-    store = dist.distributed_c10d.PrefixStore("weights", store)
     if not has_gpu():
-        return dist.ProcessGroupGloo(store, rank, size, limit)
+        return host_group(store, rank, size, address, timeout_s)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
+    options._timeout = timedelta(seconds=NCCL_TIMEOUT_FACTOR * timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def give_up(group: Any) -> None:
+    """End all operations of a transfer group, in any thread, with an error; other ranks see closed connections."""
+    if has_gpu():
+        group.abort()
+        return
+    # gloo's own abort leaves receive and send waiting. It closes all connections when one wait expires.
+    other = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.zeros(1)], other, GIVE_UP_TAG).wait(timedelta(milliseconds=1))
+
+
+class DeviceStreams:
+    """The queues of one device's work; on a CPU work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Queue this thread's work on a stream of its own within the context."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            yield
+
+    def finish(self) -> None:
+        """Wait until the device has done what this thread has queued."""
+        if self.device.type != "cpu":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def host_group(store: Store, rank: int, size: int, address: str, timeout_s: float) -> Any:

@@ -108,12 +108,19 @@ def traffic(
 def _direct(config: Config, num_bytes: int, held: float, gpus_per_host: int, num_layers: int) -> Traffic:
     """Return the bytes of a transfer from GPU to GPU, of which the engine's host holds `held` bytes.
 
-    Each engine rank receives its part once from the ranks that hold it. A rank that serves several engines sends as
-    often. What another host holds crosses the network, through each GPU's own adapter.
+    Colocated engine ranks read their parts from the ranks that hold them; a rank that serves several engines is read as
+    often. Otherwise each part is sent once and passed on from engine to engine. Buckets follow the layers, so that the
+    ranks of one pipeline stage send, and those of one receive, at a time. What another host holds crosses the network,
+    through each GPU's own adapter.
     """
-    rollout, world = config.rollout, config.parallel.world_size
-    busiest = max(num_bytes / rollout.ranks_per_engine, rollout.num_engines / world * num_bytes)
-    used = max(world, config.num_engine_ranks) if held else world + config.num_engine_ranks
+    rollout, parallel = config.rollout, config.parallel
+    if held:
+        busiest = max(1 / rollout.ranks_per_engine, rollout.num_engines / parallel.world_size) * num_bytes
+        used = max(parallel.world_size, config.num_engine_ranks)
+    else:
+        num_sending = parallel.world_size // parallel.pipeline_model_parallel_size
+        busiest = num_bytes / min(num_sending, rollout.tensor_parallel_size)
+        used = parallel.world_size + config.num_engine_ranks
     if used <= gpus_per_host:
         return Traffic(linked=busiest, num_layers=num_layers)
     near = held / num_bytes

@@ -29,7 +29,7 @@ from megatron_bapo.logs import redirect_output
 from megatron_bapo.rollout.engine_nodes import Meeting, StartedRanks, own_processes, unlink_shared_memory
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationRequest, SequenceScore
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 
 if TYPE_CHECKING:
     from megatron_bapo.rollout.vllm_adapter import VllmServer
@@ -216,16 +216,17 @@ class Engine:
             else {}
         )
 
-    async def load_weights(self, version: int) -> int:
+    async def load_weights(self, version: int, group: TransferGroup | None = None) -> int:
         """Load a policy version from the route; return the bytes that vLLM's workers read.
 
+        `group` is the one that transfers the version, for a transport that needs one.
         Raises RunError and keeps serving the current weights if the version is older, is missing, damaged or of
         another model, or while requests are in flight. Raises EngineLost and stops serving for good if the load itself
         fails.
         """
-        return await self._once(f"load {version}", lambda: self._load(version))
+        return await self._once(f"load {version}", lambda: self._load(version, group))
 
-    async def _load(self, version: int) -> int:
+    async def _load(self, version: int, group: TransferGroup | None) -> int:
         server, current = self._loadable()
         if version == current and self._loaded_bytes is not None:
             return self._loaded_bytes
@@ -234,11 +235,11 @@ class Engine:
                 f"the engine has policy version {self._newest_version}; it does not go back to version {version}"
             )
         self._refuse_in_flight(f"load policy version {version}")
-        self._check_complete(self._route, version)
+        self._check_complete(self._route, version, group)
         self._policy_version, self._weights_discarded, self._is_loading = None, False, True
         try:
             async with self._must_succeed(f"policy version {version} was not loaded"):
-                num_bytes = await self._verify(server, version, current)
+                num_bytes = await self._verify(server, version, current, group)
                 await server.load(version)
         finally:
             self._is_loading = False
@@ -246,9 +247,9 @@ class Engine:
         self._loaded_bytes = num_bytes
         return num_bytes
 
-    async def _verify(self, server: VllmServer, version: int, current: int | None) -> int:
+    async def _verify(self, server: VllmServer, version: int, current: int | None, group: TransferGroup | None) -> int:
         try:
-            return await server.verify(version)
+            return await server.verify(version, group)
         except EngineLost:
             raise
         except RunError as error:

@@ -32,7 +32,7 @@ from megatron_bapo.parallel.platform import release_cached_memory
 from megatron_bapo.rollout.engine_adapters import replace_adapter
 from megatron_bapo.rollout.route_recorder import RouteRecorder
 from megatron_bapo.rollout.weight_sources import WeightSource, read_frozen_tensors, weight_source
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 
 BACKEND = "megatron_bapo"
 
@@ -120,14 +120,17 @@ class WeightLoader:
             if isinstance(module, LogitsProcessor):
                 module.scale /= divisor
 
-    def verify_policy(self, version: int) -> int | str:
+    def verify_policy(self, version: int, group: str | None) -> int | str:
         """Check the parts of a version that this worker will read; return their bytes, or an error message.
+
+        `group` is the JSON of the group that transfers the version.
 
         Errors are returned, not raised: vLLM 0.32.0 raises the first worker's exception at once, and then takes the
         other workers' results for those of the next call (collective_rpc in vllm/v1/executor/multiproc_executor.py).
         """
         try:
-            return self.weight_transfer_engine.source.verify(version)
+            parsed = None if group is None else TransferGroup.from_json(group)
+            return self.weight_transfer_engine.source.verify(version, parsed)
         except RunError as error:
             return str(error)
 

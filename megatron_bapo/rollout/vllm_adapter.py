@@ -38,7 +38,7 @@ from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationReq
 from megatron_bapo.rollout.partial_output import PartialCompletion
 from megatron_bapo.rollout.route_recorder import RECORD
 from megatron_bapo.rollout.tokenization import text_of
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 
 STREAM_INTERVAL = 32
 """Tokens that vLLM returns at a time. A lost engine loses at most as many, and those since its last probe."""
@@ -192,12 +192,14 @@ class VllmServer:
         dividing = self._llm.collective_rpc("divide_logits", args=(divisor,))
         await self._call("while it got its scoring temperature", dividing)
 
-    async def verify(self, version: int) -> int:
-        """Check a version before it is loaded; return the bytes that all workers will read.
+    async def verify(self, version: int, group: TransferGroup | None) -> int:
+        """Check a version before it is loaded, and join the group that transfers it, if any.
 
-        Raises RunError with a worker's error message, EngineLost if vLLM fails.
+        Returns the bytes that all workers will read. Raises RunError with a worker's error message, EngineLost if vLLM
+        fails.
         """
-        results = await self._call("while verifying", self._llm.collective_rpc("verify_policy", args=(version,)))
+        args = version, None if group is None else group.to_json()
+        results = await self._call("while verifying", self._llm.collective_rpc("verify_policy", args=args))
         if problems := [result for result in results if isinstance(result, str)]:
             raise RunError(problems[0])
         return sum(results)
@@ -206,8 +208,7 @@ class VllmServer:
         """Load a version's weights and clear the KV cache of the old weights; raises EngineLost if vLLM fails."""
         when, update = "while loading", WeightTransferUpdateRequest({"version": version})
         if self._adapters is not None:
-            loading = self._llm.collective_rpc("load_adapters", args=(version, self._adapters.scale))
-            await self._call(when, loading)
+            await self._call(when, self._llm.collective_rpc("load_adapters", args=(version, self._adapters.scale)))
             self._served = adapter_request()
         else:
             await self._call(when, self._llm.start_weight_update())

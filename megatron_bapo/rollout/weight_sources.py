@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -19,11 +19,13 @@ from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors, is_of_next_token_layer
 from megatron_bapo.model.lora_mapping import adapter_table
+from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout
-from megatron_bapo.parallel.platform import open_storage, transfer_group
-from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.parallel.platform import DeviceStreams, open_storage
+from megatron_bapo.weight_sync.membership import Membership, TransferFailed, fetch_plan
+from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announced_plan
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import SharedParameters
 from megatron_bapo.weight_sync.slice_stream import receive_slices
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -31,8 +33,11 @@ from megatron_bapo.weight_sync.whole_tensors import whole_tensors
 
 
 class WeightSource(Protocol):
-    def verify(self, version: int) -> int:
-        """Check a version as far as possible before it is loaded; return the bytes that this rank will read."""
+    def verify(self, version: int, group: TransferGroup | None = None, /) -> int:
+        """Check a version as far as possible before it is loaded; return the bytes that this rank will read.
+
+        `group` is the one that transfers the version, for transports that need one.
+        """
         ...
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,11 +61,17 @@ def weight_source(route: WeightRoute, layout: EngineLayout, rank: int, device: t
             return _FromGroup(route, place, device)
 
 
-def plan_of(route: WeightRoute, version: int) -> WeightPlan:
+def plan_of(route: WeightRoute, version: int, group: TransferGroup | None = None) -> WeightPlan:
     """Return the transfer plan of a version. Raises RunError if there is no such version."""
-    if route.transport == "store":
-        return WeightStore(route.folder).plan(version)
-    return announced_plan(route.folder, version)
+    match route.transport:
+        case "store":
+            return WeightStore(route.folder).plan(version)
+        case "cuda_ipc":
+            return announced_plan(route.folder, version)
+        case "nccl":
+            if group is None:
+                raise RunError(f"policy version {version} was not offered: no group transfers it")
+            return fetch_plan(route.rendezvous, group.plan, route.timeout_s)
 
 
 def version_shapes(model_path: Path, adapters: LoraConfig | None) -> dict[str, tuple[int, ...]]:
@@ -93,12 +104,14 @@ def read_frozen_tensors(model_path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_complete(route: WeightRoute, version: int, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_complete(
+    route: WeightRoute, version: int, group: TransferGroup | None, expected: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check that a version has exactly the expected tensors: vLLM only warns about missing ones, and keeps the old.
 
     Raises RunError if not.
     """
-    found = plan_of(route, version).shapes
+    found = plan_of(route, version, group).shapes
     for name in sorted(found.keys() ^ expected.keys()):
         raise RunError(f"policy version {version} {'has unknown' if name in found else 'lacks'} tensor {name}")
     for name, shape in expected.items():
@@ -112,7 +125,7 @@ class _FromStore:
     def __init__(self, store: WeightStore, layout: EngineLayout, rank: int) -> None:
         self._store, self._layout, self._rank = store, layout, rank
 
-    def verify(self, version: int) -> int:
+    def verify(self, version: int, _group: TransferGroup | None = None) -> int:
         return self._store.verify(version, self._reader(version))
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,26 +141,51 @@ class _FromStore:
 
 
 class _FromGroup:
-    """Receives slices through a process group and checks them on arrival.
-
-    Trainer and engines create the process group together, at the first version.
-    """
+    """Receives slices as a member of a transfer group and checks them on arrival."""
 
     def __init__(self, route: WeightRoute, place: int, device: torch.device) -> None:
-        self._route, self._place, self._device = route, place, device
+        self._route, self._place, self._streams = route, place, DeviceStreams(device)
 
     @cached_property
-    def _group(self) -> Any:
-        return transfer_group(self._route.rendezvous, self._place, self._route.num_places, self._route.timeout_s)
+    def _member(self) -> Membership:
+        return transfer_member(self._route.rendezvous, self._place, self._route.address, self._route.timeout_s)
 
-    def verify(self, version: int) -> int:
-        plan = plan_of(self._route, version)
-        return plan.num_bytes(plan.needed_on(self._place))
+    def verify(self, version: int, group: TransferGroup | None = None) -> int:
+        """Join the group; the old weights are still served if it does not form."""
+        assert group is not None, f"version {version} needs a transfer group"
+        self._plan = fetch_plan(self._route.rendezvous, group.plan, self._route.timeout_s)
+        try:
+            self._member.join(group)
+        except TransferFailed:
+            self._join_next()
+        return self._plan.num_bytes(self._plan.needed_on(self._place))
 
     def read(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        plan = plan_of(self._route, version)
-        slices = receive_slices(plan, self._place, self._group, self._device)
-        yield from whole_tensors(plan, plan.needed_on(self._place), slices, self._device)
+        numbers = self._plan.needed_on(self._place)
+        yield from whole_tensors(self._plan, numbers, self._slices(version), self._streams.device)
+
+    def _slices(self, version: int) -> Iterator[tuple[Slice, torch.Tensor]]:
+        """Yield the slices of a version until all ranks have theirs, in a further group if one fails."""
+        loaded = set[int]()
+        while True:
+            try:
+                with self._member.transfer() as chain:
+                    yield from receive_slices(self._plan, version, self._place, chain, self._streams, loaded)
+                    self._member.received(version)
+            except TransferFailed:
+                self._join_next()
+            else:
+                return
+
+    def _join_next(self) -> None:
+        """Join the next group that forms. Raises RunError if the trainer forms no further one."""
+        while True:
+            try:
+                self._member.join(self._member.next_group())
+            except TransferFailed:
+                continue
+            else:
+                return
 
     def finish(self, version: int) -> None:
         """Return at once: received tensors are not overwritten."""

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.lora_transfer import sent_adapters
+from megatron_bapo.errors import RunError
 from megatron_bapo.model.build import finish_param_gather
+from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import (
     TRAINER_HOST,
     EngineLayout,
     Placement,
-    engine_route,
     one_host_per_gpu,
     reader_hosts,
     weight_plan,
 )
 from megatron_bapo.model.weight_slices import LocalSlices
-from megatron_bapo.parallel.collectives import barrier
-from megatron_bapo.parallel.platform import local_device, release_cached_memory, share_storage, transfer_group
+from megatron_bapo.parallel.collectives import barrier, broadcast_object, gather_by_rank
+from megatron_bapo.parallel.platform import DeviceStreams, local_device, release_cached_memory, share_storage
 from megatron_bapo.trainer.worker import Worker
+from megatron_bapo.weight_sync.membership import TransferFailed, offer_plan
 from megatron_bapo.weight_sync.plan import WeightPlan
-from megatron_bapo.weight_sync.plan_files import announce, withdraw
+from megatron_bapo.weight_sync.plan_files import withdraw
+from megatron_bapo.weight_sync.ray_store import open_store
+from megatron_bapo.weight_sync.route import NUM_ATTEMPTS, TransferGroup
 from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.transport import WeightStore
 
-Load = Callable[[], int]
-"""Makes every engine load the version; returns the number of bytes when all have loaded it."""
+
+class Engines(Protocol):
+    """The engines as the main rank sees them, for example `controller.rollout_client.RolloutClient`."""
+
+    def load_weights(self, policy_version: int, plan: WeightPlan) -> int:
+        """Have every engine load a version; return the bytes that were relayed between hosts when all have loaded it.
+
+        If they have the version already, those that lack it load it.
+        """
+        ...
+
+    def begin_transfer(self, policy_version: int, plan: str, broken: str) -> TransferGroup:
+        """Return the group that will transfer a version to the engines of `load_weights`, which comes next.
+
+        `plan` is the plan's digest. `broken` is the name of the last group if it has failed.
+        """
+        ...
+
+    def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:
+        """Return the group that repeats the transfer in which `group` has failed."""
+        ...
 
 
 class WeightTransport(Protocol):
@@ -39,30 +62,40 @@ class WeightTransport(Protocol):
 
     plan: WeightPlan
 
-    def deliver(self, policy_version: int, load: Load | None) -> int:
-        """Deliver the parameters to every engine as `policy_version` and return what `load` returns.
+    def deliver(self, policy_version: int, engines: Engines | None) -> int:
+        """Deliver the parameters to the engines as `policy_version`.
 
-        Collective. `load` is None on all ranks but the main one, and these ranks return 0. The parameters may change
-        after the call.
+        Collective. `engines` is None on all ranks but the main one, where the bytes are returned that the trainer's
+        hosts have sent to other hosts, or to engines' own stores or GPUs. The parameters may change after the call.
         """
         ...
 
 
-def weight_transport(
-    worker: Worker, folder: Path, sender_hosts: Sequence[int], engine_hosts: Sequence[Sequence[int]]
-) -> WeightTransport:
-    """Return the configured transport; `folder` is the folder of this host's weight store.
+@dataclass(frozen=True)
+class TransferSites:
+    """Where a trainer rank and others of a weight transfer are."""
 
-    `sender_hosts` is the host of each trainer rank, and `engine_hosts` are the hosts of each of an engine's nodes over
-    all engines.
-    """
+    folder: Path
+    """Folder of this host's weight store."""
+    sender_hosts: Sequence[int]
+    """Host of each trainer rank in the weight transfer plan."""
+    engine_hosts: Sequence[Sequence[int]]
+    """Hosts of each of an engine's nodes over all engines."""
+    address: str
+    """Address of this host."""
+    rendezvous: str
+    """`WeightRoute.rendezvous`."""
+
+
+def weight_transport(worker: Worker, sites: TransferSites) -> WeightTransport:
+    """Return the configured transport."""
     match worker.config.weight_sync.transport:
         case "store":
-            return WeightPublisher(worker, WeightStore(folder), sender_hosts, engine_hosts)
+            return WeightPublisher(worker, WeightStore(sites.folder), sites.sender_hosts, sites.engine_hosts)
         case "cuda_ipc":
-            return ParameterSharing(worker, folder)
+            return ParameterSharing(worker, sites.folder)
         case "nccl":
-            return SliceStreaming(worker, folder)
+            return SliceStreaming(worker, sites)
 
 
 class WeightPublisher:
@@ -84,9 +117,9 @@ class WeightPublisher:
         self._host = senders[worker.groups.global_rank]
         self._is_first_on_host = senders.index(self._host) == worker.groups.global_rank
 
-    def deliver(self, policy_version: int, load: Load | None) -> int:
+    def deliver(self, policy_version: int, engines: Engines | None) -> int:
         self.publish(policy_version)
-        num_bytes = 0 if load is None else load()
+        num_bytes = 0 if engines is None else engines.load_weights(policy_version, self.plan)
         barrier(self._groups)  # until here engines may request differences to the previous version
         if self._is_first_on_host:
             self.store.discard_before(policy_version)
@@ -114,47 +147,104 @@ class ParameterSharing:
         self._slices = _slices(worker)
         self.plan = _plan(worker, one_host_per_gpu(worker.config))
 
-    def deliver(self, policy_version: int, load: Load | None) -> int:
+    def deliver(self, policy_version: int, engines: Engines | None) -> int:
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
         release_cached_memory()  # also waits for the optimizer step
         rank = self._groups.global_rank
         offer_parameters(self._folder, policy_version, self.plan, rank, self._slices, share_storage)
         barrier(self._groups)
-        num_bytes = 0 if load is None else load()
+        num_bytes = 0 if engines is None else engines.load_weights(policy_version, self.plan)
         barrier(self._groups)
         withdraw(self._folder, policy_version, rank)
         return num_bytes
 
 
 class SliceStreaming:
-    """Sends slices from trainer ranks to engine ranks over a process group that both join at the first version."""
+    """Sends slices from trainer ranks along chains of engine ranks, in a process group of both."""
 
-    def __init__(self, worker: Worker, folder: Path) -> None:
-        self._model, self._groups, self._folder = worker.model, worker.groups, folder
+    def __init__(self, worker: Worker, sites: TransferSites) -> None:
+        self._model, self._groups = worker.model, worker.groups
         self._slices = _slices(worker)
-        self._route = engine_route(worker.config, folder, 0)
         self.plan = _plan(worker, one_host_per_gpu(worker.config))
+        rank, limit_s = worker.groups.global_rank, worker.config.rollout.start_timeout_s
+        self._member = transfer_member(sites.rendezvous, rank, sites.address, limit_s)
+        self._streams = DeviceStreams(local_device())
+        self._rendezvous, self._limit_s = sites.rendezvous, limit_s
+        self._broken = ""
+        """Name of the last group if it has failed."""
+        self._has_offered = False
 
-    @cached_property
-    def _group(self) -> Any:
-        route = self._route
-        return transfer_group(route.rendezvous, self._groups.global_rank, route.num_places, route.timeout_s)
-
-    def deliver(self, policy_version: int, load: Load | None) -> int:
+    def deliver(self, policy_version: int, engines: Engines | None) -> int:
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
-        rank = self._groups.global_rank
-        announce(self._folder, policy_version, rank, self.plan)
-        barrier(self._groups)
+        self._offer_plan()
+        group = None if engines is None else engines.begin_transfer(policy_version, self.plan.digest, self._broken)
+        group = broadcast_object(group, self._groups)
         executor = ThreadPoolExecutor(1)
         try:
-            loading = None if load is None else executor.submit(load)
-            send_slices(self.plan, rank, self._slices, self._group, local_device())
-            num_bytes = 0 if loading is None else loading.result()
+            loading = None if engines is None else executor.submit(engines.load_weights, policy_version, self.plan)
+            num_bytes = self._repeated(policy_version, group, engines)
+            if loading is not None:
+                loading.result()
+                self._member.forget(policy_version)
         finally:
-            executor.shutdown(wait=False)  # an engine that waits for a dead sender must not block this rank
+            executor.shutdown(wait=False)
         barrier(self._groups)
-        withdraw(self._folder, policy_version, rank)
         return num_bytes
+
+    def _offer_plan(self) -> None:
+        if self._groups.is_main and not self._has_offered:
+            offer_plan(open_store(self._rendezvous, self._limit_s), self.plan)
+        self._has_offered = True
+
+    def _repeated(self, policy_version: int, group: TransferGroup, engines: Engines | None) -> int:
+        """Transfer a version until all engines have it; return the bytes that all ranks have sent.
+
+        Raises RunError after too many failures.
+        """
+        num_bytes = 0
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            attempts = gather_by_rank(self._attempt(policy_version, group, engines), self._groups)
+            num_bytes += sum(each.num_bytes for each in attempts)
+            failure = next((each.failure for each in attempts if each.failure is not None), None)
+            self._broken = "" if failure is None else group.name
+            if failure is None or any(each.committed for each in attempts):
+                return num_bytes
+            message = f"policy version {policy_version} was not transferred: {failure}"
+            if attempt == NUM_ATTEMPTS:
+                break
+            if engines is not None:
+                print(f"{message}; it is transferred again", flush=True)
+                group = engines.repeat_transfer(group, failure)
+            group = broadcast_object(group, self._groups)
+        raise RunError(f"{message}; this was attempt {NUM_ATTEMPTS}")
+
+    def _attempt(self, policy_version: int, group: TransferGroup, engines: Engines | None) -> _Attempt:
+        """Send this rank's part in a group; the main rank then commits the version."""
+        num_senders, num_bytes = self.plan.num_senders, 0
+        if len(group.places) == num_senders:
+            return _Attempt(committed=True)  # no engine is left
+        try:
+            self._member.join(group)
+            with self._member.transfer() as chain:
+                rank = self._groups.global_rank
+                num_bytes = send_slices(self.plan, policy_version, rank, self._slices, chain, self._streams)
+            if engines is not None:
+                self._member.commit(policy_version, num_senders)
+        except TransferFailed as error:
+            return _Attempt(num_bytes, failure=str(error))
+        return _Attempt(num_bytes, committed=engines is not None)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What one rank did in one group."""
+
+    num_bytes: int = 0
+    """Bytes that it has sent."""
+    failure: str | None = None
+    """Why the group has failed."""
+    committed: bool = False
+    """Whether the rank has committed the version, which all engines then have."""
 
 
 def _sent_adapters(worker: Worker) -> LoraConfig | None:

@@ -66,17 +66,17 @@ class Chain:
     receivers: tuple[int, ...]
     """Numbers of the hosts that lack the version."""
 
-    def links(self, plan: WeightPlan, host: int) -> Iterator[_Link]:
+    def links(self, plan: WeightPlan, host: int) -> Iterator[Link]:
         """Iterate over the buckets that a host sends or receives, in plan order."""
         for number, bucket in enumerate(plan.buckets):
             path = plan.chain(bucket, self.receivers)
             if host in path and len(path) > 1:
                 place, ranks = path.index(host), [self.ranks[other] for other in path]
-                yield _Link(number, ranks[place - 1] if place else None, (ranks[place + 1 :] or [None])[0])
+                yield Link(number, ranks[place - 1] if place else None, (ranks[place + 1 :] or [None])[0])
 
 
 @dataclass(frozen=True)
-class _Link:
+class Link:
     """A bucket, the rank that it comes from and the rank that it goes to."""
 
     number: int
@@ -172,7 +172,7 @@ class _Outgoing:
         self._group = group
         self._pending = deque[tuple[Any, torch.Tensor]]()
 
-    def send(self, link: _Link, piece: torch.Tensor) -> None:
+    def send(self, link: Link, piece: torch.Tensor) -> None:
         """Send a message to the link's destination if it has one. It must not change until `finish` returns."""
         if link.destination is None:
             return
@@ -193,7 +193,7 @@ class _Incoming:
         self._version, self._group, self._new, self._old = version, group, new, old
         self.outgoing = _Outgoing(group)
 
-    def buckets(self, links: Sequence[_Link]) -> Iterator[tuple[int, Callable[[], str]]]:
+    def buckets(self, links: Sequence[Link]) -> Iterator[tuple[int, Callable[[], str]]]:
         """Receive buckets and pass each piece on as soon as it has arrived.
 
         Yields the number of each bucket and the function that completes it in the file and returns its checksum.
@@ -210,11 +210,11 @@ class _Incoming:
             self._passed_on(link, arriving)
             yield link.number, partial(self._verified, link.number, digest.hex(), complete)
 
-    def _expect(self, link: _Link, piece: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _expect(self, link: Link, piece: torch.Tensor) -> tuple[Any, torch.Tensor]:
         assert link.source is not None, f"bucket {link.number} has no source"
         return self._group.recv([piece], link.source, 0), piece
 
-    def _passed_on(self, link: _Link, arriving: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
+    def _passed_on(self, link: Link, arriving: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
         """Wait for pieces, pass each on, and return them."""
         for work, piece in arriving:
             work.wait()
@@ -259,7 +259,7 @@ class _Incoming:
         return found
 
 
-def _changes(new: _Buckets, old: _Buckets | None, link: _Link) -> torch.Tensor | None:
+def _changes(new: _Buckets, old: _Buckets | None, link: Link) -> torch.Tensor | None:
     """Return the differences of a bucket as a message, or None if the whole bucket should be sent."""
     if old is None:
         return None
@@ -268,7 +268,7 @@ def _changes(new: _Buckets, old: _Buckets | None, link: _Link) -> torch.Tensor |
     return None if message is None else torch.from_numpy(message)
 
 
-def _ahead(executor: Executor, task: Callable[[_Link], T], links: Sequence[_Link]) -> Iterator[T]:
+def _ahead(executor: Executor, task: Callable[[Link], T], links: Sequence[Link]) -> Iterator[T]:
     """Iterate over the results of a task for each link; the next ones are computed in threads meanwhile."""
     pending = deque[Future[T]]()
     for position in range(len(links)):

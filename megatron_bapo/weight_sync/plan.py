@@ -98,6 +98,11 @@ class WeightPlan:
     """Name of the engine layout to which the reader ranks refer."""
     buckets: tuple[Bucket, ...]
 
+    @property
+    def num_senders(self) -> int:
+        """Number of trainer ranks."""
+        return len(self.sender_hosts)
+
     def sent_by(self, rank: int) -> list[int]:
         """Return the numbers of the buckets that a trainer rank sends, or writes once to its own host's store."""
         return [i for i, bucket in enumerate(self.buckets) if bucket.sender == rank]
@@ -178,13 +183,15 @@ def make_plan(
     reader_hosts: Sequence[Sequence[int]],
     reader_layout: str,
     bucket_bytes: int,
+    one_sender: bool = False,
 ) -> WeightPlan:
     """Plan the transfer of every tensor from the trainer ranks that have its shards to the hosts that need them.
 
     `sender_hosts` is the host of each trainer rank, and `reader_hosts` lists for each rank of an engine the hosts of
-    that rank over all engines. A sender on the destination host is preferred, then the one with the fewest bytes.
+    that rank over all engines. A sender on the destination host is preferred, then the one with the fewest bytes. With
+    `one_sender` a box has the same sender for all hosts, which pass it on to each other.
     """
-    assignment = _Assignment(sender_hosts)
+    assignment = _Assignment(sender_hosts, one_sender=one_sender)
     buckets: list[Bucket] = []
     for _, layer in groupby(_by_layer(shapes), _layer):
         open_buckets: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _OpenBucket] = defaultdict(_OpenBucket)
@@ -248,13 +255,17 @@ def _rows(box: Box, max_size: int) -> Iterator[Box]:
 class _Assignment:
     """Assigns senders and tracks the bytes that each rank and host has to send."""
 
-    def __init__(self, sender_hosts: Sequence[int]) -> None:
-        self._host = sender_hosts
+    def __init__(self, sender_hosts: Sequence[int], *, one_sender: bool) -> None:
+        self._host, self._one_sender = sender_hosts, one_sender
         self._rank_bytes = [0] * len(sender_hosts)
         self._host_bytes = dict.fromkeys(sender_hosts, 0)
 
     def senders(self, holders: Sequence[int], hosts: Sequence[int], num_bytes: int) -> dict[int, list[int]]:
         """Return sender -> destination hosts for one box; at most one sender per host is used."""
+        if self._one_sender:
+            sender = min(holders, key=lambda rank: (self._rank_bytes[rank], rank))
+            self._rank_bytes[sender] += num_bytes
+            return {sender: list(hosts)}
         by_host: dict[int, list[int]] = defaultdict(list)
         for rank in holders:
             by_host[self._host[rank]].append(rank)

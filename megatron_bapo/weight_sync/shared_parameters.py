@@ -18,6 +18,7 @@ import torch
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import announce, announced, announced_plan
+from megatron_bapo.weight_sync.route import TransferGroup
 from megatron_bapo.weight_sync.whole_tensors import fingerprint, whole_tensors
 
 Share = Callable[[torch.UntypedStorage], list[Any]]
@@ -59,7 +60,7 @@ class SharedParameters:
     def plan(self, version: int) -> WeightPlan:
         return announced_plan(self._folder, version)
 
-    def verify(self, version: int) -> int:
+    def verify(self, version: int, _group: TransferGroup | None = None) -> int:
         """Compare fingerprints and return the number of bytes. Raises RunError if a fingerprint differs."""
         plan = self.plan(version)
         for number, part, view, expected in self._slices(version, plan):

@@ -35,3 +35,14 @@ def test_weight_updates_and_batches_survive_a_killed_relay_and_a_full_object_sto
         run.inject(script)
         run.finish()
     print(run.table())
+
+
+def test_engines_that_get_their_weights_from_trainer_ranks_are_replaced_without_a_restart(tmp_path: Path) -> None:
+    """The two engines pass weights on to each other. One is killed while it generates, and others during updates."""
+    script = [Fault("kill"), Fault("kill", "sync"), Fault("kill", "update"), Fault("stop", "sync")]
+    with FaultedRun(tmp_path, len(script), "weight_sync.transport=nccl", "logging.dump_rollouts=false") as run:
+        run.inject(script)
+        run.finish()
+    print(run.table())
+    for one in run.injected:
+        assert one.recovered_s is not None

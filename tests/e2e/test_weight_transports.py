@@ -6,6 +6,7 @@ On a CPU these are shared memory and a gloo group; all other code is the same as
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
-from megatron_bapo.parallel.platform import share_storage, transfer_group
+from megatron_bapo.parallel.platform import DeviceStreams, share_storage
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.fp8_blocks import quantise
+from megatron_bapo.weight_sync.membership import offer_plan
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
-from megatron_bapo.weight_sync.plan_files import announce, withdraw
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.plan_files import withdraw
+from megatron_bapo.weight_sync.ray_store import open_store
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.version_file import view_of
@@ -51,7 +55,7 @@ class Trainer:
 
     def plan(self, *, colocated: bool) -> WeightPlan:
         engine = EngineLayout.of(RolloutConfig(**ENGINE))
-        placement = many_hosts(TRAINER, engine, 1, 1, colocated=colocated)
+        placement = replace(many_hosts(TRAINER, engine, 1, 1, colocated=colocated), one_sender=not colocated)
         architecture = read_architecture(self.folder)
         return weight_plan(architecture, TRAINER, engine, placement, dtype="float32", bucket_bytes=20_000)
 
@@ -148,24 +152,32 @@ def test_trainer_ranks_send_each_engine_rank_its_slices(folder: Path, running: R
     trainer, world_size = Trainer(folder), TRAINER.world_size
     plan = trainer.plan(colocated=False)
     assert {bucket.sender for bucket in plan.buckets} == set(range(world_size)), "replicas share the work"
-    route = WeightRoute(folder.parent, "nccl", world_size, world_size + 2, TIMEOUT_S)
-    wait_for(engine.connect(route))
-    groups: dict[int, Any] = {}
+    rendezvous = f"file://{folder.parent}/rendezvous"
+    wait_for(engine.connect(WeightRoute(folder.parent, "nccl", world_size, rendezvous, timeout_s=TIMEOUT_S)))
+    offer_plan(open_store(rendezvous, TIMEOUT_S), plan)
+    group = TransferGroup("group", plan.digest, tuple(range(world_size + 2)))
+    members = [transfer_member(rendezvous, rank, "127.0.0.1", TIMEOUT_S) for rank in range(world_size)]
 
     def deliver(rank: int, version: int) -> int:
-        if rank not in groups:
-            groups[rank] = transfer_group(route.rendezvous, rank, route.num_places, TIMEOUT_S)
-        return send_slices(plan, rank, trainer.read, groups[rank], torch.device("cpu"))
+        members[rank].join(group)
+        with members[rank].transfer() as chain:
+            num_bytes = send_slices(plan, version, rank, trainer.read, chain, DeviceStreams(torch.device("cpu")))
+        if rank == 0:
+            members[rank].commit(version, num_senders=world_size)
+        return num_bytes
 
     for version in (6, 7, 8):
         trainer.train(seed=version)
-        announce(folder.parent, version, 0, plan)
         with ThreadPoolExecutor(world_size) as executor:
             sending = [executor.submit(deliver, rank, version) for rank in range(world_size)]
-            received = wait_for(engine.load_weights(version))
+            received = wait_for(engine.load_weights(version, group))
             sent = sum(future.result() for future in sending)
-        assert sent == received == sum(plan.num_bytes(plan.needed_on(host)) for host in (4, 5))
+        assert sent == plan.total_bytes, "every slice leaves the trainer once"
+        assert received == sum(plan.num_bytes(plan.needed_on(place)) for place in (4, 5))
         assert_in_sync(running, trainer, version)
+    with pytest.raises(RunError, match="policy version 9 was not offered: no group transfers it"):
+        wait_for(engine.load_weights(9))
+    assert_in_sync(running, trainer, 8)
 
 
 def test_an_engine_serves_nothing_while_it_sleeps_and_after_level_2_until_it_loads_weights(

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore
 
 from megatron_bapo.parallel.platform import claim_device, has_gpu, local_device, transfer_group
 from megatron_bapo.weight_sync.host_chain import Chain, Group, receive, send
@@ -23,7 +24,7 @@ Figures = Callable[..., None]
 HOSTS, VERSIONS = 3, 3
 SHAPES = {f"layer.{index}": (1024, 4096) for index in range(12)}
 NUM_BYTES = 12 * 1024 * 4096 * 4
-PLAN = whole_tensors(numbered(SHAPES, 0), bucket_bytes=20 << 20, num_hosts=HOSTS)
+PLAN = whole_tensors(numbered(SHAPES, 0), bucket_bytes=20 << 20, hosts=range(HOSTS))
 TIMEOUT_S = 60.0
 
 
@@ -71,7 +72,7 @@ def take_part(host: int, folder: Path) -> None:
     claim_device()
     store = WeightStore(folder / str(host))
     store.folder.mkdir(mode=0o700)
-    group = transfer_group(f"file://{folder}/rendezvous", host, HOSTS, TIMEOUT_S)
+    group = transfer_group(FileStore(f"{folder}/rendezvous", HOSTS), host, HOSTS, "127.0.0.1", TIMEOUT_S)
     chain = Chain(Staged(group, local_device()), {other: other for other in range(HOSTS)}, (1, 2))
     for version in range(1, VERSIONS + 1):
         base = None if version % 2 else version - 1

@@ -15,19 +15,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
-from megatron_bapo.parallel.platform import (
-    release_cached_memory,
-    share_storage,
-    transfer_group,
-    visible_devices,
-)
+from megatron_bapo.parallel.platform import DeviceStreams, release_cached_memory, share_storage, visible_devices
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.fp8_blocks import dequantise, quantise
+from megatron_bapo.weight_sync.membership import offer_plan
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
-from megatron_bapo.weight_sync.plan_files import announce, withdraw
-from megatron_bapo.weight_sync.route import WeightRoute
+from megatron_bapo.weight_sync.plan_files import withdraw
+from megatron_bapo.weight_sync.ray_store import open_store
+from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.version_file import view_of
@@ -160,22 +158,26 @@ def test_sleep_frees_memory_and_the_engine_is_correct_after_waking(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_nccl_transfers_every_version_to_another_gpu(trainer: Trainer, figures: Figures) -> None:
-    route = WeightRoute(trainer.folder.parent, "nccl", first_place=1, num_places=2, timeout_s=120)
-    plan, worst, groups = trainer.plan(colocated=False), 0.0, list[Any]()
+    rendezvous = f"file://{trainer.folder.parent}/rendezvous"
+    route = WeightRoute(trainer.folder.parent, "nccl", first_place=1, rendezvous=rendezvous, timeout_s=120)
+    plan, worst, streams = trainer.plan(colocated=False), 0.0, DeviceStreams(torch.device("cuda:0"))
+    offer_plan(open_store(rendezvous, route.timeout_s), plan)
+    group = TransferGroup("group", plan.digest, (0, 1))
+    member = transfer_member(rendezvous, 0, "127.0.0.1", route.timeout_s)
 
-    def deliver() -> None:
+    def deliver(version: int) -> None:
         torch.cuda.set_device(0)
-        if not groups:
-            groups.append(transfer_group(route.rendezvous, 0, 2, route.timeout_s))
-        send_slices(plan, 0, trainer.read, groups[0], torch.device("cuda:0"))
+        member.join(group)
+        with member.transfer() as chain:
+            send_slices(plan, version, 0, trainer.read, chain, streams)
+        member.commit(version, num_senders=1)
 
     with running(trainer, route, device=1) as (engine, wait_for), ThreadPoolExecutor(1) as executor:
         for version in (1, 2, 3):
             trainer.train(seed=version)
             torch.cuda.synchronize()
-            announce(trainer.folder.parent, version, 0, plan)
-            sending = executor.submit(deliver)
-            wait_for(engine.load_weights(version))
+            sending = executor.submit(deliver, version)
+            wait_for(engine.load_weights(version, group))
             sending.result()
             worst = max(worst, difference(engine, wait_for, trainer, version))
     figures(log_prob_diff_max=worst)

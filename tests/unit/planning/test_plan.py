@@ -45,11 +45,12 @@ NAME = "qwen2.5-7b_8gpus"
             "rollout.nodes_per_engine=2 places each engine on as many nodes, but the run has 1",
         ),
         (
-            recipe(NAME, "weight_sync.transport=nccl", placement="separate"),
-            "weight_sync.transport=nccl works only on one machine; set transport=store, which copies weights between",
+            recipe("qwen2.5-7b_64gpus", "weight_sync.transport=cuda_ipc"),
+            "weight_sync.transport=cuda_ipc works only on one machine; set transport=store, which copies weights",
         ),
+        (recipe(NAME, "weight_sync.transport=nccl", placement="separate"), None),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_problem_names_the_sizes_that_do_not_fit(plan: Plan, problem: str | None) -> None:
     assert plan.fits == (problem is None)

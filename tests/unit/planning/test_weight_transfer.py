@@ -55,6 +55,22 @@ def test_between_hosts_every_gpu_receives_its_shards_through_its_own_adapter() -
     assert plan.time.weight_sync == pytest.approx(version / 4 / (50e9 * Assumptions().link_efficiency) + 28 * LAYER_S)
 
 
+@pytest.mark.parametrize(("trainer_stages", "engine_stages", "num_at_a_time"), [(1, 1, 4), (32, 1, 2), (1, 2, 2)])
+def test_the_ranks_of_one_pipeline_stage_send_and_receive_at_a_time(
+    trainer_stages: int, engine_stages: int, num_at_a_time: int
+) -> None:
+    """64 trainer ranks, and engines of four ranks; the number of engines does not matter, which pass weights on."""
+    base = recipe("qwen2.5-7b_64gpus", "weight_sync.transport=nccl", placement="separate")
+    parallel = base.config.parallel.model_copy(update={"pipeline_model_parallel_size": trainer_stages})
+    changes = {"tensor_parallel_size": 4 // engine_stages, "pipeline_parallel_size": engine_stages}
+    rollout = base.config.rollout.model_copy(update=changes)
+    config = base.config.model_copy(update={"parallel": parallel, "rollout": rollout})
+    sent = traffic(config, base.architecture, 8, colocated=False)
+    assert sent.sent == pytest.approx(2 * 7_615_616_512 / num_at_a_time)
+    fewer = config.model_copy(update={"rollout": rollout.model_copy(update={"num_engines": 1})})
+    assert traffic(fewer, base.architecture, 8, colocated=False) == sent
+
+
 def test_a_slow_network_is_the_limit_instead_of_a_connection() -> None:
     slow = TransferSpeed.of(GPUS["H100"], Assumptions(), network_gbit_s=8.0)
     sent = traffic(recipe("qwen2.5-7b_64gpus").config, recipe("qwen2.5-7b_64gpus").architecture, 8, colocated=False)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from megatron_bapo.model.weight_layouts import engine_route, one_host_per_gpu, reader_hosts
+from megatron_bapo.model.weight_layouts import engine_places, engine_route, one_host_per_gpu, reader_hosts
 from megatron_bapo.rollout.engine import engine_devices, engine_environment
 from megatron_bapo.rollout.engine_nodes import Meeting, own_processes, unlink_shared_memory
 from megatron_bapo.weight_sync.route import WeightRoute
@@ -48,9 +48,12 @@ def test_places_in_the_plan_are_ranks_of_the_transfer_group(tmp_path) -> None:
     """Trainer ranks come first, then the ranks of each engine in turn; both start from 0 if they share GPUs."""
     for colocate, first in ((False, 4), (True, 0)):
         checked = config(**TWO_BY_TWO, rollout__colocate=colocate)
-        routes = [engine_route(checked, tmp_path, index) for index in (0, 1)]
+        routes = [engine_route(checked, index, [(tmp_path, "127.0.0.1")]) for index in (0, 1)]
         assert [route.first_place for route in routes] == [first, first + 2]
-        assert {route.num_places for route in routes} == {first + 4}
+        assert [engine_places(checked, index) for index in (0, 1)] == [
+            range(first, first + 2),
+            range(first + 2, first + 4),
+        ]
         placement = one_host_per_gpu(checked)
         assert placement.sender_hosts == (0, 1, 2, 3)
         assert placement.reader_hosts == ((first, first + 2), (first + 1, first + 3))
@@ -59,8 +62,9 @@ def test_places_in_the_plan_are_ranks_of_the_transfer_group(tmp_path) -> None:
 def test_ranks_on_each_node_of_an_engine_read_that_nodes_store(tmp_path: Path) -> None:
     rollout = config(rollout__tensor_parallel_size=4, rollout__nodes_per_engine=2).rollout
     assert reader_hosts(rollout, [(1, 3), (2,)]) == ((1, 3), (1, 3), (2,), (2,))
-    route = WeightRoute.from_json(WeightRoute(tmp_path / "0", other_folders=(tmp_path / "1",)).to_json())
-    assert [route.on_node(node).folder for node in (0, 1)] == [tmp_path / "0", tmp_path / "1"]
+    nodes = [(tmp_path / "0", "10.0.0.1"), (tmp_path / "1", "10.0.0.2")]
+    route = WeightRoute.from_json(engine_route(config(), 0, nodes).to_json())
+    assert [(route.on_node(node).folder, route.on_node(node).address) for node in (0, 1)] == nodes
 
 
 def test_ranks_meet_in_a_store_that_listens_on_one_address_only() -> None:

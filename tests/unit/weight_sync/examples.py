@@ -18,9 +18,9 @@ BUCKET_BYTES = 64 << 10
 
 
 def whole_tensors(
-    tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES, num_hosts: int = 1
+    tensors: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES, hosts: Sequence[int] = (0,)
 ) -> WeightPlan:
-    """Return the plan in which one trainer rank on host 0 sends everything to one-rank engines on every host."""
+    """Return the plan in which one trainer rank on host 0 sends everything to one-rank engines on these hosts."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     shards = {name: [Shard(Box.whole(shape), (0,))] for name, shape in shapes.items()}
@@ -30,7 +30,7 @@ def whole_tensors(
         shards,
         shards,
         sender_hosts=[0],
-        reader_hosts=[range(num_hosts)],
+        reader_hosts=[hosts],
         reader_layout="tp1-pp1",
         bucket_bytes=bucket_bytes,
     )

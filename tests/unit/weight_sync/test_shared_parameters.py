@@ -59,5 +59,5 @@ def test_a_version_that_was_withdrawn_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_route_survives_a_json_round_trip(tmp_path: Path) -> None:
-    route = WeightRoute(tmp_path, "nccl", first_place=4, num_places=6, timeout_s=7.0)
+    route = WeightRoute(tmp_path, "nccl", first_place=4, rendezvous="ray://10.0.0.1:6379", timeout_s=7.0)
     assert WeightRoute.from_json(route.to_json()) == route
