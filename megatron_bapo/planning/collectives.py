@@ -18,7 +18,7 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.activations import MicroBatch
 from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size
-from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters, stage_chunks
+from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements, stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
 OUTPUT_STATISTICS = 4
@@ -67,10 +67,9 @@ def sent_bytes(
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
-    split = Split.of(parallel)
     lora: Any = config.model.lora
-    chunks = [chunk_parameters(arch, split, chunk, lora) for chunk in stage_chunks(arch, parallel, stage)]
-    for chunk in stage_chunks(arch, parallel, stage):
+    chunks = stage_chunks(arch, parallel, stage)
+    for chunk in chunks:
         forward, backward = _widths(parallel, arch, chunk)
         widths = num_scored * forward + forward + backward
         sent["tensor"] += num_micro_batches * (widths * tokens * b * (tp - 1) // tp)
@@ -85,10 +84,12 @@ def sent_bytes(
         again = parallel.recompute_granularity == "full" or "moe" in _modules(parallel)
         sent["expert"] += num_micro_batches * layers * _exchanged(arch, parallel, batch) * (num_scored + 2 + again)
     reduced = DTYPE_BYTES[config.optimizer.grads_dtype]
-    groups = (False, "data", data_context_size(parallel)), (True, "expert data", expert_data_size(parallel))
-    for is_expert, name, size in groups:
-        num = sum(p.numel for chunk in chunks for p in chunk if p.is_trained and p.is_expert == is_expert)
-        gathered = b if parallel.use_distributed_optimizer else reduced
+    gathered = b if parallel.use_distributed_optimizer else reduced
+    own = count_elements(arch, Split.of(parallel), chunks, lora)
+    for num, name, size in (
+        (own.dense, "data", data_context_size(parallel)),
+        (own.experts, "expert data", expert_data_size(parallel)),
+    ):
         sent[name] = num * (reduced + gathered) * (size - 1) // size
     return +sent
 

@@ -10,7 +10,7 @@ its equal part of every bucket.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,14 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import teacher_of
-from megatron_bapo.planning.parameters import Parameter, Split, chunk_parameters, stage_chunks
+from megatron_bapo.planning.parameters import (
+    ChunkShape,
+    Parameter,
+    Split,
+    chunk_parameters,
+    count_elements,
+    stage_chunks,
+)
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES, quantised_elements
 
 FP32 = 4
@@ -81,12 +88,13 @@ def model_state(
     the same experts.
     """
     dtype = DTYPE_BYTES[config.model.dtype]
-    # Recompute settings do not change the counts; without them in the cache key a search has few distinct keys.
-    layout: Any = config.parallel.model_copy(update={"recompute_granularity": None})
     lora: Any = config.model.lora
-    counts = _num_elements(architecture, layout, stage, data_rank, expert_data_rank, lora)
-    num_frozen, num_elements, num_allocated, num_own, biases = counts
-    optimizer = num_own * FP32
+    chunks = stage_chunks(architecture, config.parallel, stage)
+    held = count_elements(architecture, Split.of(config.parallel), chunks, lora)
+    num_allocated = num_own = held.trained
+    if config.parallel.use_distributed_optimizer:
+        num_allocated, num_own = _distributed(config, architecture, stage, data_rank, expert_data_rank)
+    optimizer, biases = num_own * FP32, held.in_fp32 * FP32
     main = optimizer if config.model.dtype != "float32" else 0
     offload = config.optimizer.cpu_offload
     in_fp8 = quantised_elements(config, architecture, stage)
@@ -94,17 +102,15 @@ def model_state(
     # Hopper's FP8 products need a weight and its transpose, and both are cached from one micro-batch to the next.
     copies = FP8_BYTES * (2 * in_fp8 - kept_in_fp8)
     saved = kept_in_fp8 * (dtype - FP8_BYTES)
-    num_reference = num_elements if lora is None else num_frozen
+    num_reference = held.trained if lora is None else held.frozen
     on_device = not assumptions.reference_on_host
     return ModelState(
-        parameters=(num_frozen + num_allocated) * dtype + biases * FP32 - saved,
+        parameters=(held.frozen + num_allocated) * dtype + biases - saved,
         gradients=num_allocated * min(assumptions.gradient_bytes, DTYPE_BYTES[config.optimizer.grads_dtype]),
         main_parameters=0 if offload else main,
         moments=0 if offload else NUM_MOMENTS * num_own * moment_bytes(config, assumptions),
         offloaded=(2 + NUM_MOMENTS) * optimizer if offload else 0,
-        reference=num_reference * dtype + biases * FP32 - saved + copies
-        if config.has_reference_copy and on_device
-        else 0,
+        reference=num_reference * dtype + biases - saved + copies if config.has_reference_copy and on_device else 0,
         teacher=_teacher_bytes(config, stage) if on_device and config.algorithm.trainer_holds_teacher else 0,
         updated=num_own,
         quantised=copies,
@@ -123,43 +129,46 @@ def _teacher_bytes(config: Config, stage: int) -> int:
         return 0
     layout: Any = config.parallel.for_teacher
     config = config.model_copy(update={"parallel": layout})
-    _, num_elements, _, _, biases = _num_elements(teacher, layout, stage, 0, 0, None)
+    held = count_elements(teacher, Split.of(layout), stage_chunks(teacher, layout, stage))
     in_fp8 = quantised_elements(config, teacher, stage)
     # Of a weight and its transpose in FP8, the weight takes the place of the bfloat16 one with fp8.param.
     kept = DTYPE_BYTES[config.model.dtype] if config.fp8 is not None and config.fp8.param else 0
-    return num_elements * DTYPE_BYTES[config.model.dtype] + biases * FP32 + in_fp8 * (2 * FP8_BYTES - kept)
+    return held.trained * DTYPE_BYTES[config.model.dtype] + held.in_fp32 * FP32 + in_fp8 * (2 * FP8_BYTES - kept)
 
 
-@lru_cache(maxsize=4096)
-def _num_elements(
-    architecture: Architecture,
-    parallel: ParallelConfig,
-    stage: int,
-    data_rank: int,
-    expert_data_rank: int,
-    lora: Any,
-) -> tuple[int, int, int, int, int]:
-    """Return element counts.
-
-    They are (frozen, trained, allocated for these with padding, updated by this rank's optimizer, frozen in fp32).
-    """
-    num_frozen = num_elements = num_allocated = num_own = num_biases = 0
+def _distributed(
+    config: Config, architecture: Architecture, stage: int, data_rank: int, expert_data_rank: int
+) -> tuple[int, int]:
+    """Return a rank's elements with the distributed optimizer: (allocated with padding, updated by it)."""
+    parallel = config.parallel
+    lora: Any = config.model.lora
+    groups = (False, data_context_size(parallel), data_rank), (True, expert_data_size(parallel), expert_data_rank)
+    num_allocated = num_own = 0
     for index, chunk in enumerate(stage_chunks(architecture, parallel, stage)):
-        every = chunk_parameters(architecture, Split.of(parallel), chunk, lora)
-        parameters = [parameter for parameter in every if parameter.is_trained]
-        num_frozen += sum(parameter.numel for parameter in every if not (parameter.is_trained or parameter.in_fp32))
-        num_biases += sum(parameter.numel for parameter in every if parameter.in_fp32)
-        num_elements += sum(parameter.numel for parameter in parameters)
-        if not parallel.use_distributed_optimizer:
-            continue
         bucket_size = None if index or stage else _bucket_size(parallel)
-        for is_expert, size, rank in _groups(parallel, data_rank, expert_data_rank):
-            buckets = _buckets([p for p in parameters if p.is_expert == is_expert], size, bucket_size)
-            num_allocated += buckets[-1].stop if buckets else 0
-            num_own += sum(bucket.num_owned(rank, size) for bucket in buckets)
-    if not parallel.use_distributed_optimizer:
-        return num_frozen, num_elements, num_elements, num_elements, num_biases
-    return num_frozen, num_elements, num_allocated, num_own, num_biases
+        for is_expert, size, rank in groups:
+            allocated, own = _buffer(architecture, Split.of(parallel), chunk, lora, is_expert, size, rank, bucket_size)
+            num_allocated += allocated
+            num_own += own
+    return num_allocated, num_own
+
+
+@lru_cache(maxsize=8192)
+def _buffer(
+    architecture: Architecture,
+    split: Split,
+    chunk: ChunkShape,
+    lora: Any,
+    is_expert: bool,
+    num_ranks: int,
+    rank: int,
+    bucket_size: int | None,
+) -> tuple[int, int]:
+    """Return the elements of one of a chunk's buffers: (allocated with padding, updated by one of its ranks)."""
+    parameters = chunk_parameters(architecture, split, chunk, lora)
+    buckets = _buckets([p for p in parameters if p.is_trained and p.is_expert == is_expert], num_ranks, bucket_size)
+    num_own = sum(bucket.num_owned(rank, num_ranks) for bucket in buckets)
+    return (buckets[-1].stop if buckets else 0), num_own
 
 
 def data_context_size(parallel: ParallelConfig) -> int:
@@ -180,18 +189,13 @@ class _Bucket:
     stop: int
     """End of the bucket, padding included."""
     spans: tuple[tuple[int, int], ...]
-    """[start, stop) of each parameter, in elements."""
+    """[start, stop) of parameters without a gap between them, in elements."""
 
     def num_owned(self, rank: int, num_ranks: int) -> int:
         """Return the elements of parameters in the rank's equal part of the bucket."""
         part = (self.stop - self.start) // num_ranks
         low, high = self.start + rank * part, self.start + (rank + 1) * part
         return sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.spans)
-
-
-def _groups(parallel: ParallelConfig, data_rank: int, expert_data_rank: int) -> Iterable[tuple[bool, int, int]]:
-    """Return (is expert buffer, size of the sharing group, this rank in it) for both buffers."""
-    return (False, data_context_size(parallel), data_rank), (True, expert_data_size(parallel), expert_data_rank)
 
 
 def _bucket_size(parallel: ParallelConfig) -> int | None:
@@ -223,8 +227,9 @@ def _buckets(parameters: Sequence[Parameter], num_ranks: int, bucket_size: int |
         start = round_up(end, PARAMETER_ALIGNMENT)
         if parameter.shares_embedding and spans:
             start = close()
+        adjacent = spans and spans[-1][1] == start
         end = start + parameter.numel
-        spans.append((start, end))
+        spans.append((spans.pop()[0] if adjacent else start, end))
         if parameter.shares_embedding or (bucket_size is not None and end - bucket_start >= bucket_size):
             end = close()
     if spans:

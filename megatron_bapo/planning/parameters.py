@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
@@ -23,7 +24,7 @@ class Parameter:
     """One parameter of a pipeline stage."""
 
     name: str
-    """Megatron's name with the layer's number in the whole model; experts are numbered from 0 on each rank."""
+    """Megatron's name, without the decoder layer's in front; experts are numbered from 0 on each rank."""
     numel: int
     """Elements on one rank."""
     is_expert: bool = False
@@ -45,13 +46,13 @@ class ChunkShape:
     has_output: bool
 
 
-def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: int) -> list[ChunkShape]:
+def stage_chunks(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[ChunkShape, ...]:
     """Return the chunks of a pipeline stage in model order."""
     last = architecture.num_hidden_layers
-    return [
+    return tuple(
         ChunkShape(layers, layers.start == 0, layers.stop == last)
         for layers in stage_layers(architecture, parallel, stage)
-    ]
+    )
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,54 @@ def chunk_parameters(
     architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None = None
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a chunk on one rank of the stage, adapters included, in Megatron's order."""
-    parameters = tuple(_each_parameter(architecture, split, chunk, lora))
-    if lora is None:
-        return parameters
-    return tuple(replace(p, is_trained=p.is_trained and ".adapter." in p.name) for p in parameters)
+    hashable: Any = lora
+    layers = (_layer(architecture, split, layer in architecture.moe_layers, hashable) for layer in chunk.layers)
+    before, after = _outside_layers(architecture, split, chunk, is_trained=lora is None)
+    return (*before, *chain.from_iterable(layers), *after)
 
 
 def whole_model(architecture: Architecture) -> ChunkShape:
     return ChunkShape(range(architecture.num_hidden_layers), has_embedding=True, has_output=True)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of the parameters of chunks on one rank."""
+
+    dense: int
+    """Trained, `Parameter.is_expert` is false."""
+    experts: int
+    """Trained, `Parameter.is_expert` is true."""
+    frozen: int
+    """Neither trained nor in fp32."""
+    in_fp32: int
+    matrices: int
+    """Linear weights that FP8 applies to, trained or not; the MoE router is excluded."""
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.experts
+
+    @property
+    def total(self) -> int:
+        return self.trained + self.frozen + self.in_fp32
+
+
+@lru_cache(maxsize=4096)
+def count_elements(
+    architecture: Architecture, split: Split, chunks: tuple[ChunkShape, ...], lora: LoraConfig | None = None
+) -> Elements:
+    """Return the elements of the parameters of chunks on one rank, adapters included."""
+    hashable: Any = lora
+    parameters = [p for chunk in chunks for p in chunk_parameters(architecture, split, chunk, hashable)]
+    trained = [p for p in parameters if p.is_trained]
+    return Elements(
+        dense=sum(p.numel for p in trained if not p.is_expert),
+        experts=sum(p.numel for p in trained if p.is_expert),
+        frozen=sum(p.numel for p in parameters if not (p.is_trained or p.in_fp32)),
+        in_fp32=sum(p.numel for p in parameters if p.in_fp32),
+        matrices=sum(p.numel for p in parameters if ".linear_" in p.name and p.name.endswith(".weight")),
+    )
 
 
 @lru_cache
@@ -94,15 +135,13 @@ def num_parameters(architecture: Architecture) -> int:
 
     Padding of the vocabulary and routers' biases, which are not trained, do not count.
     """
-    parameters = chunk_parameters(architecture, Split(), whole_model(architecture))
-    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
+    return count_elements(architecture, Split(), (whole_model(architecture),)).trained
 
 
 def num_trained_parameters(architecture: Architecture, lora: LoraConfig | None) -> int:
     """Return the whole model's number of parameters that the optimizer updates."""
     hashable: Any = lora
-    parameters = chunk_parameters(architecture, Split(), whole_model(architecture), hashable)
-    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
+    return count_elements(architecture, Split(), (whole_model(architecture),), hashable).trained
 
 
 def num_active_parameters(architecture: Architecture) -> int:
@@ -116,42 +155,55 @@ def num_active_parameters(architecture: Architecture) -> int:
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
 
-def _each_parameter(
-    architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None
-) -> Iterator[Parameter]:
+def _outside_layers(
+    architecture: Architecture, split: Split, chunk: ChunkShape, *, is_trained: bool
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Return a chunk's parameters (before its layers, behind them)."""
     vocabulary = architecture.padded_vocab_size(split.tensor) // split.tensor * architecture.hidden_size
     spread = architecture.tie_word_embeddings and split.pipeline > 1
+    before, after = [], []
     if chunk.has_embedding:
-        yield Parameter("embedding.word_embeddings.weight", vocabulary, shares_embedding=spread)
-    for layer in chunk.layers:
-        yield from _layer_parameters(architecture, split, layer, lora)
+        name = "embedding.word_embeddings.weight"
+        before.append(Parameter(name, vocabulary, shares_embedding=spread, is_trained=is_trained))
     if chunk.has_output:
-        yield Parameter("decoder.final_layernorm.weight", architecture.hidden_size)
+        after.append(Parameter("decoder.final_layernorm.weight", architecture.hidden_size, is_trained=is_trained))
     if chunk.has_output and (spread or not architecture.tie_word_embeddings):
-        yield Parameter("output_layer.weight", vocabulary, shares_embedding=spread)
+        after.append(Parameter("output_layer.weight", vocabulary, shares_embedding=spread, is_trained=is_trained))
+    return before, after
 
 
-def _layer_parameters(arch: Architecture, split: Split, layer: int, lora: LoraConfig | None) -> Iterator[Parameter]:
-    prefix, tp, hidden = f"decoder.layers.{layer}.", split.tensor, arch.hidden_size
-    yield Parameter(f"{prefix}input_layernorm.weight", hidden)
+@lru_cache
+def _layer(arch: Architecture, split: Split, has_experts: bool, lora: LoraConfig | None) -> tuple[Parameter, ...]:
+    """Return the parameters of a decoder layer with a dense MLP or with experts."""
+    parameters = tuple(_layer_parameters(arch, split, has_experts, lora))
+    if lora is None:
+        return parameters
+    return tuple(replace(p, is_trained=p.is_trained and ".adapter." in p.name) for p in parameters)
+
+
+def _layer_parameters(
+    arch: Architecture, split: Split, has_experts: bool, lora: LoraConfig | None
+) -> Iterator[Parameter]:
+    tp, hidden = split.tensor, arch.hidden_size
+    yield Parameter("input_layernorm.weight", hidden)
     attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
-    yield from attention(f"{prefix}self_attention.", arch, tp, lora)
-    yield Parameter(f"{prefix}pre_mlp_layernorm.weight", hidden)
-    if layer not in arch.moe_layers:
-        yield from _mlp(f"{prefix}mlp.", hidden, arch.intermediate_size // tp, lora)
+    yield from attention("self_attention.", arch, tp, lora)
+    yield Parameter("pre_mlp_layernorm.weight", hidden)
+    if not has_experts:
+        yield from _mlp("mlp.", hidden, arch.intermediate_size // tp, lora)
         return
-    yield Parameter(f"{prefix}mlp.router.weight", arch.num_experts * hidden)
+    yield Parameter("mlp.router.weight", arch.num_experts * hidden)
     if arch.family.sigmoid_router:
-        yield Parameter(f"{prefix}mlp.router.expert_bias", arch.num_experts, is_trained=False, in_fp32=True)
+        yield Parameter("mlp.router.expert_bias", arch.num_experts, is_trained=False, in_fp32=True)
     width = arch.moe_intermediate_size // split.expert_tensor
     for expert in range(arch.num_experts // split.expert):
         # Without expert parallelism Megatron reduces experts' gradients like all others.
-        name = f"{prefix}mlp.experts.local_experts.{expert}."
+        name = f"mlp.experts.local_experts.{expert}."
         yield from _mlp(name, hidden, width, lora, is_expert=split.expert > 1)
     if arch.shared_expert_intermediate_size:
         if arch.family.shared_expert_gate:
-            yield Parameter(f"{prefix}mlp.shared_experts.gate_weight", hidden)
-        yield from _mlp(f"{prefix}mlp.shared_experts.", hidden, arch.shared_expert_intermediate_size // tp, lora)
+            yield Parameter("mlp.shared_experts.gate_weight", hidden)
+        yield from _mlp("mlp.shared_experts.", hidden, arch.shared_expert_intermediate_size // tp, lora)
 
 
 def _grouped_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:

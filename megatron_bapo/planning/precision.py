@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions, Gpu
-from megatron_bapo.planning.parameters import (
-    ChunkShape,
-    Parameter,
-    Split,
-    chunk_parameters,
-    stage_chunks,
-    whole_model,
-)
+from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements, stage_chunks, whole_model
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FP8_BYTES = 1
-
-
-def layer_matrices(parameters: Iterable[Parameter]) -> int:
-    """Return the elements of the linear weights that FP8 applies to; the MoE router is excluded."""
-    return sum(p.numel for p in parameters if ".linear_" in p.name and p.name.endswith(".weight"))
 
 
 def quantised_elements(config: Config, architecture: Architecture, stage: int) -> int:
@@ -30,12 +16,11 @@ def quantised_elements(config: Config, architecture: Architecture, stage: int) -
     if config.fp8 is None:
         return 0
     at_start, at_end = config.fp8.num_bf16_layers
-    last, total = architecture.num_hidden_layers - at_end, 0
-    for chunk in stage_chunks(architecture, config.parallel, stage):
-        layers = range(max(chunk.layers.start, at_start), min(chunk.layers.stop, last))
-        in_fp8 = ChunkShape(layers, has_embedding=False, has_output=False)
-        total += layer_matrices(chunk_parameters(architecture, Split.of(config.parallel), in_fp8))
-    return total
+    last = architecture.num_hidden_layers - at_end
+    chunks = (chunk.layers for chunk in stage_chunks(architecture, config.parallel, stage))
+    in_fp8 = (range(max(layers.start, at_start), min(layers.stop, last)) for layers in chunks)
+    shapes = tuple(ChunkShape(layers, has_embedding=False, has_output=False) for layers in in_fp8)
+    return count_elements(architecture, Split.of(config.parallel), shapes).matrices
 
 
 def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:
@@ -52,8 +37,8 @@ def engine_weight_bytes(config: Config, architecture: Architecture, num_paramete
     dtype = DTYPE_BYTES[config.model.dtype]
     if config.rollout.quantization is None:
         return num_parameters * dtype
-    parameters = chunk_parameters(architecture, Split(), whole_model(architecture))
-    share = layer_matrices(parameters) / sum(parameter.numel for parameter in parameters)
+    elements = count_elements(architecture, Split(), (whole_model(architecture),))
+    share = elements.matrices / elements.total
     return int(num_parameters * (share * FP8_BYTES + (1.0 - share) * dtype))
 
 

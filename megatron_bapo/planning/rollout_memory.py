@@ -12,7 +12,7 @@ from megatron_bapo.config.lora_transfer import engine_rank, sent_adapters
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
-from megatron_bapo.planning.parameters import ChunkShape, Split, chunk_parameters
+from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
 from megatron_bapo.planning.response_lengths import mean_length
 
@@ -91,10 +91,7 @@ def engine_parameters(architecture: Architecture, tensor_parallel_size: int, num
     num_layers, last = _num_layers(architecture, num_stages), architecture.num_hidden_layers
     first_stage = ChunkShape(range(num_layers), has_embedding=True, has_output=num_stages == 1)
     last_stage = ChunkShape(range(last - num_layers, last), has_embedding=num_stages == 1, has_output=True)
-    own = max(
-        sum(parameter.numel for parameter in chunk_parameters(architecture, split, stage))
-        for stage in (first_stage, last_stage)
-    )
+    own = max(count_elements(architecture, split, (stage,)).total for stage in (first_stage, last_stage))
     repeated = max(0.0, 1 - architecture.num_key_value_heads / tensor_parallel_size)
     rows = architecture.hidden_size + architecture.family.qkv_bias
     return own + int(2 * repeated * architecture.head_dim * rows * num_layers)
@@ -110,8 +107,7 @@ def engine_adapter_parameters(
     hashable: Any = lora.model_copy(update={"rank": engine_rank(lora)})
     split = Split(tensor=tensor_parallel_size, pipeline=stages)
     chunk = ChunkShape(range(_num_layers(architecture, stages)), has_embedding=False, has_output=False)
-    parameters = chunk_parameters(architecture, split, chunk, hashable)
-    return sum(parameter.numel for parameter in parameters if parameter.is_trained)
+    return count_elements(architecture, split, (chunk,), hashable).trained
 
 
 def _num_layers(architecture: Architecture, num_stages: int) -> int:
