@@ -1,6 +1,6 @@
 """Evaluate a model on problems with known answers, with the same engines and rewards as training.
 
-    model ─► Hugging Face folder ─► engines ─► answers.jsonl: one row per response, in order of arrival ─► results.json
+    model ─► Hugging Face folder ─► engines ─► responses.jsonl: a row per response, in order of arrival ─► results.json
 
 A response depends only on the seed, its problem and its number, so a continued evaluation generates only the missing
 ones.
@@ -38,7 +38,7 @@ from megatron_bapo.errors import INTERRUPTED, RunError, UserError
 from megatron_bapo.files import make_folder, read_json_object
 from megatron_bapo.metrics.benchmark import problems_of, results
 from megatron_bapo.metrics.benchmark_table import print_results
-from megatron_bapo.metrics.sinks import AnswerRow, JsonlSink, read_rows, replace_text
+from megatron_bapo.metrics.sinks import JsonlSink, ResponseRow, read_rows, replace_text
 from megatron_bapo.records import Prompt
 from megatron_bapo.rewards.ground_truths import check_ground_truths
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -77,8 +77,8 @@ class BenchmarkDirectory(RunDirectory):
     """Files that an evaluation writes besides config.yaml, logs/ and, for a checkpoint, hf/."""
 
     @property
-    def answers(self) -> Path:
-        return self.root / "answers.jsonl"
+    def responses(self) -> Path:
+        return self.root / "responses.jsonl"
 
     @property
     def results(self) -> Path:
@@ -90,11 +90,11 @@ class BenchmarkDirectory(RunDirectory):
 
     @property
     def kept(self) -> str:
-        return f"{len(read_rows(self.answers)) if self.answers.exists() else 0} responses are kept"
+        return f"{len(read_rows(self.responses)) if self.responses.exists() else 0} responses are kept"
 
-    def rows(self, n: int) -> list[AnswerRow]:
+    def rows(self, n: int) -> list[ResponseRow]:
         """Return the existing responses among the first `n` of each problem."""
-        rows: list[Any] = read_rows(self.answers) if self.answers.exists() else []
+        rows: list[Any] = read_rows(self.responses) if self.responses.exists() else []
         return [row for row in rows if row["sample"] < n]
 
 
@@ -160,7 +160,7 @@ def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject:
     """Raise UserError if the directory contains another kind of run or another evaluation."""
     if directory.metrics.exists() or directory.is_rollout_only:
         raise UserError(f"{directory.root} contains a training run; choose run_dir=<another folder> for the evaluation")
-    has_responses = directory.answers.exists()
+    has_responses = directory.responses.exists()
     if not has_responses and not directory.export.exists():
         return  # there is nothing yet that could conflict
     old, new = read_json_object(directory.subject), asdict(subject)
@@ -199,7 +199,7 @@ def _generate(
         client.wait_for_engines()
         display.phase("generating responses")
         end, latest = client.failed(), time.monotonic()
-        with JsonlSink(directory.answers) as sink:
+        with JsonlSink(directory.responses) as sink:
             while (missing or in_flight) and not interrupts.requested:
                 while missing and len(in_flight) < config.num_in_flight:
                     key = missing.popleft()
@@ -223,10 +223,10 @@ def _generate(
     return num_failed
 
 
-def _row(key: tuple[int, int], scored: ScoredGroups) -> AnswerRow:
+def _row(key: tuple[int, int], scored: ScoredGroups) -> ResponseRow:
     (group,) = scored.groups
     (trajectory,) = group.trajectories
-    return AnswerRow(
+    return ResponseRow(
         problem=key[0],
         sample=key[1],
         data_source=group.prompt.data_source,
@@ -254,7 +254,7 @@ def _check_alive(config: EvalConfig, end: Any, latest: float) -> None:
 def _report(
     config: EvalConfig,
     prompts: Sequence[Prompt],
-    rows: Sequence[AnswerRow],
+    rows: Sequence[ResponseRow],
     directory: BenchmarkDirectory,
     console: Console,
     *,
@@ -269,7 +269,7 @@ def _report(
         print(text)
     else:
         print_results(console, found)
-    console.print(f"results are in {directory.results}, responses in {directory.answers}", soft_wrap=True)
+    console.print(f"results are in {directory.results}, responses in {directory.responses}", soft_wrap=True)
 
 
 def _digest(value: Any) -> str:

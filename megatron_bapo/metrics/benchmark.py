@@ -14,7 +14,7 @@ from megatron_bapo.metrics.estimators import (
     mean_over_problems,
     pass_at_k,
 )
-from megatron_bapo.metrics.sinks import AnswerRow
+from megatron_bapo.metrics.sinks import ResponseRow
 from megatron_bapo.records import SOLVED, Prompt
 
 CONFIDENCE = 0.95
@@ -31,7 +31,7 @@ class Problem:
     """All responses to one problem. A response's answer is the text that the reward function extracted from it."""
 
     prompt: Prompt
-    responses: Sequence[AnswerRow]
+    responses: Sequence[ResponseRow]
 
     @property
     def num(self) -> int:
@@ -60,9 +60,9 @@ class Problem:
         return (right[0], len(right)) if right and len(right) >= num else (top, num)
 
 
-def problems_of(prompts: Sequence[Prompt], rows: Sequence[AnswerRow], n: int) -> list[Problem]:
+def problems_of(prompts: Sequence[Prompt], rows: Sequence[ResponseRow], n: int) -> list[Problem]:
     """Return each problem with its first `n` responses."""
-    responses: Mapping[int, dict[int, AnswerRow]] = defaultdict(dict)
+    responses: Mapping[int, dict[int, ResponseRow]] = defaultdict(dict)
     for row in rows:
         if row["sample"] < n:
             responses[row["problem"]][row["sample"]] = row

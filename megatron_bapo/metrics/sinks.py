@@ -52,7 +52,7 @@ class SampleRow(TypedDict):
     finish_reason: FinishReason
 
 
-class AnswerRow(TypedDict):
+class ResponseRow(TypedDict):
     """One sampled response of an evaluation."""
 
     problem: int
@@ -80,7 +80,7 @@ class JsonlSink:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, row: MetricsRow | UpdateRow | SampleRow | AnswerRow) -> None:
+    def write(self, row: MetricsRow | UpdateRow | SampleRow | ResponseRow) -> None:
         self._file.write(json.dumps(_without_non_finite(row), allow_nan=False) + "\n")
         self._file.flush()
 

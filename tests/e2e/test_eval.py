@@ -44,10 +44,10 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
                               num_key_value_heads=1, initializer_range=1.0)  # fmt: skip
     create_checkpoint(folder / "model", model, ["abc", "xyz"], seed=0)
     (folder / "eval.yaml").write_text(CONFIG.format(folder=folder))
-    answers = folder / "eval" / "answers.jsonl"
+    responses = folder / "eval" / "responses.jsonl"
     killed, deadline = start(folder, "evaluation.n=3"), time.monotonic() + RUN_LIMIT_S
     try:
-        while not (answers.exists() and answers.stat().st_size):
+        while not (responses.exists() and responses.stat().st_size):
             assert killed.poll() is None, killed.communicate()
             assert time.monotonic() < deadline, "no response was recorded in time"
             time.sleep(0.05)
@@ -56,8 +56,8 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
     finally:
         killed.kill()
         killed.communicate(timeout=RUN_LIMIT_S)
-    kept = answers.read_text()
-    with answers.open("a") as file:
+    kept = responses.read_text()
+    with responses.open("a") as file:
         file.write('{"problem": 0, "sam')  # an incomplete line, as a crash of the machine may leave it
     continued = start(folder, "evaluation.n=4", "--json")
     output, errors = continued.communicate(timeout=RUN_LIMIT_S)
@@ -74,7 +74,7 @@ def test_a_killed_evaluation_continues_and_leaves_no_processes(evaluated: dict) 
     assert code == 0, output + errors
     num_kept = evaluated["kept"].count("\n")
     assert 0 < num_kept < 3 * NUM_PROBLEMS
-    assert (evaluated["folder"] / "answers.jsonl").read_text().startswith(evaluated["kept"])
+    assert (evaluated["folder"] / "responses.jsonl").read_text().startswith(evaluated["kept"])
     assert f"{NUM_PROBLEMS} problems x 4 = {4 * NUM_PROBLEMS} responses" in errors
     assert f"{num_kept} exist already" in errors
     # Ray's agents take a while to notice that their parent has ended.
@@ -82,7 +82,7 @@ def test_a_killed_evaluation_continues_and_leaves_no_processes(evaluated: dict) 
 
 
 def test_every_response_is_recorded_once_and_the_results_are_their_means(evaluated: dict) -> None:
-    rows = read_rows(evaluated["folder"] / "answers.jsonl")
+    rows = read_rows(evaluated["folder"] / "responses.jsonl")
     results = json.loads((evaluated["folder"] / "results.json").read_text())
 
     assert sorted((row["problem"], row["sample"]) for row in rows) == [
@@ -121,7 +121,7 @@ def test_a_full_disk_ends_an_evaluation_with_a_message_and_the_same_command_cont
         continued = start(folder, *arguments)
         output, errors = continued.communicate(timeout=RUN_LIMIT_S)
         assert continued.returncode == 0, output + errors
-        assert len(read_rows(disk / "eval" / "answers.jsonl")) == NUM_PROBLEMS
+        assert len(read_rows(disk / "eval" / "responses.jsonl")) == NUM_PROBLEMS
 
 
 def _check_that_the_disk_is_full(process: subprocess.Popen) -> None:

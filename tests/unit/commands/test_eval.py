@@ -56,7 +56,7 @@ def interrupted(folder: Path, *, n: int = 2) -> None:
     directory.subject.write_text(json.dumps(asdict(Subject.of(find_model(config.model, directory.export), prompts))))
     answer = {"data_source": "sums", "finish_reason": "stop", "num_tokens": 3, "timed_out": False, "text": "?"}
     write(
-        directory.answers,
+        directory.responses,
         [
             {"problem": problem, "sample": sample, "reward": float(sample == 0), "answer": str(sample), **answer}
             for problem in range(3)
@@ -191,7 +191,7 @@ def test_other_problems_or_other_weights_under_the_same_name_are_refused(folder:
 def test_a_converted_checkpoint_is_not_used_for_another_model(folder: Path) -> None:
     """Before the first response everything may still change, except the model from which hf/ was made."""
     interrupted(folder)
-    (folder / "eval" / "answers.jsonl").unlink()
+    (folder / "eval" / "responses.jsonl").unlink()
     assert evaluate(folder, "--dry-run", "seed=3", "model.dtype=bfloat16").exit_code == 0
     (folder / "eval" / "hf").mkdir()
     assert evaluate(folder, "--dry-run", "seed=3").exit_code == 0

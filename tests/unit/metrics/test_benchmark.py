@@ -7,7 +7,7 @@ from rich.console import Console
 from megatron_bapo.metrics.benchmark import problems_of, results
 from megatron_bapo.metrics.benchmark_table import MAX_PROBLEMS, print_results
 from megatron_bapo.metrics.estimators import Votes
-from megatron_bapo.metrics.sinks import AnswerRow
+from megatron_bapo.metrics.sinks import ResponseRow
 from megatron_bapo.records import Prompt
 
 
@@ -16,11 +16,11 @@ def prompt(index: int, source: str) -> Prompt:
     return Prompt(f"validation:{index}", messages, "42", source)
 
 
-def row(problem: int, sample: int, reward: float, answer: str | None, **other: Any) -> AnswerRow:
+def row(problem: int, sample: int, reward: float, answer: str | None, **other: Any) -> ResponseRow:
     defaults: dict[str, Any] = {
         "data_source": "", "finish_reason": "stop", "num_tokens": 10, "timed_out": False, "text": "",
     }  # fmt: skip
-    return AnswerRow(problem=problem, sample=sample, reward=reward, answer=answer, **{**defaults, **other})
+    return ResponseRow(problem=problem, sample=sample, reward=reward, answer=answer, **{**defaults, **other})
 
 
 PROMPTS = [prompt(0, "aime_2024"), prompt(1, "aime_2025")]
@@ -72,7 +72,7 @@ def test_responses_beyond_n_are_ignored() -> None:
 
 
 def test_without_extracted_answers_there_is_no_majority_metric() -> None:
-    rows: list[AnswerRow] = [{**each, "answer": None} for each in ROWS]
+    rows: list[ResponseRow] = [{**each, "answer": None} for each in ROWS]
     found = results(problems_of(PROMPTS, rows, n=4), sizes=(4,))
     assert list(found["sources"]["all"]["metrics"]) == ["mean@4", "pass@4"]
 

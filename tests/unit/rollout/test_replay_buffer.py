@@ -122,7 +122,7 @@ def test_ages_are_counted_over_tokens():
     assert scalars(staleness_metrics(batch, policy_version=5, max_staleness=3)) == {
         "rollout/staleness/mean": pytest.approx((4 * 1 + 4 * 2) / 14),
         "rollout/staleness/max": 2,
-        "rollout/staleness/mixed_answers": 0.5,
+        "rollout/staleness/mixed_responses": 0.5,
         "rollout/staleness/age_0": pytest.approx(6 / 14),
         "rollout/staleness/age_1": pytest.approx(4 / 14),
         "rollout/staleness/age_2": pytest.approx(4 / 14),

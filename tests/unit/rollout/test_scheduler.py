@@ -138,7 +138,7 @@ def test_over_sampled_responses_keep_their_tokens_over_steps():
         max_staleness=5,
         max_response_length=200,
     )
-    assert any(scalars(batch.metrics)["rollout/staleness/mixed_answers"] > 0 for batch in batches)
+    assert any(scalars(batch.metrics)["rollout/staleness/mixed_responses"] > 0 for batch in batches)
     assert 0 < max(ages(batches)) <= 5
     for batch in batches:
         assert len(set(prompt_ids([batch])[0])) == 6
