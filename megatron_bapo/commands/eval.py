@@ -160,6 +160,11 @@ def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject:
     """Raise UserError if the directory contains another kind of run or another evaluation."""
     if directory.metrics.exists() or directory.is_rollout_only:
         raise UserError(f"{directory.root} contains a training run; choose run_dir=<another folder> for the evaluation")
+    if (old_name := directory.root / "answers.jsonl").exists() and not directory.responses.exists():
+        raise UserError(
+            f"{old_name} has the responses of an earlier version, which are now in responses.jsonl; rename the file to "
+            "continue that evaluation, or choose run_dir=<another folder>"
+        )
     has_responses = directory.responses.exists()
     if not has_responses and not directory.export.exists():
         return  # there is nothing yet that could conflict

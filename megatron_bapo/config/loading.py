@@ -44,7 +44,10 @@ _RULES = {
 }
 """Rule of each kind of pydantic error, by the first word of the error's type."""
 
-RENAMED = {"rollout.on_refresh": "rollout.on_weight_update"}
+RENAMED = {
+    "rollout.on_refresh": "rollout.on_weight_update",
+    "logging.num_sample_answers": "logging.num_sample_responses",
+}
 """New names of renamed keys; the old names keep working for one release."""
 
 _COUNTED_OTHERWISE = ("train_batch_size", "ppo_mini_batch_size")

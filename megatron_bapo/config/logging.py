@@ -121,7 +121,7 @@ class LoggingConfig(Section):
     Recording slows the steps down."""
     profile_ranks: tuple[NonNegativeInt, ...] = (0,)
     """Trainer ranks on which `profile_steps` are recorded."""
-    num_sample_answers: NonNegativeInt = 8
+    num_sample_responses: NonNegativeInt = 8
     """Number of responses per step that are kept in samples.jsonl for the report."""
     entropy_clip_rule: bool = False
     """Compare the change of entropy in each update with the prediction of the Entropy-Clip Rule (arXiv 2510.18927);

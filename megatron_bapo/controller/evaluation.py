@@ -54,7 +54,7 @@ def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:
         SampleRow(
             step=step,
             prompt="\n".join(message["content"] for message in group.prompt.messages),
-            answer=_transcript(group.trajectories[0]),
+            response=_transcript(group.trajectories[0]),
             ground_truth=group.prompt.ground_truth,
             reward=group.trajectories[0].reward,
             finish_reason=group.trajectories[0].finish_reason,

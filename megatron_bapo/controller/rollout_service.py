@@ -84,7 +84,7 @@ class RolloutService:
         self._decoder = Decoder(self._tokenizer, config.model_path)
         logging = config.logging
         self._texts = ResponseTexts(
-            self._decoder.decode, num_samples=logging.num_sample_answers, keep_all=logging.dump_rollouts
+            self._decoder.decode, num_samples=logging.num_sample_responses, keep_all=logging.dump_rollouts
         )
         self._environment = None
         if config.environment is not None:

@@ -385,7 +385,7 @@ def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric
         metrics[MODEL_FLOPS], timer.seconds["update"], run.config.parallel.world_size, device_name()
     )
     run.recorder.write("train", step, metrics)
-    run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_answers))
+    run.recorder.write_samples(samples(scored.groups, step, run.config.logging.num_sample_responses))
 
 
 def _policy_lr(run: Run, num_done_in_step: int) -> float:

@@ -37,7 +37,7 @@ class PromptStream:
         self._start_epoch(epoch=0, position=0)
 
     @property
-    def num_drawn(self) -> int:
+    def num_taken(self) -> int:
         """Prompts returned or skipped since the start of the first epoch."""
         return self._epoch * len(self._prompts) + self._position
 

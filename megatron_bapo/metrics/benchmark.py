@@ -104,7 +104,7 @@ def _source(problems: Sequence[Problem], sizes: Sequence[int], *, votes: bool) -
         metrics[f"maj@{k}"] = estimate([majority_at_k(problem.votes, k) for problem in problems], k)
     return {
         "num_problems": len(problems),
-        "num_answers": len(responses),
+        "num_responses": len(responses),
         "metrics": metrics,
         "error_of_repeating": error_of_repeating([problem.num_right for problem in problems], n),
         "mean_score": sum(row["reward"] for row in responses) / len(responses),
@@ -122,7 +122,7 @@ def _row(index: int, problem: Problem) -> dict[str, Any]:
         "question": "\n".join(message["content"] for message in problem.prompt.messages if message["role"] == "user"),
         "ground_truth": problem.prompt.ground_truth,
         "num_right": problem.num_right,
-        "num_answers": problem.num,
+        "num_responses": problem.num,
         "majority": majority,
         "num_majority": num,
         "mean_tokens": problem.mean_tokens,

@@ -37,7 +37,7 @@ def print_results(console: Console, results: Mapping[str, Any]) -> None:
 
 
 def _estimates(source: str, found: Mapping[str, Any]) -> Table:
-    title = f"{source}: {found['num_problems']} problems, {found['num_answers']} responses"
+    title = f"{source}: {found['num_problems']} problems, {found['num_responses']} responses"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("metric")
     for name in ("value", "95% interval", "standard error"):
@@ -60,7 +60,7 @@ def _problems(problems: list[Mapping[str, Any]]) -> Table:
         table.add_row(
             str(row["problem"]),
             Text(row["data_source"]),
-            f"{row['num_right']}/{row['num_answers']}",
+            f"{row['num_right']}/{row['num_responses']}",
             f"{row['mean_tokens']:,.0f}",
             Text(majority),
             Text(_short(row["ground_truth"])),

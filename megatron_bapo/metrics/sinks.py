@@ -46,7 +46,7 @@ class UpdateRow(TypedDict):
 class SampleRow(TypedDict):
     step: int
     prompt: str
-    answer: str
+    response: str
     ground_truth: str
     reward: float | None
     finish_reason: FinishReason

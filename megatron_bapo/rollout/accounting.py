@@ -21,9 +21,9 @@ OUTCOMES: tuple[Outcome, ...] = ("trained", "warm_start", "dropped_uniform", "dr
 class Ledger:
     """Knows where each prompt is; prompts have serial numbers in the order in which they left the stream."""
 
-    def __init__(self, num_drawn: Callable[[], int]) -> None:
-        """`num_drawn` returns the stream's own count of the prompts that it has given out or skipped."""
-        self._num_drawn = num_drawn
+    def __init__(self, num_taken: Callable[[], int]) -> None:
+        """`num_taken` returns the stream's own count of the prompts that it has given out or skipped."""
+        self._num_taken = num_taken
         self._open: dict[int, tuple[str, Place]] = {}
         self._places: Counter[Place] = Counter()
         """Number of open prompts by place, because each transition checks the totals."""
@@ -77,18 +77,18 @@ class Ledger:
 
     def check(self) -> None:
         num = self._places.total() + self._closed.total()
-        assert num == self._num_drawn(), (
-            f"the stream has given out {self._num_drawn()} prompts, the ledger has {num}: {self.counts()}"
+        assert num == self._num_taken(), (
+            f"the stream has given out {self._num_taken()} prompts, the ledger has {num}: {self.counts()}"
         )
 
     def counts(self) -> dict[str, int]:
         return {name: self._places[name] for name in PLACES} | {name: self._closed[name] for name in OUTCOMES}
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the numbers of prompts since the run's start by place and outcome; they add up to `drawn`."""
+        """Return the numbers of prompts since the run's start by place and outcome; they add up to `taken`."""
         places = Counter(place for _, place in self._open.values())
         assert places == self._places, f"the ledger's prompts are {places}, and it has counted {self._places}"
-        counts = self.counts() | {"drawn": self._num_drawn()}
+        counts = self.counts() | {"taken": self._num_taken()}
         return {f"rollout/accounting/{name}": Last(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class RolloutScheduler:
         limits = {"max_staleness": settings.max_staleness, "max_reuse": settings.max_reuse}
         self._buffer = ReplayBuffer(**limits, on_stale=settings.on_stale, seed=seed)
         self._uniform = UniformGroups(settings.filter_groups, groups_per_batch)
-        self._ledger = Ledger(lambda: deps.stream.num_drawn)
+        self._ledger = Ledger(lambda: deps.stream.num_taken)
         self._returned: deque[tuple[int, str]] = deque()
         self._pass_rates = PassRates(deps.stream.curriculum)
         self._in_flight: dict[int, InFlightGroup] = {}

@@ -147,7 +147,6 @@ class LiveRun:
         ]
         return {
             "counts": counts,
-            "drawn": self._accounting.get(f"{_ACCOUNTING}drawn"),
             "num_quarantined": self._num_quarantined,
             "quarantined": quarantined,
         }

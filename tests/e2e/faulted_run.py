@@ -218,7 +218,7 @@ class FaultedRun:
         assert len(read_rows(self.run_dir / "updates.jsonl")) == 2 * self.total_steps
         for step, row in enumerate(rows, start=1):
             counts = {name.rsplit("/")[-1]: value for name, value in row.items() if "accounting" in name}
-            assert counts.pop("drawn") == sum(counts.values())
+            assert counts.pop("taken") == sum(counts.values())
             assert counts["trained"] == 8 * step
             assert row["rollout/staleness/max"] <= MAX_STALENESS
             assert row.get("weight_sync/probe_diff_max", 0.0) < ENGINE_LOG_PROB
@@ -234,7 +234,7 @@ class FaultedRun:
 
     def table(self) -> str:
         lines = ["| fault | detected after s | recovered after s | lost |", "| --- | --- | --- | --- |"]
-        lost = self.counts["drawn"] - sum(num for name, num in self.counts.items() if name != "drawn")
+        lost = self.counts["taken"] - sum(num for name, num in self.counts.items() if name != "taken")
         for one in self.injected:
             spans = (f"{span:.1f}" if span is not None else "" for span in (one.detected_s, one.recovered_s))
             lines.append(f"| {one.fault} | {' | '.join(spans)} | {lost} |")

@@ -92,7 +92,7 @@ def test_every_response_is_recorded_once_and_the_results_are_their_means(evaluat
     assert list(results["sources"]) == ["all", "reasoning_gym/chain_sum", "reasoning_gym/coin_flip"]
     for source, found in results["sources"].items():
         members = [row for row in rows if source in ("all", row["data_source"])]
-        assert found["num_answers"] == len(members)
+        assert found["num_responses"] == len(members)
         assert found["mean_score"] == pytest.approx(sum(row["reward"] for row in members) / len(members))
         assert found["mean_tokens"] == pytest.approx(sum(row["num_tokens"] for row in members) / len(members))
         right = sum(row["reward"] >= 1.0 for row in members)

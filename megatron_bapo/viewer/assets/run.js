@@ -205,12 +205,13 @@ function showPrompts() {
   const box = byId("prompt-bars");
   box.replaceChildren();
   runs.forEach((run, index) => {
-    const { counts, drawn, quarantined, num_quarantined: skipped } = run.prompts ?? { counts: [], quarantined: [] };
+    const { counts, quarantined, num_quarantined: skipped } = run.prompts ?? { counts: [], quarantined: [] };
     const shown = counts.filter(([, count]) => count > 0);
     if (isHidden(index) || !(shown.length || quarantined.length)) return;
+    const taken = counts.reduce((sum, [, count]) => sum + count, 0);
     const card = element("div", "card bar-row");
     const title = element("div", "bar-title");
-    title.append(element("b", "", plainText(run.name)), element("span", "", `${number(drawn)} prompts taken so far`));
+    title.append(element("b", "", plainText(run.name)), element("span", "", `${number(taken)} prompts taken so far`));
     const bar = element("div", "counts");
     const legend = element("div", "legend");
     shown.forEach(([name, count]) => {

@@ -188,6 +188,17 @@ def test_other_problems_or_other_weights_under_the_same_name_are_refused(folder:
     assert "  model: " not in result.stderr
 
 
+def test_responses_under_the_name_of_an_earlier_version_are_refused_with_the_name_to_give_them(folder: Path) -> None:
+    interrupted(folder)
+    responses = folder / "eval" / "responses.jsonl"
+    responses.rename(old := responses.with_name("answers.jsonl"))
+    result = evaluate(folder, "--dry-run")
+    assert result.exit_code == 2
+    assert f"{old} has the responses of an earlier version, which are now in responses.jsonl" in result.stderr
+    old.rename(responses)
+    assert evaluate(folder, "--dry-run").exit_code == 0
+
+
 def test_a_converted_checkpoint_is_not_used_for_another_model(folder: Path) -> None:
     """Before the first response everything may still change, except the model from which hf/ was made."""
     interrupted(folder)

@@ -249,14 +249,14 @@ def test_an_override_that_is_not_yaml_is_refused(tmp_path: Path) -> None:
 def test_a_renamed_key_works_under_its_old_name_with_a_warning_that_names_the_new_one(tmp_path: Path, old: str) -> None:
     section, name = old.split(".")
     new_section, new_name = RENAMED[old].split(".")
-    base = write(tmp_path, BASE)
-    old_file = write(tmp_path, f"extends: config.yaml\n{section}: {{{name}: keep}}\n", "old.yaml")
+    base, value = write(tmp_path, BASE), {"rollout.on_refresh": "keep", "logging.num_sample_answers": 3}[old]
+    old_file = write(tmp_path, f"extends: config.yaml\n{section}: {{{name}: {value}}}\n", "old.yaml")
     with pytest.warns(FutureWarning, match=rf"old\.yaml: {old} is now {RENAMED[old]}; the old name will be removed"):
         in_file = load_config(old_file)
-    with pytest.warns(FutureWarning, match=f"override '{old}=keep': {old} is now {RENAMED[old]}"):
-        on_command_line = load_config(base, [f"{old}=keep"])
+    with pytest.warns(FutureWarning, match=f"override '{old}={value}': {old} is now {RENAMED[old]}"):
+        on_command_line = load_config(base, [f"{old}={value}"])
     for config in (in_file, on_command_line):
-        assert getattr(getattr(config, new_section), new_name) == "keep"
+        assert getattr(getattr(config, new_section), new_name) == value
 
 
 def test_a_renamed_key_under_both_names_is_refused(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_rollout_metrics_are_computed_over_the_whole_batch():
 def test_samples_are_the_first_responses_to_the_first_prompts():
     rows = samples([responses(0.5, 1.0), responses(0.0), responses(1.0)], step=7, num=2)
 
-    assert [row["answer"] for row in rows] == ["worth 0.5", "worth 0.0"]
+    assert [row["response"] for row in rows] == ["worth 0.5", "worth 0.0"]
     assert rows[0] == {
         "step": 7,
         "prompt": "Be brief.\n1 + 1",
-        "answer": "worth 0.5",
+        "response": "worth 0.5",
         "ground_truth": "2",
         "reward": 0.5,
         "finish_reason": "stop",
@@ -96,7 +96,7 @@ def test_with_an_environment_turns_are_counted_and_samples_name_the_roles():
     for metrics in (rollout_metrics(scored), validation_metrics(scored, n=4)):
         turns = {name: value for name, value in scalars(metrics).items() if name.startswith("num_turns/")}
         assert turns == {"num_turns/mean": 1.5, "num_turns/max": 3.0, "num_turns/multi_turn_ratio": 0.25}
-    assert samples(scored.groups, step=1, num=1)[0]["answer"] == (
+    assert samples(scored.groups, step=1, num=1)[0]["response"] == (
         "assistant: <calculator>1 + 1</calculator>\ntool: 2\n"
         "assistant: <calculator>2</calculator>\ntool: 2\nassistant: 2"
     )

@@ -30,7 +30,7 @@ TOKENS = {name: np.ones(2, np.float32) for name in COLUMNS}
 
 
 def sample(step: int) -> SampleRow:
-    row = {"step": step, "prompt": "p", "answer": "a", "ground_truth": "g", "reward": 1.0, "finish_reason": "stop"}
+    row = {"step": step, "prompt": "p", "response": "a", "ground_truth": "g", "reward": 1.0, "finish_reason": "stop"}
     return cast(SampleRow, row)
 
 

@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
             {
                 "step": 1,
                 "prompt": "spell tree",
-                "answer": "<script>eert</script>",
+                "response": "<script>eert</script>",
                 "ground_truth": "eert",
                 "reward": 1.0,
                 "finish_reason": "stop",

@@ -54,7 +54,7 @@ def test_unmeasured_prompts_are_sampled_in_the_order_without_a_curriculum():
 def test_prompts_are_sampled_with_the_probability_of_their_pass_rate(settings, share):
     source = measured(stream(**settings))
     rates = [rate(prompt.prompt_id) for prompt in source.take(20000)]
-    num_epochs = source.num_drawn / NUM_PROMPTS
+    num_epochs = source.num_taken / NUM_PROMPTS
     for tenth in range(11):
         num_prompts = len(range(tenth, NUM_PROMPTS, 11))
         expected = share(tenth / 10)
@@ -67,13 +67,13 @@ def test_prompts_are_sampled_with_the_probability_of_their_pass_rate(settings, s
 def test_every_epoch_visits_each_prompt_once_and_counts_skipped_ones():
     source = measured(stream())
     taken = [source.take(1)[0].prompt_id for _ in range(700)]
-    assert source.num_drawn == source.num_skipped + len(taken)
+    assert source.num_taken == source.num_skipped + len(taken)
     assert source.num_skipped > 0
     again = measured(stream())
     epochs: dict[int, list[str]] = {}
     for name in taken:
         assert again.take(1)[0].prompt_id == name
-        epochs.setdefault((again.num_drawn - 1) // NUM_PROMPTS, []).append(name)
+        epochs.setdefault((again.num_taken - 1) // NUM_PROMPTS, []).append(name)
     assert len(epochs) > 3
     assert all(len(set(names)) == len(names) < NUM_PROMPTS for names in epochs.values())
 
@@ -88,7 +88,7 @@ def test_a_restored_stream_keeps_measured_pass_rates():
         assert one.curriculum is not None
         one.curriculum.measure("train:0", 0.5)
     assert restored.take(500) == source.take(500)
-    assert (restored.num_drawn, restored.num_skipped) == (source.num_drawn, source.num_skipped)
+    assert (restored.num_taken, restored.num_skipped) == (source.num_taken, source.num_skipped)
 
 
 def test_the_order_depends_on_the_seed():

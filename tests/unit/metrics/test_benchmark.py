@@ -61,14 +61,14 @@ def test_results_cover_each_data_source_and_all_combined() -> None:
         {name: (value + values["aime_2025"][name]) / 2 for name, value in values["aime_2024"].items()}
     )
     together = found["sources"]["all"]
-    assert (together["num_problems"], together["num_answers"], together["reward_timeouts"]) == (2, 8, 1)
+    assert (together["num_problems"], together["num_responses"], together["reward_timeouts"]) == (2, 8, 1)
     assert (together["mean_tokens"], together["truncated"], together["mean_score"]) == (12.5, 0.125, 3.5 / 8)
 
 
 def test_responses_beyond_n_are_ignored() -> None:
     found = results(problems_of(PROMPTS, ROWS, n=2), sizes=(1, 2))
     assert found["problems"][0]["num_right"] == 1
-    assert found["sources"]["all"]["num_answers"] == 4
+    assert found["sources"]["all"]["num_responses"] == 4
 
 
 def test_without_extracted_answers_there_is_no_majority_metric() -> None:

@@ -43,15 +43,15 @@ def row(step: int, metrics: dict[str, float], phase: Any = "train") -> MetricsRo
 
 
 def sample(step: int, **changes: Any) -> SampleRow:
-    answer: SampleRow = {
+    row: SampleRow = {
         "step": step,
         "prompt": "2 + 2 =",
-        "answer": "4",
+        "response": "4",
         "ground_truth": "4",
         "reward": 1.0,
         "finish_reason": "stop",
     }
-    return cast(SampleRow, answer | changes)
+    return cast(SampleRow, row | changes)
 
 
 def page(run_dir: Path, **changes: Any) -> Page:
@@ -100,7 +100,7 @@ def test_markup_in_a_runs_texts_is_escaped(tmp_path: Path):
         tmp_path,
         title=evil,
         summary={"model": evil},
-        samples=[sample(1, answer=evil, prompt=evil, ground_truth=evil)],
+        samples=[sample(1, response=evil, prompt=evil, ground_truth=evil)],
         rows=[row(1, {f"val/{evil}": 0.5}, "validation"), row(2, {f"val/{evil}": 0.5, "val/other": 0.5}, "validation")],
         config_yaml=f"model: {evil}\n",
     )
@@ -122,11 +122,17 @@ def test_an_accuracy_that_was_not_measured_is_a_dash(tmp_path: Path):
 
 
 def test_samples_of_the_first_and_the_last_step_are_shown(tmp_path: Path):
-    samples = [sample(step, answer=f"answer {step}") for step in (1, 2, 3)]
+    samples = [sample(step, response=f"answer {step}") for step in (1, 2, 3)]
     report = page(tmp_path, samples=samples)
     assert report.headings == ["Step 1", "Step 3"]
     assert {"answer 1", "answer 3"} <= set(report.texts)
     assert "answer 2" not in report.texts
+
+
+def test_a_sample_that_an_earlier_version_wrote_is_shown(tmp_path: Path):
+    row: dict[str, Any] = {**sample(1)}
+    row["answer"] = row.pop("response") + " o'clock"
+    assert "4 o'clock" in page(tmp_path, samples=[row]).texts
 
 
 def test_a_truncated_or_unscored_sample_is_marked(tmp_path: Path):
@@ -135,7 +141,7 @@ def test_a_truncated_or_unscored_sample_is_marked(tmp_path: Path):
 
 
 def test_a_response_with_an_unpaired_surrogate_does_not_stop_the_report(tmp_path: Path):
-    assert "4 ?" in page(tmp_path, samples=[sample(1, answer="4 \ud800")]).texts
+    assert "4 ?" in page(tmp_path, samples=[sample(1, response="4 \ud800")]).texts
 
 
 @pytest.mark.parametrize("measure", ["share", "ratio"])

@@ -56,7 +56,7 @@ def test_a_sample_is_read_back_unchanged(tmp_path: Path):
     sample: SampleRow = {
         "step": 3,
         "prompt": "2 + 2 =\n",
-        "answer": "vier\u2028\ud800",
+        "response": "vier\u2028\ud800",
         "ground_truth": "4",
         "reward": 1.0,
         "finish_reason": "stop",

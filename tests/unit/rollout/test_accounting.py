@@ -6,27 +6,27 @@ from megatron_bapo.rollout.accounting import Ledger
 
 
 class Stream:
-    num_drawn = 0
+    num_taken = 0
 
     def ledger(self) -> Ledger:
-        return Ledger(lambda: self.num_drawn)
+        return Ledger(lambda: self.num_taken)
 
 
 def test_every_prompt_is_in_one_place_and_the_counts_add_up_to_the_streams():
     stream = Stream()
     ledger = stream.ledger()
     for prompt_id in "abcdef":
-        stream.num_drawn += 1
+        stream.num_taken += 1
         ledger.open(prompt_id)
     ledger.move(1, "buffered")
     for serial, outcome in [(1, "trained"), (2, "dropped_uniform"), (3, "dropped_stale"), (4, "quarantined")]:
         ledger.close(serial, outcome)
     ledger.move(5, "buffered")
-    stream.num_drawn += 3 + 2
+    stream.num_taken += 3 + 2
     ledger.skip(2)
     ledger.add_warm_start(3)
     assert scalars(ledger.metrics()) == {
-        "rollout/accounting/drawn": 11,
+        "rollout/accounting/taken": 11,
         "rollout/accounting/in_flight": 1,
         "rollout/accounting/buffered": 1,
         "rollout/accounting/returned": 0,
@@ -42,10 +42,10 @@ def test_every_prompt_is_in_one_place_and_the_counts_add_up_to_the_streams():
 def test_a_prompt_that_is_lost_or_closed_twice_is_detected_at_the_next_transition():
     stream = Stream()
     ledger = stream.ledger()
-    stream.num_drawn = 2
+    stream.num_taken = 2
     with pytest.raises(AssertionError, match="the stream has given out 2 prompts, the ledger has 1"):
         ledger.open("a")
-    stream.num_drawn = 1
+    stream.num_taken = 1
     ledger.close(0, "trained")
     with pytest.raises(KeyError):
         ledger.close(0, "trained")
@@ -55,7 +55,7 @@ def test_open_prompts_are_returned_in_order_with_their_serial_numbers():
     stream = Stream()
     ledger = stream.ledger()
     for prompt_id in "abcd":
-        stream.num_drawn += 1
+        stream.num_taken += 1
         ledger.open(prompt_id)
     ledger.move(2, "buffered")
     ledger.close(1, "trained")
@@ -67,5 +67,5 @@ def test_open_prompts_are_returned_in_order_with_their_serial_numbers():
     for serial, prompt_id in ((0, "b"), (1, "b"), (2, "c")):
         with pytest.raises(UserError, match=f"prompt {prompt_id} with serial number {serial}, which is not open"):
             again.restore(serial, prompt_id, "buffered")
-    stream.num_drawn += 1
+    stream.num_taken += 1
     assert again.open("e") == 4

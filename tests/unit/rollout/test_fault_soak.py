@@ -115,7 +115,7 @@ def test_random_faults_lose_no_prompt_and_corrupt_no_token(on_weight_update: str
     for step, batch in enumerate(batches, start=1):
         metrics = scalars(batch.metrics)
         counts = {name.rsplit("/")[-1]: value for name, value in metrics.items() if "accounting" in name}
-        assert counts.pop("drawn") == sum(counts.values())
+        assert counts.pop("taken") == sum(counts.values())
         assert counts["trained"] == soak.groups_per_batch * step
         assert metrics["rollout/staleness/max"] <= 2
         trained.update(group.prompt.prompt_id for group in batch.groups)

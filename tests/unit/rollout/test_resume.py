@@ -198,7 +198,7 @@ def test_after_an_interruption_nothing_is_lost_trained_too_often_or_generated_tw
         assert max(uses.values()) <= settings.max_reuse
         for batch in after:
             counts = accounting(batch)
-            assert counts.pop("drawn") == sum(counts.values())
+            assert counts.pop("taken") == sum(counts.values())
             assert scalars(batch.metrics)["rollout/staleness/max"] <= settings.max_staleness
         groups = {group.prompt.prompt_id: group for batch in after for group in batch.groups}
         for trajectory in (t for group in groups.values() for t in group.trajectories):
@@ -206,7 +206,7 @@ def test_after_an_interruption_nothing_is_lost_trained_too_often_or_generated_tw
         if num_taken == len(before):  # otherwise a batch was in training, and its prompts are in neither set
             ledger = again.scheduler.state_dict()["ledger"]
             still_open = {prompt_id for _, prompt_id in ledger["open"]}
-            assert len(uses) + len(still_open) + ledger["closed"].get("dropped_stale", 0) == again.stream.num_drawn
+            assert len(uses) + len(still_open) + ledger["closed"].get("dropped_stale", 0) == again.stream.num_taken
             assert uses.keys().isdisjoint(still_open)
         await again.scheduler.close()
         return check_continued(in_flight, groups)
@@ -226,7 +226,7 @@ def test_without_weight_updates_a_resumed_run_starts_as_many_prompts_as_the_unin
         again.scheduler.load_state_dict(json.loads(checkpoint.scheduler), load_in_flight(checkpoint.folder))
         expected, found = await one.scheduler.take(), await again.scheduler.take()
         assert contents(found) == contents(expected)
-        assert again.stream.num_drawn == one.stream.num_drawn
+        assert again.stream.num_taken == one.stream.num_taken
         await asyncio.gather(one.scheduler.close(), again.scheduler.close())
 
     run_in_virtual_time(main())

@@ -61,7 +61,7 @@ def test_sync_generates_only_the_requested_groups_in_the_order_of_the_stream():
         world = World(settings())
         batches = await world.train(3)
         await asyncio.sleep(100.0)
-        assert world.stream.num_drawn == 18
+        assert world.stream.num_taken == 18
         assert names(batches) == stream_order(18)
         assert ages(batches) == [0, 0, 0]
         await world.scheduler.close()
@@ -92,7 +92,7 @@ def test_async_generates_while_the_trainer_trains_and_no_group_exceeds_max_stale
         metrics = scalars(batch.metrics)
         assert metrics["rollout/staleness/max"] == ages(batches)[step]
         counts = {name.rsplit("/")[-1]: value for name, value in metrics.items() if "accounting" in name}
-        assert counts.pop("drawn") == sum(counts.values())
+        assert counts.pop("taken") == sum(counts.values())
         assert counts["trained"] == 6 * (step + 1)
 
 
@@ -118,13 +118,13 @@ def test_no_prompt_is_started_whose_group_would_be_too_old():
 
     async def main() -> None:
         world = World(settings(mode="async"))
-        assert world.stream.num_drawn == 0
+        assert world.stream.num_taken == 0
         await world.scheduler.take()
-        assert world.stream.num_drawn == 6 + 6
+        assert world.stream.num_taken == 6 + 6
         await asyncio.sleep(100.0)
-        assert world.stream.num_drawn == 6 + 6
+        assert world.stream.num_taken == 6 + 6
         await world.update_weights()
-        assert world.stream.num_drawn == 6 + 12
+        assert world.stream.num_taken == 6 + 12
         await world.scheduler.close()
 
     run_in_virtual_time(main())
@@ -213,7 +213,7 @@ def test_over_generation_is_bounded_if_every_group_is_uniform():
     batches = trained(2, world_values, filter_groups={"enable": True, "max_num_gen_batches": 4})
     metrics = scalars(batches[-1].metrics)
     assert metrics["rollout/accounting/dropped_uniform"] == 2 * 3 * 6
-    assert metrics["rollout/accounting/drawn"] == 2 * 4 * 6
+    assert metrics["rollout/accounting/taken"] == 2 * 4 * 6
 
 
 def test_a_slow_reward_delays_only_its_own_group():
@@ -319,7 +319,7 @@ def test_a_resumed_run_loses_no_prompt_and_uses_the_same_seeds(values: dict[str,
         trained = names(batches)
         assert len(trained) == len(set(trained)) == 36
         still_open = [prompt_id for _, prompt_id in again.scheduler.state_dict()["ledger"]["open"]]
-        assert sorted(trained + still_open) == sorted(stream_order(again.stream.num_drawn))
+        assert sorted(trained + still_open) == sorted(stream_order(again.stream.num_taken))
         seeds = [{r.request_id: r.seed for e in w.engines for _, r in e.log} for w in (world, again)]
         assert all(seeds[0][name] == seeds[1][name] for name in seeds[0].keys() & seeds[1].keys())
         counts = scalars(batches[-1].metrics)
@@ -409,7 +409,7 @@ def test_a_curriculum_prefers_prompts_that_are_solved_sometimes_and_the_accounti
     assert sum(int(name.split(":")[1]) % 3 == 2 for name in late) > 0.7 * len(late)
     for batch in batches:
         counts = {n.rsplit("/")[-1]: v for n, v in scalars(batch.metrics).items() if "accounting" in n}
-        assert counts.pop("drawn") == sum(counts.values())
+        assert counts.pop("taken") == sum(counts.values())
     assert counts["skipped"] > 0
     assert contents(trained(30, world_values, **values)) == contents(batches)
 

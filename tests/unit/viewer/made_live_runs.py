@@ -44,7 +44,7 @@ def step_metrics(step: int, seed: int = 0, lr: float = 2e-4) -> dict[str, float]
         "response_length/max": 64.0,
         "response_length/mean": 40 - 12 * learned + noise[1],
         "rollout/accounting/buffered": 3.0,
-        "rollout/accounting/drawn": 16.0 * step + 12,
+        "rollout/accounting/taken": 16.0 * step + 12,
         "rollout/accounting/dropped_stale": 0.0,
         "rollout/accounting/dropped_uniform": float(step // 3),
         "rollout/accounting/in_flight": 8.0,
