@@ -157,33 +157,54 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict:
     trained on twice.
     """
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    process = start(run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *TRACKERS)
+    first = stopped(signal.SIGINT, run_dir, "rollout.max_reuse=2", "weight_sync.transport=nccl", *TRACKERS)
+    again = ("rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *TRACKERS)
+    return {**first, "run_dir": run_dir, "second": finish(start(run_dir, *again))}
+
+
+def stopped(number: signal.Signals, run_dir: Path, *overrides: str) -> dict:
+    """Start a run, send the signal to its launcher after the first step, and return what was seen and is left of it."""
+    process = start(run_dir, *overrides)
     wait_for_step(run_dir, 1)
     family = family_of(process)
     listening, stores = open_to_the_network(family), weight_stores(family)
     sockets, rendezvous = vllms_sockets(family), [path for store in stores for path in store.glob("vllm_dist_*")]
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     return {
-        "run_dir": run_dir,
         "first": finish(process),
         "listening": listening,
         "stores": stores,
         "sockets": sockets,
         "rendezvous": rendezvous,
         "steps_before": train_steps(run_dir),
+        "saved_step": RunDirectory(run_dir).saved_step,
         "left": leftovers(family, stores),
-        "second": finish(
-            start(run_dir, "rollout.max_reuse=2", "weight_sync.engine_store=own", "weight_sync.full_every=2", *TRACKERS)
-        ),
     }
 
 
-def test_ctrl_c_saves_the_state_names_the_resume_command_and_leaves_nothing_running(resumed: dict) -> None:
-    code, output, errors = resumed["first"]
+def check_stopped(seen: dict, num_steps: int) -> None:
+    """Check that a run of `num_steps` was stopped cleanly before its end."""
+    code, output, errors = seen["first"]
     assert code == 130, output + errors
+    assert "Stopped; the state is saved. Continue with the same command" in output
     assert "python -m megatron_bapo train" in output
-    assert resumed["left"] == []
-    assert 1 <= len(resumed["steps_before"]) < 4
+    assert seen["left"] == []
+    assert 1 <= len(seen["steps_before"]) < num_steps
+    assert seen["saved_step"] == seen["steps_before"][-1]
+
+
+def test_ctrl_c_saves_the_state_names_the_resume_command_and_leaves_nothing_running(resumed: dict) -> None:
+    check_stopped(resumed, 4)
+
+
+def test_sigterm_saves_the_state_and_the_same_command_continues_without_a_gap(tmp_path: Path) -> None:
+    """The run is asynchronous, so its engine generates while it is stopped."""
+    run_dir, num_steps = tmp_path / "run", 8
+    asynchronous = ("rollout.mode=async", "rollout.max_staleness=1", f"trainer.total_steps={num_steps}")
+    check_stopped(stopped(signal.SIGTERM, run_dir, *asynchronous), num_steps)
+    code, output, errors = finish(start(run_dir, *asynchronous))
+    assert code == 0, output + errors
+    assert train_steps(run_dir) == [*range(1, num_steps + 1)]
 
 
 def test_nothing_listens_beyond_the_loopback_interface(resumed: dict) -> None:
