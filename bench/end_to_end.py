@@ -7,7 +7,8 @@ SmolLM2-135M-Instruct (`make smollm2`) in float32 answers word problems: 8 promp
 and two updates on each batch. Ours is configs/smollm2_135m_cpu.yaml with these prompts and lengths. TRL runs with its
 defaults but for gradient checkpointing, which slows it down, and with as many threads as there are cores. Responses are
 sampled, so their mean lengths differ a little; the table has them. The first step, which fills caches, does not count.
-Needs build/bench-site on PYTHONPATH.
+Processor seconds, of engines and of updates, compare the two also on a machine that other work uses. Needs
+build/bench-site on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Steps:
     seconds: Sequence[float]
     mean_length: float
     """Mean number of tokens of a response."""
+    cpu_s: float | None
+    """Mean processor seconds of a step, where they are known."""
     parts: Mapping[str, float]
     """Mean seconds of a step's parts, where they are known."""
 
@@ -86,7 +89,9 @@ def ours(folder: Path, prompts: Path, num_steps: int, changes: Sequence[str]) ->
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
     rows = rows[NUM_FIRST_STEPS:]
     parts = {name: mean(row[f"timing_s/{name}"] for row in rows) for name in ("generate", "update", "weight_sync")}
-    return Steps([row["timing_s/step"] for row in rows], mean(row["response_length/mean"] for row in rows), parts)
+    cpu_s = mean(row["perf/cpu_s/rollouts"] + row["perf/cpu_s/update"] for row in rows)
+    lengths = [row["response_length/mean"] for row in rows]
+    return Steps([row["timing_s/step"] for row in rows], mean(lengths), cpu_s, parts)
 
 
 def trl(folder: Path, prompts: Path, num_steps: int, *, use_vllm: bool) -> Steps:
@@ -109,7 +114,9 @@ def trl(folder: Path, prompts: Path, num_steps: int, *, use_vllm: bool) -> Steps
     with (folder / "trl.log").open("w") as log:
         subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=log, stderr=log, env=environment, cwd=ROOT)
     found = json.loads((folder / "results.json").read_text())
-    return Steps(found["step_s"][NUM_FIRST_STEPS:], mean(found["mean_length"]), {})
+    cpu_s = None if use_vllm else mean(found["step_cpu_s"][NUM_FIRST_STEPS:])  # vLLM has processes of its own
+    lengths = found["mean_length"][NUM_FIRST_STEPS:]
+    return Steps(found["step_s"][NUM_FIRST_STEPS:], mean(lengths), cpu_s, {})
 
 
 def main() -> None:
@@ -135,6 +142,7 @@ def main() -> None:
         (
             name,
             run.mean_s,
+            run.cpu_s or "",
             run.mean_length,
             *(run.parts.get(part, "") for part in ("generate", "update", "weight_sync")),
             run.mean_s / runs["ours"].mean_s,
@@ -144,10 +152,10 @@ def main() -> None:
     ratios = {f"{_key(name)}_to_ours": round(run.mean_s / runs["ours"].mean_s, 3) for name, run in runs.items()}
     del ratios["ours_to_ours"]
     for name, run in runs.items():
-        figures |= {f"{_key(name)}_step_s": round(run.mean_s, 2)}
+        figures |= {f"{_key(name)}_step_s": round(run.mean_s, 2), f"{_key(name)}_cpu_s": round(run.cpu_s or 0.0, 1)}
         figures |= {f"{_key(name)}_response_tokens": round(run.mean_length, 1)}
     figures |= {f"ours_{part}_s": round(seconds, 2) for part, seconds in runs["ours"].parts.items()}
-    header = ("trainer", "s/step", "tokens a response", "generate", "update", "weights", "to ours")
+    header = ("trainer", "s/step", "CPU s/step", "tokens a response", "generate", "update", "weights", "to ours")
     report("end_to_end", header, rows, ratios=ratios, figures=figures)
 
 

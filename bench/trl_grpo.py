@@ -1,11 +1,12 @@
-"""GRPO by TRL, for bench.end_to_end: trains a model on prompts and writes the seconds of each step."""
+"""GRPO by TRL, for bench.end_to_end: trains a model on prompts and writes the time of each step."""
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -17,18 +18,23 @@ from megatron_bapo.rewards.math_answer import compute_score
 
 
 class StepClock(TrainerCallback):
-    """Records the time at the end of each rollout batch, which has `num_updates` updates."""
+    """Records the time and the processor time at the end of each rollout batch, which has `num_updates` updates."""
 
     def __init__(self, num_updates: int) -> None:
         self._num_updates = num_updates
-        self.ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []
 
     def on_train_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        self.ends.append(perf_counter())
+        self._ends.append((perf_counter(), process_time()))
 
     def on_step_end(self, _args: Any, state: Any, *_others: Any, **_kwargs: Any) -> None:
         if state.global_step % self._num_updates == 0:
-            self.ends.append(perf_counter())
+            self._ends.append((perf_counter(), process_time()))
+
+    def seconds(self) -> tuple[list[float], list[float]]:
+        """Return the seconds and the processor seconds of each batch."""
+        step_s, step_cpu_s = ([end - start for start, end in pairwise(ends)] for ends in zip(*self._ends, strict=True))
+        return step_s, step_cpu_s
 
 
 def reward(completions: list[Any], answer: list[str], **_columns: Any) -> list[float]:
@@ -75,8 +81,8 @@ def main(job: dict[str, Any], results: Path) -> None:
     )
     trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-    seconds = [end - start for start, end in zip(clock.ends, clock.ends[1:], strict=False)]
-    results.write_text(json.dumps({"step_s": seconds, "mean_length": lengths}))
+    step_s, step_cpu_s = clock.seconds()
+    results.write_text(json.dumps({"step_s": step_s, "step_cpu_s": step_cpu_s, "mean_length": lengths}))
 
 
 if __name__ == "__main__":
