@@ -1,7 +1,7 @@
 """Trains one minibatch under its clip bounds, which are found before the training pass, during it, or per micro-batch.
 
     scope        method       passes over the minibatch
-    minibatch    score        forward only, search, training
+    minibatch    score        forward only, search, training; one micro-batch: training, with a search in it
     minibatch    speculate    training under predicted bounds, search; repeated under the exact bounds if they differ
     microbatch   -            training, with a search in the forward pass of each micro-batch
 
@@ -16,6 +16,9 @@ and the last bounds. In 492 updates of two runs on the quickstart task, with 8 u
 was right in 99% of the updates with a target of 0.4 and in 83% with a target of 0.5, the hardest case because it is the
 median share there. The bounds of the previous update were right in 98% and 53%; ratios of earlier updates did no
 better.
+
+A minibatch of one micro-batch on each rank needs no scoring pass: between its forward and its backward pass all ranks
+have the log-probs of the whole minibatch. The search there costs another pass of the output layer only.
 
 Only the last pipeline stage has log-probs and therefore bounds. The other ranks learn the outcome from one small
 maximum over all ranks. The sums of the search are reduced over data- and context-parallel ranks only, because
@@ -96,6 +99,8 @@ def train_within_bounds(
         return _train_and_check(worker, micro_batches, train)
     if algorithm.clip_bounds.method == "speculate":
         return _speculate(worker, micro_batches, train)
+    if len(micro_batches) == 1:  # on every rank, so the bounds of the micro-batch are those of the minibatch
+        return MinibatchResult(train(None), {}, scored=False)
     bounds = _bounds(worker, micro_batches, _score(worker, micro_batches))
     return MinibatchResult(train(_as_bounds(bounds)), bounds_metrics(bounds), scored=True)
 

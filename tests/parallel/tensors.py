@@ -37,3 +37,8 @@ def same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     assert ours.keys() == theirs.keys()
     assert ours
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def without_flops(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that do not depend on the layout: BAPO scores no minibatch of one micro-batch on each rank."""
+    return {name: value for name, value in metrics.items() if name != "perf/model_flops"}
