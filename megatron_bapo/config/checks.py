@@ -32,8 +32,8 @@ PROMPT_FILE_SUFFIXES = (".jsonl", ".parquet")
 FREE_ON_RESUME = (
     *("run_dir", "parallel", "weight_sync", "checkpoint", "evaluation", "logging"),
     *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload", "rollout.object_store_mib"),
-    *("trainer.total_steps", "trainer.max_tokens_per_gpu", "trainer.packing", "trainer.logprob_chunk_size"),
-    *("trainer.fused_kernels", "trainer.offload", "trainer.collective_timeout_s", "trainer.max_restarts"),
+    *(f"trainer.{key}" for key in ("total_steps", "max_tokens_per_gpu", "packing", "share_prompts", "offload")),
+    *(f"trainer.{key}" for key in ("logprob_chunk_size", "fused_kernels", "collective_timeout_s", "max_restarts")),
     *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
     *(f"algorithm.distillation.engines.{key}" for key in EngineSizeConfig.model_fields),
     *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update", "rollout.max_reward_failures"),

@@ -93,6 +93,11 @@ _CONDITIONS = (
         "rollout.mode=async, or partial_rollout.over_sampling or max_reuse above 1",
     ),
     _Condition(
+        ("trainer.share_prompts",),
+        lambda c: c.shares_prompts or not c.trainer.share_prompts,
+        "layers with transformer_impl=local, packing, no context parallelism, FP8 or routing replay",
+    ),
+    _Condition(
         ("parallel.recompute_modules",),
         lambda c: c.parallel.recompute_granularity == "selective",
         "parallel.recompute_granularity=selective",

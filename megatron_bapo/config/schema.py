@@ -180,6 +180,9 @@ class TrainerConfig(Section):
     """Maximum number of tokens of a micro-batch per context-parallel rank, including padding."""
     packing: bool = True
     """Pack the sequences of a micro-batch one after another. `false` pads all of them to the longest."""
+    share_prompts: bool = True
+    """Compute the prompt of a group's responses once in each micro-batch. Layers of Transformer Engine, context
+    parallelism, FP8, `packing=false` and routing replay compute it for each response."""
     logprob_chunk_size: PositiveInt = 1024
     """Number of tokens whose logits are in memory at a time."""
     fused_kernels: bool = True
@@ -331,6 +334,22 @@ class Config(Section):
             fp8_multiple=self.fp8.multiple if self.fp8 is not None else None,
             packing=self.trainer.packing,
         )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the trajectories of a group share their prompt within a micro-batch."""
+        return (
+            self.trainer.share_prompts
+            and self.trainer.packing
+            and self.model.transformer_impl == "local"
+            and self.parallel.context_parallel_size == 1
+            and self.fp8 is None
+            and self.algorithm.routing_replay == "none"
+        )
+
+    def group_numbers(self, num_trajectories: int) -> list[int]:
+        """Return the number of each trajectory's group in a batch of whole groups, one after another."""
+        return [index // self.rollout.n for index in range(num_trajectories)]
 
     @property
     def log_prob_noise(self) -> float:

@@ -173,7 +173,7 @@ def warm_start(run: Run) -> None:
     run.announce("warm start")
     while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
         demonstrations = run.rollouts.sft_demonstrations(settings.batch_size) if run.rollouts else None
-        trajectories = scatter_batch(run.worker, demonstrations, [range(settings.batch_size)])
+        trajectories = scatter_batch(run.worker, demonstrations, [range(settings.batch_size)], in_groups=False)
         examples = with_token_weights(
             [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
             "token-mean",

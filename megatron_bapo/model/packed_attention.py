@@ -1,9 +1,11 @@
 """Packed sequences in plain torch: token positions, rotary angles and causal attention.
 
 Under context parallelism, the queries of a rank are its zigzag part of every sequence, and it gathers the keys and
-values of all parts. Legend: T tokens of this rank, S tokens of all context-parallel ranks, B sequences of a batch, Q
-longest part of a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D
-head size, E width of a head's value.
+values of all parts. Sequences may share tokens: those have the same queries, keys and values in all of them, so only
+attention repeats them, and all other layers compute them once. Legend: T tokens of this rank, U tokens of this rank's
+sequences, with shared ones repeated, S tokens of all context-parallel ranks, B sequences of a batch, Q longest part of
+a sequence on this rank, L longest sequence, H heads of this rank, G key/value heads of this rank, D head size, E width
+of a head's value.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class AttentionBatch:
     """
 
     tokens: slice
-    """Tokens of the batch in T."""
+    """Tokens of the batch in U, which is T where no tokens are shared."""
     num_sequences: int
     longest_part: int
     longest: int
@@ -58,6 +60,24 @@ class AttentionBatch:
         return torch.arange(self.longest, device=self.last_visible_BQ.device) <= self.last_visible_BQ[:, None, :, None]
 
 
+@dataclass(frozen=True)
+class SharedTokens:
+    """Which tokens of the sequences are the same."""
+
+    token_U: torch.Tensor
+    """Index in T of each token of the sequences."""
+    first_T: torch.Tensor
+    """Index in U of the first of those that are token T."""
+
+    @staticmethod
+    def of(token_U: np.ndarray, device: torch.device) -> SharedTokens | None:
+        """Return the mapping of `token_U`, which has every index in T; None if it has each of them once."""
+        _, first_T = np.unique(token_U, return_index=True)
+        if len(first_T) == len(token_U):
+            return None
+        return SharedTokens(*(_tensor([indices], device) for indices in (token_U, first_T)))
+
+
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Sequence layout of a micro-batch for attention, computed once for all layers."""
@@ -69,11 +89,14 @@ class PackedSequences(PackedSeqParams):
     size: int
     """Context-parallel size."""
     device: torch.device
+    shared: SharedTokens | None = None
+    """Only with a context-parallel size of 1; None if no sequences share tokens."""
 
     @cached_property
     def positions_T(self) -> torch.Tensor:
         """Position of each token in its sequence."""
-        return _tensor([zigzag(length, self.rank, self.size) for length in self.lengths], self.device)
+        positions_U = _tensor([zigzag(length, self.rank, self.size) for length in self.lengths], self.device)
+        return positions_U if self.shared is None else positions_U[self.shared.first_T]
 
     @cached_property
     def batches(self) -> tuple[AttentionBatch, ...]:
@@ -88,6 +111,7 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def thd(self) -> PackedSeqParams:
         """Sequence boundaries for Transformer Engine's attention."""
+        assert self.shared is None, "Transformer Engine's attention cannot repeat shared tokens"
         starts = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32, device=self.device)
         return thd_sequences(starts, longest_bound(max(self.lengths), self.size))
 
@@ -102,7 +126,9 @@ def longest_bound(longest: int, size: int) -> int:
     return round_up(round_up(longest, step), 2 * size)
 
 
-def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch.device) -> PackedSequences:
+def packed_sequences(
+    lengths: Sequence[int], rank: int, size: int, device: torch.device, shared: SharedTokens | None = None
+) -> PackedSequences:
     """Return the layout of packed sequences of `lengths` tokens on one of `size` context-parallel ranks.
 
     Sequences in descending order of length give the fewest attention batches.
@@ -114,6 +140,7 @@ def packed_sequences(lengths: Sequence[int], rank: int, size: int, device: torch
         rank=rank,
         size=size,
         device=device,
+        shared=shared,
     )
 
 
@@ -233,7 +260,9 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output, [T, 1, H*E]."""
         query_THD, key_TGD, value_TGE = (x.flatten(0, -3) for x in (query_T1HD, key_T1GD, value_T1GE))
-        size = self.config.context_parallel_size
+        size, shared = self.config.context_parallel_size, packed_seq_params.shared
+        if shared is not None:
+            query_THD, key_TGD, value_TGE = (x.index_select(0, shared.token_U) for x in (query_THD, key_TGD, value_TGE))
         if size > 1:
             key_value_S = gather_from_sequence_parallel_region(
                 torch.cat([key_TGD, value_TGE], dim=-1), group=self.context_group
@@ -250,7 +279,8 @@ class PackedAttention(MegatronModule):
             )
             for batch in packed_seq_params.batches
         ]
-        return torch.cat(outputs)[:, None]
+        out_UA = torch.cat(outputs)
+        return (out_UA if shared is None else out_UA.index_select(0, shared.first_T))[:, None]
 
     def _attend(
         self, batch: AttentionBatch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -1,11 +1,13 @@
 """Packing of trajectories into micro-batches.
 
-Legend: T packed tokens of a micro-batch on this rank; N tokens of T whose label is a sampled token; S sampled tokens of
-a trajectory: its R response tokens without those of an environment; L layers with experts of this pipeline stage; K
-experts of a token.
+Legend: T packed tokens of a micro-batch on this rank; U those of its sequences, with shared ones repeated; N tokens of
+T whose label is a sampled token; S sampled tokens of a trajectory: its R response tokens without those of an
+environment; L layers with experts of this pipeline stage; K experts of a token.
 
 A sequence of P prompt and R response tokens enters the model as its first P+R-1 tokens, each with the next token as its
 label, so every computed token predicts something. Labels are assigned before context parallelism splits the sequence.
+The first P-1 of these tokens are the same in all sequences of a group, and predict none of their sampled tokens, so a
+micro-batch may share them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from megatron_bapo.config.padding import PaddingRule
-from megatron_bapo.model.packed_attention import PackedSequences, packed_sequences
+from megatron_bapo.model.packed_attention import PackedSequences, SharedTokens, packed_sequences
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import NO_ROUTE, Trajectory
@@ -48,6 +50,8 @@ class Example:
     """Place of its first sampled token in the token trace; None: the trace does not have it."""
     routes: np.ndarray | None = None
     """Experts of each of its P+R-1 input tokens in this pipeline stage, [P+R-1, L, K], to replay."""
+    group: int | None = None
+    """Number of its group, whose members have the same prompt; None: it is in none."""
 
     @property
     def ratio_log_probs(self) -> np.ndarray:
@@ -71,6 +75,11 @@ class Example:
     @property
     def num_input_tokens(self) -> int:
         return len(self.trajectory.prompt_token_ids) + len(self.trajectory.response_token_ids) - 1
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Number of its first input tokens that predict no sampled token, and are the same in its whole group."""
+        return len(self.trajectory.prompt_token_ids) - 1
 
 
 @dataclass(frozen=True)
@@ -131,19 +140,48 @@ def _part(example: Example, padded_length: int, context: Axis) -> _Part:
     return _Part(sequence[local], sequence[local + 1], positions, sampled[local][positions])
 
 
-def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis, device: torch.device) -> MicroBatch:
+def _token_indices(examples: Sequence[Example]) -> np.ndarray:
+    """Return the index in T of each token of the examples, int64 [U]; those of a group share their first tokens."""
+    indices, firsts, num_tokens = [np.zeros(0, np.int64)], dict[int, tuple[int, np.ndarray]](), 0
+    for example in examples:
+        prompt, num_shared = example.trajectory.prompt_token_ids, 0
+        if example.group is not None:
+            start, first_prompt = firsts.setdefault(example.group, (num_tokens, prompt))
+            assert np.array_equal(prompt, first_prompt), f"the examples of group {example.group} have different prompts"
+            if start < num_tokens:
+                num_shared = example.num_shared_tokens
+                indices.append(np.arange(start, start + num_shared))
+        num_own = example.num_input_tokens - num_shared
+        indices.append(np.arange(num_tokens, num_tokens + num_own))
+        num_tokens += num_own
+    return np.concatenate(indices)
+
+
+def _with_padding(token_U: np.ndarray, rule: PaddingRule, context: Axis) -> tuple[np.ndarray, int]:
+    """Return the indices with those of the padding that follows on this rank, and its number of tokens."""
+    num_tokens = int(token_U.max(initial=-1)) + 1
+    num_allocated = rule.allocated([num_tokens * context.size]) // context.size
+    return np.concatenate([token_U, np.arange(num_tokens, num_allocated)]), num_allocated - num_tokens
+
+
+def to_micro_batch(
+    examples: Sequence[Example], rule: PaddingRule, context: Axis, device: torch.device, share_prompts: bool = False
+) -> MicroBatch:
     """Pack this context-parallel rank's part of the examples into a micro-batch.
 
-    Padding that `rule` adds after the examples is a separate sequence without labels. Without examples the micro-batch
-    is all padding: it passes through the pipeline and contributes nothing.
+    With `share_prompts`, which needs one context-parallel rank and sequences without padding, the examples of a group
+    share their prompt. Padding that `rule` adds after the examples is a separate sequence without labels. Without
+    examples the micro-batch is all padding: it passes through the pipeline and contributes nothing.
     """
     lengths = rule.padded_lengths([e.num_input_tokens for e in examples])
     parts = [_part(e, length, context) for e, length in zip(examples, lengths, strict=True)]
-    num_padding = rule.allocated([e.num_input_tokens for e in examples]) - sum(lengths)
-    if num_padding:
-        lengths = [*lengths, num_padding]
-    padding = np.zeros(num_padding // context.size, np.int64)
     starts = np.cumsum([0, *(part.tokens.size for part in parts)])
+    token_U = _token_indices(examples) if share_prompts else np.arange(starts[-1])
+    token_U, num_padding = _with_padding(token_U, rule, context)
+    if num_padding:
+        lengths = [*lengths, num_padding * context.size]
+    padding = np.zeros(num_padding, np.int64)
+    _, first_T = np.unique(token_U, return_index=True)
     response_starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
 
     def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
@@ -163,11 +201,11 @@ def to_micro_batch(examples: Sequence[Example], rule: PaddingRule, context: Axis
     ]
     recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
-        tokens_T=cat([*(part.tokens for part in parts), padding], np.int64),
-        labels_T=cat([*(part.labels for part in parts), padding], np.int64),
-        packed=packed_sequences(lengths, context.rank, context.size, device),
+        tokens_T=cat([*(part.tokens for part in parts), padding], np.int64)[first_T],
+        labels_T=cat([*(part.labels for part in parts), padding], np.int64)[first_T],
+        packed=packed_sequences(lengths, context.rank, context.size, device, SharedTokens.of(token_U, device)),
         response_positions_N=cat(
-            [start + part.response_positions for start, part in zip(starts, parts, strict=False)], np.int64
+            [token_U[start + part.response_positions] for start, part in zip(starts, parts, strict=False)], np.int64
         ),
         response_index_N=cat(
             [start + part.response_index for start, part in zip(response_starts, parts, strict=False)], np.int64

@@ -48,26 +48,26 @@ def make_examples(
     missing: list[None] = [None] * len(trajectories)
     proximal = references = taught = missing
     routes = [trajectory.routes for trajectory in trajectories]
-    num_passes = 0
+    groups, num_passes = worker.config.group_numbers(len(trajectories)), 0
     metrics: dict[str, Metric] = {}
     if algorithm.behaviour_policy == "recomputed":
         if algorithm.routing_replay == "trainer":
             proximal, routes = score_and_record(worker, trajectories, temperature)
         else:
-            proximal = score_trajectories(worker, trajectories, temperature)
+            proximal = score_trajectories(worker, trajectories, temperature, groups=groups)
         num_passes += 1
     if reference is not None:
-        references = score_trajectories(worker, trajectories, temperature, reference)
+        references = score_trajectories(worker, trajectories, temperature, reference, groups=groups)
         num_passes += 1
     if teacher is not None:
-        taught = score_trajectories(worker, trajectories, temperature, teacher)
+        taught = score_trajectories(worker, trajectories, temperature, teacher, groups=groups)
     elif algorithm.teacher_engines is not None:
         taught = [trajectory.teacher_log_probs for trajectory in trajectories]
         assert all(each is not None for each in taught), "the teacher's engines have scored every trajectory"
     examples = [
-        Example(trajectory, 0.0, 0.0, own, frozen, better, routes=experts)
-        for trajectory, own, frozen, better, experts in zip(
-            trajectories, proximal, references, taught, routes, strict=True
+        Example(trajectory, 0.0, 0.0, own, frozen, better, routes=experts, group=group)
+        for trajectory, own, frozen, better, experts, group in zip(
+            trajectories, proximal, references, taught, routes, groups, strict=True
         )
     ]
     if algorithm.rollout_correction.active:

@@ -28,19 +28,26 @@ MESSAGE_WORDS = 1 << 18
 
 
 def scatter_batch(
-    worker: Worker, trajectories: list[Trajectory] | None, batches: Sequence[Sequence[int]]
+    worker: Worker,
+    trajectories: list[Trajectory] | None,
+    batches: Sequence[Sequence[int]],
+    *,
+    in_groups: bool = True,
 ) -> list[Trajectory]:
     """Return the main rank's trajectories on every rank, with the tokens of the rank's own micro-batches.
 
     The arrays of all other trajectories are placeholders of the right length. Only the main rank has texts and turns.
     Its own arrays are copies, and its list becomes the result, so that the batch is freed as it goes. `batches` are the
-    sets of trajectory indices that are packed together. Of their routes, a rank gets those of its pipeline stage's
-    layers. `trajectories` and `batches` are read on the main rank only. Collective.
+    sets of trajectory indices that are packed together, and `in_groups` says that the trajectories are whole groups,
+    one after another. Of their routes, a rank gets those of its pipeline stage's layers. `trajectories` and `batches`
+    are read on the main rank only. Collective.
     """
     groups, content, routes = worker.groups, None, None
     if trajectories is not None:
         routes = [trajectory.routes for trajectory in trajectories]
-        content = BatchHeader.of(trajectories), _indices_by_replica(worker, trajectories, batches)
+        numbers = worker.config.group_numbers(len(trajectories)) if in_groups else [None] * len(trajectories)
+        examples = [Example(each, 0.0, 0.0, group=group) for each, group in zip(trajectories, numbers, strict=True)]
+        content = BatchHeader.of(trajectories), _indices_by_replica(worker, examples, batches)
     header, by_replica = broadcast_object(content, groups)
     own, num_words_B = by_replica[groups.data.rank], header.num_words_B
     values = torch.empty(int(num_words_B[own].sum()), dtype=torch.int32)
@@ -67,12 +74,11 @@ def scatter_batch(
 
 
 def _indices_by_replica(
-    worker: Worker, trajectories: Sequence[Trajectory], batches: Sequence[Sequence[int]]
+    worker: Worker, examples: Sequence[Example], batches: Sequence[Sequence[int]]
 ) -> list[np.ndarray]:
     """Return for each replica the indices of the trajectories in its micro-batches, int32 in ascending order."""
     if _needs_all_log_probs(worker.config):
-        return [np.arange(len(trajectories), dtype=np.int32)] * worker.groups.data.size
-    examples = [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories]
+        return [np.arange(len(examples), dtype=np.int32)] * worker.groups.data.size
     by_replica: list[set[int]] = [set() for _ in range(worker.groups.data.size)]
     for batch in batches:
         for indices, plan in zip(by_replica, worker.plans([examples[i] for i in batch]), strict=True):

@@ -2,7 +2,8 @@
 
 A forward and backward pass whose gradients are used counts as three forward passes, and a scoring pass as one. A
 training pass under mispredicted clip bounds also counts as one, because only its ratios are used. Extra work for
-recomputation, padding and masks is not counted as model FLOPs.
+recomputation, padding and masks is not counted as model FLOPs. Every sequence counts in full, also where a micro-batch
+shares its prompt with others.
 """
 
 from __future__ import annotations

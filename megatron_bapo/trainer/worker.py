@@ -12,7 +12,7 @@ import torch
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
-from megatron_bapo.data.packing import Plan, pack
+from megatron_bapo.data.packing import Plan, Sharing, pack
 from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.model.hf_import import load_hugging_face
 from megatron_bapo.model.peft_folder import load_adapters
@@ -51,17 +51,21 @@ class Worker:
     def plan(self, examples: Sequence[Example]) -> list[list[int]]:
         """Return the example indices of each micro-batch of this rank, longest example first.
 
-        Sorting groups sequences of similar length, which attention processes as one batch.
+        Sorted sequences of similar length are adjacent, which attention processes as one batch.
         """
         plan = self.plans(examples)[self.groups.data.rank]
         return [sorted(indices, key=lambda index: -examples[index].num_input_tokens) for indices in plan]
 
     def plans(self, examples: Sequence[Example]) -> Plan:
         """Return the example indices of each micro-batch of every data-parallel rank."""
+        sharing = None
+        if self.config.shares_prompts:
+            sharing = Sharing([e.group for e in examples], [e.num_shared_tokens for e in examples])
         return pack(
             [example.num_input_tokens for example in examples],
             self.config.max_micro_batch_tokens,
             self.groups.data.size,
+            sharing=sharing,
             rule=self.config.padding_rule,
             num_multiple_of=self.config.parallel.num_micro_batches_multiple,
             attention_length=6 * self.model.architecture.hidden_size,
@@ -69,8 +73,8 @@ class Worker:
 
     def lay_out(self, examples: Sequence[Example], plan: list[list[int]]) -> list[MicroBatch]:
         """Build the micro-batches of a plan on this rank's device."""
-        rule, context = self.config.padding_rule, self.groups.context
-        return [to_micro_batch([examples[i] for i in indices], rule, context, local_device()) for indices in plan]
+        settings = self.config.padding_rule, self.groups.context, local_device(), self.config.shares_prompts
+        return [to_micro_batch([examples[i] for i in indices], *settings) for indices in plan]
 
 
 def create_worker(config: Config, model_path: Path, groups: ParallelGroups, *, load: bool = True) -> Worker:
@@ -160,16 +164,22 @@ def score(
 
 
 def score_trajectories(
-    worker: Worker, trajectories: Sequence[Trajectory], temperature: float, model: PolicyModel | None = None
+    worker: Worker,
+    trajectories: Sequence[Trajectory],
+    temperature: float,
+    model: PolicyModel | None = None,
+    *,
+    groups: Sequence[int] | None = None,
 ) -> list[np.ndarray]:
     """Return the log-probs of each trajectory's sampled tokens, float32 [S] each, NaN if this rank has no tokens of it.
 
     They are computed with the policy, which replays the engines' routes if the trajectories have any, or with another
-    `model` of the same parallel layout, which does not. Collective: data-parallel ranks share the work.
+    `model` of the same parallel layout, which does not. `groups` are the numbers of their groups, if they are in any.
+    Collective: data-parallel ranks share the work.
     """
     examples = [
-        Example(trajectory, advantage=0.0, weight=0.0, routes=trajectory.routes if model is None else None)
-        for trajectory in trajectories
+        Example(trajectory, 0.0, 0.0, routes=trajectory.routes if model is None else None, group=group)
+        for trajectory, group in zip(trajectories, groups or [None] * len(trajectories), strict=True)
     ]
     plan = worker.plan(examples)
     micro_batches = worker.lay_out(examples, plan)

@@ -1,5 +1,6 @@
 """The examples that every layout is tested on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
 
-NUM_EXAMPLES = 12
+NUM_EXAMPLES, GROUP_SIZE = 12, 4
 LEARNING_RATE = 1e-3
 TRACED = (9, 4, 5, 1, 2)
 """Examples whose tokens are traced."""
@@ -52,13 +53,13 @@ def with_adapters(config: Config, lora: dict | None) -> Config:
     return Config.model_validate(config.model_dump() | {"model": {**config.model.model_dump(), "lora": lora}})
 
 
-def make_examples(vocab_size: int, *, replies: bool = False) -> list[Example]:
+def make_examples(vocab_size: int, *, replies: bool = False, in_groups: bool = True) -> list[Example]:
     """Return ragged examples whose behaviour log-probs put ratios on both sides of the clip bounds.
 
     With `replies` every third example contains an environment reply from its second token to its middle.
     """
     rng = np.random.default_rng(0)
-    examples = []
+    examples = list[Example]()
     for number in range(NUM_EXAMPLES):
         num_prompt, num_response = rng.integers(3, 12), rng.integers(2, 16)
         mask = np.ones(num_response, bool)
@@ -75,5 +76,10 @@ def make_examples(vocab_size: int, *, replies: bool = False) -> list[Example]:
             text="",
             loss_mask=mask,
         )
-        examples.append(Example(trajectory, advantage=float(rng.normal(0.2, 1.0)), weight=1.0 / (NUM_EXAMPLES * 8)))
+        advantage, weight = float(rng.normal(0.2, 1.0)), 1.0 / (NUM_EXAMPLES * 8)
+        if in_groups and number % GROUP_SIZE:
+            shared = examples[number - number % GROUP_SIZE].trajectory.prompt_token_ids
+            trajectory = replace(trajectory, prompt_token_ids=shared)
+        group = number // GROUP_SIZE if in_groups else None
+        examples.append(Example(trajectory, advantage, weight, group=group))
     return examples

@@ -39,7 +39,7 @@ def lora_config(case: dict, out: Path, *, packing: bool) -> Config:
 
 
 def update(worker: Worker) -> dict[str, float]:
-    examples = make_examples(worker.model.architecture.vocab_size, replies=True)
+    examples = make_examples(worker.model.architecture.vocab_size, replies=True, in_groups=False)
     return scalars(reduce_metrics(update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False), worker.groups))
 
 
@@ -49,7 +49,9 @@ def write_gradients(worker: Worker, folder: Path) -> None:
 
 
 def save_log_probs(worker: Worker, path: Path, *, adapters: bool) -> None:
-    trajectories = [e.trajectory for e in make_examples(worker.model.architecture.vocab_size, replies=True)]
+    trajectories = [
+        e.trajectory for e in make_examples(worker.model.architecture.vocab_size, replies=True, in_groups=False)
+    ]
     model = None if adapters else worker.model.without_adapters()
     found = score_trajectories(worker, trajectories, 1.0, model)
     own = {str(i): torch.from_numpy(np.array(x)) for i, x in enumerate(found) if np.isfinite(x).all()}

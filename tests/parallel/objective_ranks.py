@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples import LEARNING_RATE, TRACED, make_config, make_examples
+from examples import GROUP_SIZE, LEARNING_RATE, TRACED, make_config, make_examples
 from faults import FAULTS
 from running import run_cases
 from safetensors.torch import load_file, save_file
@@ -31,8 +31,6 @@ from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 from megatron_bapo.trainer.worker import create_reference, create_teacher, create_worker
-
-GROUP_SIZE = 4
 
 
 def make_trajectories(vocab_size: int) -> list[Trajectory]:

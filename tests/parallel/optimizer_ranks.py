@@ -38,7 +38,7 @@ def on_all_ranks(value: bool) -> bool:
 
 
 def update(worker: Worker, reservoir: TokenReservoir | None = None) -> dict[str, float]:
-    examples = make_examples(worker.model.architecture.vocab_size)
+    examples = make_examples(worker.model.architecture.vocab_size, in_groups=False)
     metrics = update_policy(worker, examples, lr=LEARNING_RATE, on_policy=False, reservoir=reservoir)
     return scalars(reduce_metrics(metrics, worker.groups))
 

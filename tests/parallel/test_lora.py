@@ -162,7 +162,7 @@ def peft() -> Any:
 
 def log_probs_of(folder: Path, stem: str) -> dict[str, torch.Tensor]:
     found = {name: x for file in folder.glob(f"{stem}-*.safetensors") for name, x in load_file(file).items()}
-    assert len(found) == len(make_examples(9))
+    assert len(found) == len(make_examples(9, in_groups=False))
     return found
 
 
@@ -264,7 +264,7 @@ def test_adapters_that_are_off_leave_the_base_model(results: Path, layout: str) 
 def response_log_probs(model: Any) -> dict[str, torch.Tensor]:
     """Return the log-probs of the sampled tokens of every example under a model of transformers."""
     found = {}
-    for index, example in enumerate(make_examples(126, replies=True)):
+    for index, example in enumerate(make_examples(126, replies=True, in_groups=False)):
         trajectory = example.trajectory
         tokens = np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids]).astype(np.int64)
         tokens_T = torch.from_numpy(tokens)
@@ -277,7 +277,7 @@ def loss_of(model: Any, folder: Path) -> torch.Tensor:
     """Return the loss of the first update, under the bounds that it used."""
     update = metrics_of(folder)["update-0"]
     low, high = (torch.tensor(update[f"actor/bapo_clip_{side}"]).float() for side in ("low", "high"))
-    losses, examples = [], make_examples(126, replies=True)
+    losses, examples = [], make_examples(126, replies=True, in_groups=False)
     for example, log_probs in zip(examples, response_log_probs(model).values(), strict=True):
         size, behaviour = len(log_probs), torch.from_numpy(example.trajectory.behaviour_log_probs)
         known = LossTokens(behaviour, torch.full((size,), example.advantage), torch.full((size,), example.weight))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.parallel.examples import make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import MODELS
-from tests.parallel.tensors import largest, largest_difference, load_folder, same_bits, save_random_model
+from tests.parallel.tensors import largest, largest_difference, load_folder, same_bits, save_random_model, without_flops
 from tests.tolerances import (
     BF16_GRADIENT,
     BF16_GRADIENT_NORM,
@@ -146,10 +146,10 @@ def test_every_metric_of_an_update_matches_one_process(results: Path, name: str)
     ours, theirs = (facts(results, n)["updates"] for n in (name, reference(name)))
     assert [sorted(update) for update in ours] == [sorted(update) for update in theirs]
     for mine, other in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=2 * LOG_PROB)
+        assert without_flops(mine) == pytest.approx(without_flops(other), rel=1e-4, abs=2 * LOG_PROB)
     assert theirs[0]["actor/ratio_max"] > theirs[0]["actor/bapo_clip_high"]
     counts = [theirs[0][f"actor/num_{kind}_tokens"] for kind in ("positive", "negative", "dropped")]
-    assert sum(counts) == sum(len(e.trajectory.response_token_ids) for e in make_examples(64))
+    assert sum(counts) == sum(len(e.trajectory.response_token_ids) for e in make_examples(64, in_groups=False))
 
 
 @pytest.mark.parametrize("name", SEVERAL_RANKS)

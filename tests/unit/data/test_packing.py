@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bench.packing import first_fit_decreasing, karmarkar_karp, reasoning_lengths
 from megatron_bapo.config.padding import PaddingRule, padding_rule
-from megatron_bapo.data.packing import Plan, cost, pack
+from megatron_bapo.data.packing import BALANCED, Plan, Sharing, cost, pack
 from megatron_bapo.errors import UserError
 
 BUDGET = 32768
@@ -212,3 +212,46 @@ def test_the_compared_first_fit_fills_in_order_of_length_and_tops_up_the_number_
     lengths = [12288, 20480, 8192, 4096, 16384]
     assert first_fit_decreasing(lengths, BUDGET, 2) == [[[1, 0]], [[4, 2, 3]]]
     assert first_fit_decreasing(lengths, BUDGET, 3) == [[[1, 0]], [[4, 2]], [[3]]]
+
+
+groups = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(1, 60), min_size=1, max_size=8)), max_size=12)
+
+
+@given(groups=groups, num_ranks=st.integers(1, 4), num_multiple_of=st.integers(1, 2))
+def test_groups_that_share_their_prompt_fit_the_budget_and_cost_the_busiest_rank_no_more(
+    groups, num_ranks, num_multiple_of
+):
+    members = [(number, num, own) for number, (num, owns) in enumerate(groups) for own in owns]
+    group_of, shared, own = ([member[column] for member in members] for column in range(3))
+    lengths = [num + more for num, more in zip(shared, own, strict=True)]
+
+    def work(plan: Plan) -> float:
+        return max(sum(map(cost_of, rank)) for rank in plan)
+
+    def num_tokens(indices: list[int]) -> int:
+        return sum(own[i] for i in indices) + sum({group_of[i]: shared[i] for i in indices}.values())
+
+    def cost_of(indices: list[int]) -> float:
+        return num_tokens(indices) + sum(lengths[i] ** 2 for i in indices) / 1000.0
+
+    settings = {"num_multiple_of": num_multiple_of, "attention_length": 1000.0}
+    plan = pack(lengths, 128, num_ranks, sharing=Sharing(group_of, shared), **settings)
+
+    assert sorted(i for rank in plan for indices in rank for i in indices) == list(range(len(lengths)))
+    assert all(num_tokens(indices) <= 128 for rank in plan for indices in rank)
+    (num_micro_batches,) = {len(rank) for rank in plan}
+    assert num_micro_batches % num_multiple_of == 0
+    apart = pack(lengths, 128, num_ranks, **settings)
+    alone = max(sum(cost(lengths[i], 1000.0) for indices in rank for i in indices) for rank in apart)
+    assert work(plan) <= BALANCED * alone + 1e-9
+
+
+def test_the_groups_of_a_batch_stay_whole_where_that_balances_the_ranks():
+    """Eight groups of four on two ranks; alone, each trajectory has 150 tokens."""
+    sharing = Sharing([index // 4 for index in range(32)], [100] * 32)
+    plan = pack([150] * 32, 700, 2, sharing=sharing)
+    assert [[sorted(index % 4 for index in indices) for indices in rank] for rank in plan] == 2 * [
+        2 * [[0, 0, 1, 1, 2, 2, 3, 3]]
+    ]
+    assert all(len({index // 4 for index in indices}) == 2 for rank in plan for indices in rank)
+    assert len(pack([150] * 32, 700, 2)[0]) == 4

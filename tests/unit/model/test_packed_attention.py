@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_bapo.model.packed_attention import PackedAttention, PackedRotaryEmbedding, longest_bound, packed_sequences
+from megatron_bapo.model.packed_attention import (
+    PackedAttention,
+    PackedRotaryEmbedding,
+    SharedTokens,
+    longest_bound,
+    packed_sequences,
+)
 from megatron_bapo.parallel.megatron import TransformerConfig
 from tests.tolerances import GRADIENT, LOG_PROB
 
@@ -82,6 +88,28 @@ def test_output_and_gradients_match_plain_attention_over_each_sequence(lengths, 
         assert mine.grad is not None
         assert theirs.grad is not None
         assert (mine.grad - theirs.grad).abs().max() < GRADIENT * theirs.grad.abs().max()
+
+
+def test_sequences_that_share_their_first_tokens_match_sequences_that_repeat_them():
+    token_U = np.array([0, 1, 2, 3, 4, 0, 1, 5, 6, 7])  # lengths 5, 4 and 1; the first two share 0 and 1
+    lengths, generator = [5, 4, 1], torch.Generator().manual_seed(3)
+    shared = [torch.randn(8, heads, HEAD_DIM, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    repeated = [tensor.detach().double()[token_U].requires_grad_() for tensor in shared]
+    weights = torch.randn(8, 4 * HEAD_DIM, generator=generator)
+    packed = packed_sequences(lengths, 0, 1, CPU, SharedTokens.of(token_U, CPU))
+
+    out = attention(4, 2)(*(x[:, None] for x in shared), None, packed_seq_params=packed).squeeze(1)
+    expected = reference(*repeated, lengths, 1 / math.sqrt(HEAD_DIM))[[0, 1, 2, 3, 4, 7, 8, 9]]
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    assert packed.positions_T.tolist() == [0, 1, 2, 3, 4, 2, 3, 0]
+    torch.testing.assert_close(out.double(), expected, atol=LOG_PROB, rtol=0.0)
+    for mine, theirs in zip(shared, repeated, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        summed = torch.zeros_like(mine, dtype=torch.float64).index_add(0, torch.from_numpy(token_U), theirs.grad)
+        assert (mine.grad - summed).abs().max() < GRADIENT * summed.abs().max()
 
 
 def test_a_softmax_scale_of_the_model_replaces_the_usual_one():

@@ -62,6 +62,20 @@ def test_response_positions_point_at_the_hidden_states_that_predict_response_tok
     assert len(batch.tokens_T) == len(batch.labels_T) == len(batch.packed.positions_T) == rule.allocated([4, 3, 2])
 
 
+@pytest.mark.parametrize("rule", [PaddingRule(), PaddingRule(1, 4)], ids=str)
+def test_examples_of_a_group_share_all_but_the_last_token_of_their_prompt(rule: PaddingRule):
+    group = [replace(example([1, 2, 3], response), group=7) for response in ([10, 11], [20], [30, 31, 32])]
+    batch = to_micro_batch([group[0], EXAMPLES[1], *group[1:]], rule, Axis(None, 0, 1), CPU, True)  # pyright: ignore[reportArgumentType]
+
+    tokens = [1, 2, 3, 10, 4, 20, 21, 3, 3, 30, 31]
+    padding = [0] * (rule.allocated([len(tokens)]) - len(tokens))
+    assert batch.tokens_T.tolist() == tokens + padding
+    assert batch.packed.positions_T.tolist()[: len(tokens)] == [0, 1, 2, 3, 0, 1, 2, 2, 2, 3, 4]
+    assert batch.tokens_T[batch.response_positions_N].tolist() == [3, 10, 4, 20, 21, 3, 3, 30, 31]
+    assert batch.labels_T[batch.response_positions_N].tolist() == [10, 11, 20, 21, 22, 20, 30, 31, 32]
+    assert batch.response_positions_N.unique().numel() == batch.response_positions_N.numel()
+
+
 def test_log_probs_advantages_and_weights_are_aligned_with_their_tokens():
     batch = lay_out(PaddingRule(1, 4))
 
