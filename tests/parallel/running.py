@@ -25,7 +25,7 @@ from megatron_bapo.parallel.megatron import parallel_state
 from megatron_bapo.parallel.platform import has_gpu, start_distributed
 from tests.parallel.one_gpu import rank_environment
 
-TIMEOUT_S = 300
+TIMEOUT_S = 1800
 """Timeout of a collective; also limits how long ranks wait for a case while smaller cases run."""
 RunCase = Callable[[dict, Path, ParallelGroups], None]
 

@@ -34,7 +34,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "decoupled": {
         "objective": "bapo",
         "behaviour_policy": "recomputed",
-        "rollout_correction": {"rollout_is": "sequence", "rollout_rs": "token", "rollout_rs_threshold": 3.0},
+        "rollout_correction": {
+            "rollout_is": "sequence",
+            "rollout_is_threshold": 1.2,
+            "rollout_rs": "token",
+            "rollout_rs_threshold": 3.0,
+        },
         "adv_estimator": "reinforce_plus_plus",
         "kl_reward_coef": 0.05,
         "overlong": {"mode": "filter"},
