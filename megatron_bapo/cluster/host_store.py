@@ -83,7 +83,8 @@ class HostStore:
             return
         self._name, self._group, self._plan, self._finished = name, None, plan, None
         self._ranks = {host: rank for rank, host in enumerate(hosts)}
-        rendezvous, rank = PrefixStore(name, RayStore(head_address(), self._timeout_s)), self._ranks[self._host]
+        store = RayStore(head_address(), self._timeout_s)  # a name, because a PrefixStore keeps no store of Python
+        rendezvous, rank = PrefixStore(name, store), self._ranks[self._host]
         self._group = host_group(rendezvous, rank, len(hosts), own_address(), self._timeout_s)
 
     def versions(self, digest: str) -> list[int]:
