@@ -148,7 +148,6 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
             del worker
         stage = groups.pipeline.rank
     planned = stage_memory(config, architecture, Assumptions(expert_imbalance=1.0))[stage]
-    num_scored = int(config.algorithm.objective == "bapo" and config.algorithm.clip_bounds.scope == "minibatch")
     return RankRehearsal(
         rank=rank,
         stage=stage,
@@ -157,7 +156,7 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
         peak_bytes=played.peak_bytes,
         planned_peak_bytes=planned.peak - planned.reserved - planned.state.frozen,
         traffic=traffic,
-        planned_traffic=dict(sent_bytes(config, architecture, stage, batch, num, num_scored)),
+        planned_traffic=dict(sent_bytes(config, architecture, stage, batch, num, _num_scored(config, num))),
     )
 
 
@@ -200,6 +199,13 @@ def _num_played(config: Config) -> int:
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     wanted = min(pp * (1 + (vpp > 1)), num_micro_batches(config, Assumptions()))
     return round_up(wanted, parallel.num_micro_batches_multiple)
+
+
+def _num_scored(config: Config, num: int) -> int:
+    """Return the scoring passes of an update of `num` micro-batches whose clip bounds are not known before."""
+    bounds = config.algorithm.clip_bounds
+    searches = config.algorithm.objective == "bapo" and bounds.scope == "minibatch"
+    return int(searches and not (num == 1 and bounds.method == "score"))
 
 
 def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:

@@ -75,7 +75,7 @@ def scoring_passes(config: Config) -> float:
 
     `trainer/bound_scopes.py` decides which are needed. A step's first update needs none if the current weights have
     generated or scored all its tokens, since all ratios are then 1. Savings and repeated passes of speculation are
-    unknown in advance and not counted.
+    unknown in advance and not counted, nor is the saving where a minibatch is one micro-batch on every rank.
     """
     algorithm, trainer, fp8 = config.algorithm, config.trainer, config.fp8
     finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
