@@ -29,6 +29,7 @@ ORDER = (
     "fp8",
     "transformer_engine",
     "host_chain",
+    "slice_stream",
     "weight_sync",
     "engine_nodes",
     "train_step",

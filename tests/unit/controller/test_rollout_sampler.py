@@ -55,7 +55,7 @@ def make_groups(num_tokens: int) -> list[Group]:
     """Return groups whose behaviour log-probs put ratios on both sides of the bounds, and replies of an environment."""
     rng, groups = np.random.default_rng(0), []
     for index in range(NUM_GROUPS):
-        trajectories = []
+        trajectories, prompt = [], rng.integers(4, num_tokens, 3).astype(np.int32)
         for number in range(N):
             size = int(rng.integers(4, 8))
             mask = np.ones(size, bool)
@@ -63,7 +63,7 @@ def make_groups(num_tokens: int) -> list[Group]:
             log_probs = (-np.log(num_tokens) + 0.7 * rng.standard_normal(size)).astype(np.float32)[mask]
             trajectories.append(
                 Trajectory(
-                    rng.integers(4, num_tokens, 3).astype(np.int32),
+                    prompt,
                     rng.integers(4, num_tokens, size).astype(np.int32),
                     log_probs,
                     (VersionSpan(0, 1), VersionSpan(1, len(log_probs) - 1)),
