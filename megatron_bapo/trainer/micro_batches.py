@@ -181,7 +181,8 @@ def to_micro_batch(
     if num_padding:
         lengths = [*lengths, num_padding * context.size]
     padding = np.zeros(num_padding, np.int64)
-    _, first_T = np.unique(token_U, return_index=True)
+    shared = SharedTokens.of(token_U, device) if share_prompts else None
+    once = slice(None) if shared is None else shared.first_T
     response_starts = np.cumsum([0, *(e.trajectory.num_sampled for e in examples)])
 
     def cat(arrays: list[np.ndarray], dtype: type) -> torch.Tensor:
@@ -201,9 +202,9 @@ def to_micro_batch(
     ]
     recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
-        tokens_T=cat([*(part.tokens for part in parts), padding], np.int64)[first_T],
-        labels_T=cat([*(part.labels for part in parts), padding], np.int64)[first_T],
-        packed=packed_sequences(lengths, context.rank, context.size, device, SharedTokens.of(token_U, device)),
+        tokens_T=cat([*(part.tokens for part in parts), padding], np.int64)[once],
+        labels_T=cat([*(part.labels for part in parts), padding], np.int64)[once],
+        packed=packed_sequences(lengths, context.rank, context.size, device, shared),
         response_positions_N=cat(
             [token_U[start + part.response_positions] for start, part in zip(starts, parts, strict=False)], np.int64
         ),
