@@ -203,9 +203,8 @@ def _num_played(config: Config) -> int:
 
 def _num_scored(config: Config, num: int) -> int:
     """Return the scoring passes of an update of `num` micro-batches whose clip bounds are not known before."""
-    bounds = config.algorithm.clip_bounds
-    searches = config.algorithm.objective == "bapo" and bounds.scope == "minibatch"
-    return int(searches and not (num == 1 and bounds.method == "score"))
+    algorithm = config.algorithm
+    return int(algorithm.searches_minibatch and not (num == 1 and algorithm.clip_bounds.method == "score"))
 
 
 def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:

@@ -56,8 +56,9 @@ class ClipBoundsSettings(Section):
     """Tokens that share one pair of bounds. `microbatch` is what the authors' released code does; the bounds then
     depend on the parallel layout and on the token budget."""
     method: Literal["score", "speculate"] = "score"
-    """How a minibatch's bounds are found: `score` runs a forward pass before the training pass; `speculate` trains with
-    predicted bounds and repeats the pass when the prediction was wrong. Both give bitwise equal updates."""
+    """How a minibatch's bounds are found: `score` runs a forward pass before the training pass, unless the minibatch is
+    one micro-batch on every rank; `speculate` trains with predicted bounds and repeats the pass when the prediction was
+    wrong. Both give bitwise equal updates."""
 
     @model_validator(mode="before")
     @classmethod
@@ -228,6 +229,11 @@ class AlgorithmConfig(Section):
     def compares_with_engines(self) -> bool:
         """Whether the loss depends on the engines' log-probs."""
         return self.behaviour_policy == "rollout" or self.rollout_correction.active
+
+    @property
+    def searches_minibatch(self) -> bool:
+        """Whether clip bounds are for a whole minibatch, which may need scoring passes (`trainer/bound_scopes.py`)."""
+        return self.objective == "bapo" and self.clip_bounds.scope == "minibatch"
 
     @property
     def needs_reference(self) -> bool:

@@ -78,12 +78,11 @@ def scoring_passes(config: Config) -> float:
     unknown in advance and not counted, nor is the saving where a minibatch is one micro-batch on every rank.
     """
     algorithm, trainer, fp8 = config.algorithm, config.trainer, config.fp8
-    finds_bounds = algorithm.objective == "bapo" and algorithm.clip_bounds.scope == "minibatch"
     recomputed = algorithm.behaviour_policy == "recomputed"
     is_fresh = not config.rollout.may_be_stale and not (fp8 and fp8.uses_delayed_scaling)
     share_scored = 1 - (recomputed or is_fresh) / trainer.updates_per_step
     once = recomputed + algorithm.needs_reference
-    return finds_bounds * share_scored + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
+    return algorithm.searches_minibatch * share_scored + config.logging.entropy_clip_rule + once / trainer.ppo_epochs
 
 
 def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Assumptions) -> TrainingTime:

@@ -210,8 +210,7 @@ def _stale_train_share(config: Config) -> float:
     (`trainer/bound_scopes.py`). A backward pass takes as long as two forward passes.
     """
     algorithm, num_updates = config.algorithm, config.trainer.updates_per_step
-    bounds = algorithm.clip_bounds
-    scores = algorithm.objective == "bapo" and (bounds.scope, bounds.method) == ("minibatch", "score")
+    scores = algorithm.searches_minibatch and algorithm.clip_bounds.method == "score"
     if not scores or algorithm.behaviour_policy == "recomputed":
         return 0.0
     return 1 / (4 * num_updates - 1)
