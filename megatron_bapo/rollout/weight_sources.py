@@ -7,6 +7,7 @@ need to hold data.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -180,11 +181,8 @@ class _FromGroup:
     def _join_next(self) -> None:
         """Join the next group that forms. Raises RunError if the trainer forms no further one."""
         while True:
-            try:
+            with suppress(TransferFailed):
                 self._member.join(self._member.next_group())
-            except TransferFailed:
-                continue
-            else:
                 return
 
     def finish(self, version: int) -> None:
