@@ -13,7 +13,7 @@ from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, trainer_shards, weight_plan
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.weight_transfer import TransferSpeed
-from megatron_bapo.weight_sync.plan_figures import plan_figures
+from megatron_bapo.weight_sync.plan_figures import store_figures
 
 SPEED = TransferSpeed.of(GPUS["H100"], Assumptions())
 _COMMON = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
@@ -77,7 +77,7 @@ def computed(model: str, num_gpus: int, *, colocated: bool) -> Sync | None:
     num_engines = (num_gpus if colocated else num_gpus - num_trainers) // engine.num_ranks
     placement = many_hosts(parallel, engine, num_engines, 8, colocated=colocated)
     plan = weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=256 << 20)
-    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
+    figures = store_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
     crossing = [size for (rank, host), size in figures.links.items() if plan.sender_hosts[rank] != host]
     return Sync(
         f"{num_engines} x {engine.name}",

@@ -40,7 +40,7 @@ PLAN = weight_plan(
     dtype="bfloat16",
     bucket_bytes=4 << 20,
 )
-GBIT_S, STALL_S, PAUSE_S = 0.2, 5.0, 2.0
+GBIT_S, STALL_S, PAUSE_S = 0.2, 15.0, 5.0
 FAILED = 3
 
 

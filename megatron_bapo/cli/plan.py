@@ -55,7 +55,8 @@ NetworkGbitS = Annotated[
     float | None,
     typer.Option(
         min=0.001,
-        help="Network of each host and direction; default: one adapter of --gpu's nodes.",
+        help="Network of each host, or with transport nccl of each GPU, in each direction; default: one adapter of "
+        "--gpu's nodes.",
         show_default=False,
         rich_help_panel=_WEIGHTS,
     ),

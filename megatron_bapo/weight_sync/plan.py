@@ -25,6 +25,8 @@ Shape = tuple[int, ...]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 NUM_THREADS = 2
 """Number of buckets that a process works on at a time."""
+NUM_BUFFERS = 2
+"""Number of buckets that a rank has in memory while it sends or receives from GPU to GPU."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class Bucket:
     """Ranks, within each engine, that read the bucket on these hosts."""
     slices: tuple[Slice, ...]
     num_bytes: int
+
+    @property
+    def layer(self) -> int | None:
+        """Number of the layer whose tensors these are; None for embeddings and the like."""
+        return _layer(self.slices[0].name)
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ import torch
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.host_chain import PIECE_BYTES, Chain, Link
-from megatron_bapo.weight_sync.plan import ITEM_BYTES, Bucket, Slice, WeightPlan
+from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_BUFFERS, Bucket, Slice, WeightPlan
 from megatron_bapo.weight_sync.whole_tensors import fingerprint
 
-NUM_BUFFERS = 2
-"""Number of buckets that a rank has in memory."""
 TRAILER_BYTES = 24
 """Policy version and fingerprint at the end of a message, int64 [3]."""
 

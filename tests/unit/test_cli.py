@@ -341,3 +341,16 @@ def test_a_plan_shows_what_a_weight_sync_moves(config_file: Path) -> None:
     assert f"{size / 2**20:.3f} MiB cross the network" in result.stdout
     for words in ("rank 1 │ host 1 │ network", "host 1 │ engine rank 1 │ memory", "parameters and buckets"):
         assert words in result.stdout
+
+
+def test_a_plan_shows_what_a_weight_sync_from_gpu_to_gpu_moves(config_file: Path) -> None:
+    """Ranks of the first engine, on the trainer's host, pass weights on to the second engine over the network."""
+    layout = ("parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "rollout.tensor_parallel_size=2")
+    engines = ("rollout.num_engines=2", "weight_sync.transport=nccl")
+    result = invoke("plan", config_file, *layout, *engines, "--weights", "--ranks-per-host", "4")
+    assert result.exit_code == 0, result.output
+    assert "by transport nccl" in result.stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:5]] for line in result.stdout.splitlines() if "│" in line]
+    parts = {(source, destination): medium for source, destination, medium, *_ in rows}
+    assert parts["rank 0", "engine 0 rank 0"] == "NVLink"
+    assert parts["engine 0 rank 0", "engine 1 rank 0"] == "network"

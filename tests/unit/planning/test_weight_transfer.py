@@ -1,10 +1,17 @@
 import pytest
 
 from megatron_bapo.config.lora_transfer import sent_adapters
-from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, one_host, trainer_shards, weight_plan
+from megatron_bapo.model.weight_layouts import (
+    EngineLayout,
+    many_hosts,
+    one_host,
+    one_host_per_gpu,
+    trainer_shards,
+    weight_plan,
+)
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.weight_transfer import LAYER_S, TransferSpeed, sync_bytes, traffic
-from megatron_bapo.weight_sync.plan_figures import plan_figures
+from megatron_bapo.weight_sync.plan_figures import direct_figures, store_figures
 from tests.unit.planning.examples import RECIPES, recipe
 
 SPEED = TransferSpeed.of(GPUS["H100"], Assumptions())
@@ -25,11 +32,34 @@ def test_the_layouts_give_the_bytes_of_the_transfer_plan(name: str) -> None:
         placement = many_hosts(parallel, engine, config.rollout.num_engines, 8, colocated=colocated)
     bucket_bytes = config.weight_sync.bucket_mib << 20
     plan = weight_plan(architecture, parallel, engine, placement, dtype=config.model.dtype, bucket_bytes=bucket_bytes)
-    exact = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts).traffic
+    exact = store_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts).traffic
     estimated = traffic(config, architecture, 8, colocated=colocated)
     for phase in ("written", "crossing", "loaded"):
         assert getattr(estimated, phase) == pytest.approx(getattr(exact, phase), rel=0.1), phase
     assert estimated.seconds(SPEED) == pytest.approx(exact.seconds(SPEED), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "num_on_network"),
+    [("qwen2.5-7b_64gpus", "nccl", 1), ("r1-distill-qwen-32b_64gpus", "nccl", 1), ("qwen2.5-7b_8gpus", "cuda_ipc", 0)],
+)
+def test_the_layouts_give_the_bytes_of_the_plan_from_gpu_to_gpu(name: str, transport: str, num_on_network: int) -> None:
+    """A rank may send a fourth more than the mean of a layer, whose few matrices are of unequal sizes."""
+    base = recipe(name, f"weight_sync.transport={transport}")
+    config, architecture, colocated = base.config, base.architecture, transport == "cuda_ipc"
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"colocate": colocated})})
+    bucket_bytes, placement = config.weight_sync.bucket_mib << 20, one_host_per_gpu(config)
+    engine = EngineLayout.of(config.rollout)
+    plan = weight_plan(
+        architecture, config.parallel, engine, placement, dtype=config.model.dtype, bucket_bytes=bucket_bytes
+    )
+    shards = trainer_shards(architecture, config.parallel)
+    exact = direct_figures(plan, shards, 8, passes_on=transport == "nccl").traffic
+    estimated = traffic(config, architecture, 8, colocated=colocated)
+    assert exact.num_layers == estimated.num_layers
+    assert (exact.sent, exact.linked)[1 - num_on_network] > 0
+    for phase in ("sent", "linked"):
+        assert getattr(estimated, phase) == pytest.approx(getattr(exact, phase), rel=0.25), phase
 
 
 def test_an_update_writes_the_stores_crosses_the_network_and_is_loaded() -> None:

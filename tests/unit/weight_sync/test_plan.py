@@ -15,7 +15,7 @@ from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, Placement, many_hosts, trainer_shards, weight_plan
 from megatron_bapo.planning.weight_transfer import Traffic
 from megatron_bapo.weight_sync.plan import Box, Shard, Slice, WeightPlan, make_plan
-from megatron_bapo.weight_sync.plan_figures import plan_figures
+from megatron_bapo.weight_sync.plan_figures import store_figures
 
 BUCKET_BYTES = 100
 """Bucket size smaller than a row of `wide`."""
@@ -143,7 +143,7 @@ def test_a_replica_on_the_destination_host_is_preferred_and_nothing_crosses_the_
         reader_layout="",
         bucket_bytes=1 << 20,
     )
-    figures = plan_figures(plan, trainer_shards, [[0, 1]])
+    figures = store_figures(plan, trainer_shards, [[0, 1]])
     assert figures.network_bytes == 0
     assert {(plan.sender_hosts[rank], host) for rank, host in figures.links} == {(0, 0), (1, 1)}
 
@@ -162,7 +162,7 @@ def test_hosts_without_a_replica_are_served_evenly_by_all_that_have_one():
         reader_layout="",
         bucket_bytes=1 << 20,
     )
-    figures = plan_figures(plan, trainer_shards, [[2, 3]])
+    figures = store_figures(plan, trainer_shards, [[2, 3]])
     by_sender = [sum(size for (rank, _), size in figures.links.items() if rank == sender) for sender in (0, 1)]
     assert by_sender == [8 * 400] * 2
     assert figures.network_bytes == 2 * 8 * 400
@@ -175,7 +175,7 @@ def test_hosts_pass_on_about_as_many_bytes_as_they_receive():
     architecture, parallel = MODELS["Qwen2.5-7B"], ParallelConfig(world_size=64, pipeline_model_parallel_size=4)
     placement = many_hosts(parallel, EngineLayout(), 64, 8, colocated=True)
     plan = weight_plan(architecture, parallel, EngineLayout(), placement, dtype="bfloat16", bucket_bytes=256 << 20)
-    figures = plan_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
+    figures = store_figures(plan, trainer_shards(architecture, parallel), placement.reader_hosts)
     assert figures.traffic.crossing < 1.1 * 3 / 4 * plan.total_bytes
 
 
@@ -197,7 +197,7 @@ def test_memory_is_the_parameters_and_two_buckets_at_a_time():
     shapes = {f"t{i}": (10, 10) for i in range(8)}
     trainer_shards = {name: whole(shape, 0) for name, shape in shapes.items()}
     plan = on_one_host(shapes, trainer_shards)
-    figures = plan_figures(plan, trainer_shards, [[0]])
+    figures = store_figures(plan, trainer_shards, [[0]])
     assert figures.peak_bytes == (8 * 400 + 2 * 2 * 400,)
 
 
