@@ -6,9 +6,9 @@ sender's host once and reaches every other host once, and the time hardly grows 
 
 A bucket travels as a header, then pieces. It is sent whole from file to file without a copy, or as differences to an
 older version that all hosts have, if those are smaller. A receiver is ready for the next header before a bucket has
-arrived, verifies the checksum of every bucket in a thread meanwhile, and commits the version at the end. Deadlocks are
-impossible: all hosts process the buckets in plan order, so the hosts of the first unfinished bucket never wait for
-another bucket.
+arrived, adds each piece to the bucket's checksum while the piece is in the processor's cache, and commits the version
+at the end. Deadlocks are impossible: all hosts process the buckets in plan order, so the hosts of the first unfinished
+bucket never wait for another bucket.
 
 Two hosts begin the messages between them in the same order: for each of their buckets in plan order, the header and
 then the pieces. Messages therefore need no tags, which gloo has and NCCL ignores.
@@ -31,7 +31,7 @@ from xxhash import xxh3_128
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.delta import decode, encode
 from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_THREADS, WeightPlan
-from megatron_bapo.weight_sync.transport import WeightStore, checksum
+from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import MappedFile, raw_bytes
 
 PIECE_BYTES = 8 << 20
@@ -161,9 +161,6 @@ class _Buckets:
                 spans.append(list(span))
         return [self.file.bytes(*span) if isinstance(span, list) else span for span in spans]
 
-    def checksum(self, number: int) -> str:
-        return checksum(self.parts(number))
-
 
 class _Outgoing:
     """Sends pieces in the background, a few at a time."""
@@ -202,57 +199,57 @@ class _Incoming:
         header = next(headers, None)
         for link in links:
             assert header is not None
-            (packed,) = self._passed_on(link, [header])
-            num_changes, digest = _HEADER.unpack(raw_bytes(packed))
-            targets, complete = self._targets(link.number, num_changes)
+            self._pass_on(link, *header)
+            num_changes, digest = _HEADER.unpack(raw_bytes(header[1]))
+            hasher = xxh3_128()
+            targets, complete = self._targets(link.number, num_changes, hasher)
             arriving = [self._expect(link, piece) for target in targets for piece in target.split(PIECE_BYTES)]
             header = next(headers, None)  # its sender sends it after this bucket's pieces
-            self._passed_on(link, arriving)
-            yield link.number, partial(self._verified, link.number, digest.hex(), complete)
+            for work, piece in arriving:
+                self._pass_on(link, work, piece)
+                if not num_changes:
+                    hasher.update(raw_bytes(piece))  # while the piece is in the processor's cache
+            yield link.number, partial(self._verified, link.number, digest.hex(), hasher, complete)
 
     def _expect(self, link: Link, piece: torch.Tensor) -> tuple[Any, torch.Tensor]:
         assert link.source is not None, f"bucket {link.number} has no source"
         return self._group.recv([piece], link.source, 0), piece
 
-    def _passed_on(self, link: Link, arriving: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
-        """Wait for pieces, pass each on, and return them."""
-        for work, piece in arriving:
-            work.wait()
-            self.outgoing.send(link, piece)
-        return [piece for _, piece in arriving]
+    def _pass_on(self, link: Link, work: Any, piece: torch.Tensor) -> None:
+        """Wait for a piece and pass it on."""
+        work.wait()
+        self.outgoing.send(link, piece)
 
-    def _targets(self, number: int, num_changes: int) -> tuple[Sequence[torch.Tensor], Callable[[], str]]:
-        """Return the memory for what arrives of a bucket, and the function that completes the bucket in the file."""
+    def _targets(
+        self, number: int, num_changes: int, hasher: xxh3_128
+    ) -> tuple[Sequence[torch.Tensor], Callable[[], None]]:
+        """Return the memory for what arrives of a bucket, and the function that completes the bucket in the file.
+
+        Changes are applied by this function, which adds the bytes of the whole bucket to the hasher.
+        """
         if num_changes:
             changes = _empty(num_changes)
-            return [changes], partial(self._apply, number, changes)
+            return [changes], partial(self._apply, number, changes, hasher)
         parts = self._new.parts(number)
         targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
-        return targets, partial(self._store, number, targets, parts)
+        return targets, partial(_store, targets, parts)
 
-    def _store(self, number: int, received: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> str:
-        for source, target in zip(received, parts, strict=True):
-            if source is not target:
-                _copy_bytes(source, target)
-        return self._new.checksum(number)
-
-    def _apply(self, number: int, changes: torch.Tensor) -> str:
+    def _apply(self, number: int, changes: torch.Tensor, hasher: xxh3_128) -> None:
         """Write the old bucket with its changes to the file."""
         assert self._old is not None, "differences were sent to a host without an older version"
-        parts, hasher = self._new.parts(number), xxh3_128()
+        parts = self._new.parts(number)
         targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
         olds = [raw_bytes(_bytes(part)) for part in self._old.parts(number)]
         try:
             decode(raw_bytes(changes), list(map(raw_bytes, targets)), olds, hasher.update)
         except ValueError as error:
             raise RunError(f"bucket {number} of policy version {self._version} arrived damaged: {error}") from error
-        for target, part in zip(targets, parts, strict=True):
-            if target is not part:
-                _copy_bytes(target, part)
-        return hasher.hexdigest()
+        _store(targets, parts)
 
-    def _verified(self, number: int, expected: str, complete: Callable[[], str]) -> str:
-        if (found := complete()) != expected:
+    def _verified(self, number: int, expected: str, hasher: xxh3_128, complete: Callable[[], None]) -> str:
+        """Complete a bucket in the file and return its checksum, which must be the expected one."""
+        complete()
+        if (found := hasher.hexdigest()) != expected:
             raise RunError(
                 f"bucket {number} of policy version {self._version} arrived with the checksum {found}, not {expected}"
             )
@@ -296,9 +293,11 @@ def _empty(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _copy_bytes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy bytes to the values that they belong to."""
-    target.copy_(source.view(target.dtype).view(target.shape))
+def _store(received: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Copy bytes to the parts of the file that they were not received into."""
+    for source, target in zip(received, parts, strict=True):
+        if source is not target:
+            target.copy_(source.view(target.dtype).view(target.shape))
 
 
 @contextmanager

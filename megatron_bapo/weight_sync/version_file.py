@@ -15,6 +15,8 @@ from safetensors import safe_open
 
 from megatron_bapo.weight_sync.plan import ITEM_BYTES, Box, Shape, Slice
 
+BLOCK_BYTES = 512
+"""Unit of `st_blocks`, which does not depend on the file system (stat(2))."""
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 
 
@@ -51,7 +53,10 @@ def create(path: Path, shapes: Mapping[str, Shape], dtype: str, present: Sequenc
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(descriptor, size)
+        has_holes = os.fstat(descriptor).st_blocks * BLOCK_BYTES < size
         os.pwrite(descriptor, header, 0)
+        if not has_holes:
+            return  # posix_fallocate would look at each page
         starts = tensor_starts(shapes, dtype)
         for name in present:
             # Without allocation, writing to a mapping kills the process when memory runs out.

@@ -264,7 +264,6 @@ def test_replies_of_a_tool_are_set_apart(page: Page, url: str) -> None:
     opened(page, url, "step=1&row=4&colour=entropy")
     first = responses(page).first
     first.locator(".reply").wait_for()
-    shoot(page, "viewer-tool")
     assert first.locator(".reply").inner_text().replace("⏎", "").strip() == "tool: 21"
     assert first.locator(".turn").all_text_contents() == ["environment", "policy"]
     assert first.locator(".reply .t").evaluate_all("all => all.every(t => t.className === 't')")

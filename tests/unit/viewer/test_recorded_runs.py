@@ -1,11 +1,13 @@
-"""The page of rollouts on a run of the quickstart, of which `quickstart/` has four groups of step 10.
+"""The page of rollouts on recorded runs: the quickstart, and a run of several turns (configs/calculator_tool.yaml).
 
-It was recorded with `trainer.total_steps=21`. The model is in float32 on CPU cores, so trainer and engine agree.
+`quickstart/` has four groups of step 10 of a run with `trainer.total_steps=21`, and `calculator/` all groups of step 1,
+with those tokens of the tokenizer that they use. The models are in float32 on CPU cores, so trainer and engine agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +19,18 @@ from tests.unit.viewer.browsers import IN_A_BROWSER, served, shoot
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
 
-RUN = Path(__file__).with_name("quickstart")
+QUICKSTART, CALCULATOR = (Path(__file__).with_name(name) for name in ("quickstart", "calculator"))
 pytestmark = IN_A_BROWSER
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    yield from served(RUN)
+    yield from served(QUICKSTART)
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    return pq.read_table(RUN / "sampled_rollouts" / "step-00000010.parquet").to_pylist()
+    return pq.read_table(QUICKSTART / "sampled_rollouts" / "step-00000010.parquet").to_pylist()
 
 
 def tokens(page: Page, response: int) -> Locator:
@@ -75,3 +77,20 @@ def test_the_head_of_the_page_is_one_line(page: Page, url: str) -> None:
     parts = page.locator("header > :not(.space):visible").evaluate_all("all => all.map(e => e.offsetTop)")
     assert max(parts) - min(parts) < 20
     assert page.locator("#pages a").all_inner_texts() == ["Rollouts", "Run"]
+
+
+def test_the_calculators_replies_are_set_apart_and_have_no_colour(page: Page, view: Callable[..., str]) -> None:
+    rows = pq.read_table(CALCULATOR / "sampled_rollouts" / "step-00000001.parquet").to_pylist()
+    page.goto(f"{view(CALCULATOR)}#row=24&colour=entropy")
+    for number, row in enumerate(rows[24:]):
+        turns = json.loads(row["turns"] or "[]")
+        replies = [f"<|im_start|>tool{each['content']}<|im_end|><|im_start|>assistant" for each in turns[1::2]]
+        response = page.locator("article.response").nth(number)
+        response.scroll_into_view_if_needed()
+        assert tokens(page, number).count() == row["num_tokens"]
+        shown = response.locator(".reply")
+        assert ["".join(text.replace("⏎", "").split("\n")) for text in shown.all_text_contents()] == replies
+        assert shown.locator(".t").count() == row["num_tokens"] - row["num_sampled"]
+        assert shown.locator(".t").evaluate_all("all => all.every(t => t.className === 't')")
+    page.locator(".lane").evaluate("lane => { lane.scrollLeft = 0 }")
+    shoot(page, "viewer-tool")
