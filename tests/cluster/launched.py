@@ -59,6 +59,7 @@ def train_steps(run_dir: Path) -> list[int]:
 def wait_for_step(run_dir: Path, step: int, logs: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while step not in train_steps(run_dir):
-        tails = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in logs.rglob("*.log"))
-        assert time.monotonic() < deadline, f"step {step} did not finish in time\n{tails}"
+        if time.monotonic() > deadline:
+            tails = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in logs.rglob("*.log"))
+            raise AssertionError(f"step {step} did not finish in time\n{tails}")
         time.sleep(0.2)
