@@ -4,11 +4,12 @@ python -m bench.end_to_end               # one run of each on two cores: 20 minu
 python -m bench.end_to_end --with-vllm   # also TRL with its vLLM backend
 
 SmolLM2-135M-Instruct (`make smollm2`) in float32 answers word problems: 8 prompts x 8 responses of up to 128 tokens,
-and two updates on each batch. Ours is configs/smollm2_135m_cpu.yaml with these prompts and lengths. TRL runs with its
-defaults but for gradient checkpointing, which slows it down, and with as many threads as there are cores. Responses are
-sampled, so their mean lengths differ a little; the table has them. The first step, which fills caches, does not count.
-Processor seconds, of engines and of updates, compare the two also on a machine that other work uses. Needs
-build/bench-site on PYTHONPATH.
+and two updates on each batch. Ours is configs/smollm2_135m_cpu.yaml with these prompts and lengths. Its updates leave
+out responses to prompts with equal rewards, which add nothing to the gradients; a second run of ours trains on all
+responses, as TRL does, and the table has the share of such prompts. TRL runs with its defaults but for gradient
+checkpointing, which slows it down, and with as many threads as there are cores. Responses are sampled, so their mean
+lengths differ a little; the table has them. The first step, which fills caches, does not count. Processor seconds, of
+engines and of updates, compare them also on a machine that other work uses. Needs build/bench-site on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ CONFIG, MODEL = ROOT / "configs" / "smollm2_135m_cpu.yaml", ROOT / "models" / "s
 TASK: dict[str, dict[str, Any]] = {"gsm_symbolic": {}}
 NUM_PROMPTS, NUM_GENERATIONS, MINI_BATCH_SIZE, MAX_RESPONSE_LENGTH, LR, SEED = 8, 8, 32, 128, 2e-6, 1
 BATCH_SIZE = NUM_PROMPTS * NUM_GENERATIONS
+MAX_TOKENS_PER_GPU = 1024  # two ranks and two engines then fit in 24 GB
 NUM_FIRST_STEPS = 1
 RUN_LIMIT_S = 3600.0
+ALL_TRAINED = "ours, all trained"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Steps:
     """Mean processor seconds of a step, where they are known."""
     parts: Mapping[str, float]
     """Mean seconds of a step's parts, where they are known."""
+    uniform_groups: float | None = None
+    """Mean share of prompts whose responses have equal rewards, where it is known."""
 
     @property
     def mean_s(self) -> float:
@@ -65,8 +70,8 @@ def write_prompts(folder: Path, num_steps: int) -> Path:
     return path
 
 
-def ours(folder: Path, prompts: Path, num_steps: int, changes: Sequence[str]) -> Steps:
-    run_dir = folder / "ours"
+def ours(folder: Path, prompts: Path, num_steps: int, name: str, changes: Sequence[str]) -> Steps:
+    run_dir = folder / name
     overrides = (
         *(f"run_dir={run_dir}", f"model.path={MODEL}", f"seed={SEED}", f"optimizer.lr={LR}"),
         *("data.train.reasoning_gym=null", "data.train.size=null", "data.train.seed=null"),
@@ -80,18 +85,20 @@ def ours(folder: Path, prompts: Path, num_steps: int, changes: Sequence[str]) ->
         *(
             f"trainer.train_batch_size={BATCH_SIZE}",
             f"trainer.ppo_mini_batch_size={MINI_BATCH_SIZE}",
+            f"trainer.max_tokens_per_gpu={MAX_TOKENS_PER_GPU}",
         ),
         f"trainer.total_steps={num_steps}",
     )
     command = [sys.executable, "-m", "megatron_bapo", "train", str(CONFIG), *overrides, *changes]
-    with (folder / "ours.log").open("w") as log:
+    with (folder / f"{name}.log").open("w") as log:
         subprocess.run(command, check=True, timeout=RUN_LIMIT_S, stdout=log, stderr=log, cwd=folder)
     rows = [row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train"]
     rows = rows[NUM_FIRST_STEPS:]
     parts = {name: mean(row[f"timing_s/{name}"] for row in rows) for name in ("generate", "update", "weight_sync")}
     cpu_s = mean(row["perf/cpu_s/rollouts"] + row["perf/cpu_s/update"] for row in rows)
     lengths = [row["response_length/mean"] for row in rows]
-    return Steps([row["timing_s/step"] for row in rows], mean(lengths), cpu_s, parts)
+    uniform = mean(row["training/uniform_groups"] for row in rows)
+    return Steps([row["timing_s/step"] for row in rows], mean(lengths), cpu_s, parts, uniform)
 
 
 def trl(folder: Path, prompts: Path, num_steps: int, *, use_vllm: bool) -> Steps:
@@ -133,8 +140,10 @@ def main() -> None:
         folder = (arguments.runs or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         prompts = write_prompts(folder, arguments.steps)
-        runs = {"ours": ours(folder, prompts, arguments.steps, arguments.changes)}
-        print(f"ours: {runs['ours'].mean_s:.1f} s a step", flush=True)
+        runs = dict[str, Steps]()
+        for name, more in {"ours": [], ALL_TRAINED: ["trainer.skip_zero_advantage=false"]}.items():
+            runs[name] = ours(folder, prompts, arguments.steps, _key(name), [*more, *arguments.changes])
+            print(f"{name}: {runs[name].mean_s:.1f} s a step", flush=True)
         runs["TRL"] = trl(folder, prompts, arguments.steps, use_vllm=False)
         if arguments.with_vllm:
             runs["TRL with vLLM"] = trl(folder, prompts, arguments.steps, use_vllm=True)
@@ -144,23 +153,30 @@ def main() -> None:
             run.mean_s,
             run.cpu_s or "",
             run.mean_length,
+            "" if run.uniform_groups is None else run.uniform_groups,
             *(run.parts.get(part, "") for part in ("generate", "update", "weight_sync")),
             run.mean_s / runs["ours"].mean_s,
         )
         for name, run in runs.items()
     ]
-    ratios = {f"{_key(name)}_to_ours": round(run.mean_s / runs["ours"].mean_s, 3) for name, run in runs.items()}
-    del ratios["ours_to_ours"]
+    ratios = {
+        f"{_key(name)}_to_{_key(own)}": round(run.mean_s / runs[own].mean_s, 3)
+        for name, run in runs.items()
+        for own in ("ours", ALL_TRAINED)
+        if name.startswith("TRL")
+    }
     for name, run in runs.items():
         figures |= {f"{_key(name)}_step_s": round(run.mean_s, 2), f"{_key(name)}_cpu_s": round(run.cpu_s or 0.0, 1)}
         figures |= {f"{_key(name)}_response_tokens": round(run.mean_length, 1)}
     figures |= {f"ours_{part}_s": round(seconds, 2) for part, seconds in runs["ours"].parts.items()}
-    header = ("trainer", "s/step", "CPU s/step", "tokens a response", "generate", "update", "weights", "to ours")
+    figures["ours_uniform_groups"] = round(runs["ours"].uniform_groups or 0.0, 3)
+    lengths = "tokens a response", "uniform groups"
+    header = ("trainer", "s/step", "CPU s/step", *lengths, "generate", "update", "weights", "to ours")
     report("end_to_end", header, rows, ratios=ratios, figures=figures)
 
 
 def _key(name: str) -> str:
-    return name.lower().replace(" ", "_")
+    return name.lower().replace(",", "").replace(" ", "_")
 
 
 if __name__ == "__main__":

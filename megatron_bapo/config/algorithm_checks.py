@@ -40,6 +40,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             "are clipped at 1 + clip_ratio_high already; remove clip_ratio_c"
         )
     yield from _distillation_problems(config)
+    yield from _zero_advantage_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0
     if buffer_length > rollout.max_response_length:
         yield (
@@ -75,6 +76,24 @@ def _distillation_problems(config: Config) -> Iterator[str]:
             f"reward.type=none with algorithm.objective={algorithm.objective}: it learns from rewards, which would all "
             "be 0; set another reward, or objective=distill"
         )
+
+
+def _zero_advantage_problems(config: Config) -> Iterator[str]:
+    """Refuse to leave out trajectories with advantage 0 where they contribute to the update."""
+    algorithm = config.algorithm
+    contribute = {
+        f"algorithm.adv_estimator={algorithm.adv_estimator}": algorithm.adv_estimator not in ("grpo", "rloo"),
+        f"algorithm.kl_loss_coef={algorithm.kl_loss_coef}": algorithm.kl_loss_coef != 0.0,
+        f"algorithm.kl_reward_coef={algorithm.kl_reward_coef}": algorithm.kl_reward_coef != 0.0,
+        f"algorithm.entropy_coeff={algorithm.entropy_coeff}": algorithm.entropy_coeff != 0.0,
+        "algorithm.distillation": algorithm.distillation is not None,
+    }
+    for setting, is_given in contribute.items():
+        if config.trainer.skip_zero_advantage and is_given:
+            yield (
+                f"trainer.skip_zero_advantage=true with {setting}: tokens of trajectories with equal rewards then "
+                "contribute to the update; set skip_zero_advantage=false"
+            )
 
 
 def _truncation_problems(config: Config) -> Iterator[str]:

@@ -183,6 +183,10 @@ class TrainerConfig(Section):
     share_prompts: bool = True
     """Compute the prompt of a group's responses once in each micro-batch. Layers of Transformer Engine, context
     parallelism, FP8, `packing=false` and routing replay compute it for each response."""
+    skip_zero_advantage: bool = False
+    """Leave trajectories with advantage 0, such as those of a group with equal rewards, out of the updates. They add
+    nothing to the gradients, and still count in the mean that the loss is; entropy, clip fractions and KL then describe
+    the trajectories that are left. Needs `algorithm.adv_estimator=grpo` or `rloo`, and a loss without other terms."""
     logprob_chunk_size: PositiveInt = 1024
     """Number of tokens whose logits are in memory at a time."""
     fused_kernels: bool = True

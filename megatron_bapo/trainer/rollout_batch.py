@@ -117,15 +117,40 @@ def packed_together(config: Config, trajectories: Sequence[Trajectory], step: in
 
     There is one set per update, and one of all trajectories if they are scored before the updates.
     """
-    return minibatches(config, trajectories, step) + [list(range(len(trajectories)))] * config.algorithm.scores_batch
+    updates = minibatches(config, trajectories, step)
+    if config.trainer.skip_zero_advantage:
+        algorithm, (rewards_GN, num_sampled_GN) = config.algorithm, _shaped_rewards(config, trajectories)
+        found = estimate_advantages(
+            algorithm.adv_estimator, rewards_GN, num_sampled_GN, None, norm_by_std=algorithm.norm_adv_by_std
+        ).tolist()
+        updates = [_contributing(update, found, trajectories) for update in updates]
+    return updates + [list(range(len(trajectories)))] * config.algorithm.scores_batch
 
 
 def minibatch(config: Config, examples: Sequence[Example]) -> list[Example]:
-    """Return the weighted examples of an update, or an empty list if no token is left to train on."""
+    """Return the weighted examples of an update, or an empty list if no token is left to train on.
+
+    With `trainer.skip_zero_advantage` the weights count all examples, but those with advantage 0 are left out.
+    """
     if not any(example.num_trained_tokens for example in examples):
         return []
     weighted = with_token_weights(examples, config.algorithm.loss_agg_mode, config.rollout.max_response_length)
-    return with_positive_share(weighted, config.algorithm.min_positive_loss_share)
+    weighted = with_positive_share(weighted, config.algorithm.min_positive_loss_share)
+    if not config.trainer.skip_zero_advantage:
+        return weighted
+    advantages, trajectories = zip(*((example.advantage, example.trajectory) for example in weighted), strict=True)
+    return [weighted[i] for i in _contributing(range(len(weighted)), advantages, trajectories)]
+
+
+def _contributing(
+    indices: Sequence[int], advantages: Sequence[float | np.ndarray], trajectories: Sequence[Trajectory]
+) -> list[int]:
+    """Return those of the trajectories with these indices whose advantage is not 0.
+
+    If there are none, the shortest one stays, because the optimizer moves the weights without a gradient, too.
+    """
+    contributing = [index for index in indices if np.any(advantages[index])]
+    return contributing or sorted(indices, key=lambda index: len(trajectories[index].response_token_ids))[:1]
 
 
 def with_positive_share(examples: Sequence[Example], min_share: float) -> list[Example]:
@@ -196,14 +221,8 @@ def _advantages(
 
     critic/rewards includes all penalties. With `objective=distill` rewards are only reported, and advantages are 0.
     """
-    config, algorithm, overlong = worker.config, worker.config.algorithm, worker.config.algorithm.overlong
-    trajectories = [example.trajectory for example in examples]
-    num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(-1, config.rollout.n)
-    rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(num_sampled_GN)
-    if overlong.buffer_length is not None:
-        limit = config.rollout.max_response_length
-        lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view_as(num_sampled_GN)
-        rewards_GN = rewards_GN + overlong_penalty(lengths_GN, limit, overlong.buffer_length, overlong.penalty_factor)
+    algorithm, trajectories = worker.config.algorithm, [example.trajectory for example in examples]
+    rewards_GN, num_sampled_GN = _shaped_rewards(worker.config, trajectories)
     total, num, metrics = rewards_GN.sum().item(), len(examples), {}
     if algorithm.objective == "distill":
         return [0.0] * num, {"critic/rewards/mean": Mean(total, num)}
@@ -231,6 +250,19 @@ def _advantages(
         "critic/advantages/max": Max(advantages.max().item()),
     }
     return _split(advantages, trajectories) if over_tokens else advantages.tolist(), metrics
+
+
+def _shaped_rewards(config: Config, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rewards with the penalty of overlong responses, float64 [G, N], and numbers of sampled tokens, [G, N]."""
+    overlong = config.algorithm.overlong
+    num_sampled_GN = torch.tensor([t.num_sampled for t in trajectories]).view(-1, config.rollout.n)
+    rewards_GN = torch.tensor([t.reward for t in trajectories], dtype=torch.float64).view_as(num_sampled_GN)
+    if overlong.buffer_length is None:
+        return rewards_GN, num_sampled_GN
+    limit = config.rollout.max_response_length
+    lengths_GN = torch.tensor([len(t.response_token_ids) for t in trajectories]).view_as(num_sampled_GN)
+    penalties_GN = overlong_penalty(lengths_GN, limit, overlong.buffer_length, overlong.penalty_factor)
+    return rewards_GN + penalties_GN, num_sampled_GN
 
 
 def _penalties(worker: Worker, examples: Sequence[Example]) -> tuple[torch.Tensor, float, int]:

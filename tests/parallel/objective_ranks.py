@@ -1,8 +1,8 @@
 """Run by `launch`: two updates on one rollout batch under each objective.
 
-A case is {"name", "model", "reference", "teacher", "scored", "parallel", "algorithm", "fault"}. The main rank shares
-the batch out. The algorithm's section `distillation` gets the teacher; if it has engines, trajectories get the
-log-probs that are in the file `scored`.
+A case is {"name", "model", "reference", "teacher", "scored", "parallel", "algorithm", "fault"}, and may have "trainer"
+settings and the "rewards" of the trajectories. The main rank shares the batch out. The algorithm's section
+`distillation` gets the teacher; if it has engines, trajectories get the log-probs that are in the file `scored`.
 `out/NAME/` gets which trajectories' tokens each rank then has (`held-RANK.json`), what the batch was found to be
 (`examples.safetensors`), the first update's gradients, the parameters after the second, and metrics.
 """
@@ -33,11 +33,11 @@ from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 from megatron_bapo.trainer.worker import create_reference, create_teacher, create_worker
 
 
-def make_trajectories(vocab_size: int) -> list[Trajectory]:
-    """Return the trajectories of the matrix with rewards; one trajectory is truncated."""
-    rewards = np.random.default_rng(1).random(12).round(1)
+def make_trajectories(vocab_size: int, rewards: list[float] | None) -> list[Trajectory]:
+    """Return the trajectories of the matrix with rewards, random ones by default; one trajectory is truncated."""
+    rewards = rewards or np.random.default_rng(1).random(12).round(1).tolist()
     return [
-        replace(example.trajectory, reward=float(reward), finish_reason="length" if index == 5 else "stop")
+        replace(example.trajectory, reward=reward, finish_reason="length" if index == 5 else "stop")
         for index, (example, reward) in enumerate(zip(make_examples(vocab_size), rewards, strict=True))
     ]
 
@@ -65,14 +65,14 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     if "distillation" in algorithm:
         algorithm = algorithm | {"distillation": algorithm["distillation"] | {"teacher": case["teacher"]}}
     tree = config.model_dump() | {"algorithm": algorithm, "rollout": {"n": GROUP_SIZE, "temperature": 0.8}}
-    config = Config.model_validate(tree)
+    config = Config.model_validate(tree | {"trainer": tree["trainer"] | case.get("trainer", {})})
     worker = create_worker(config, config.model_path, groups)
     reference = None
     if config.algorithm.needs_reference:
         reference = create_reference(config, Path(case["reference"]), groups)
     given, batches = None, []
     if groups.is_main:
-        given = make_trajectories(worker.model.architecture.vocab_size)
+        given = make_trajectories(worker.model.architecture.vocab_size, case.get("rewards"))
         if config.algorithm.teacher_engines is not None:
             scored = load_file(case["scored"])
             given = [replace(each, teacher_log_probs=scored[str(i)].numpy()) for i, each in enumerate(given)]
@@ -88,12 +88,12 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         (out / "gradients").mkdir()
     barrier(groups)
     learned, found = rollout_batch.minibatches(config, trajectories, step=0)[0], {"batch": scalars(metrics)}
-    chosen = rollout_batch.minibatch(config, [examples[i] for i in learned])
+    chosen = [examples[i] for i in learned]
     trace = TokenTrace.of(trajectories, TRACED)
     with FAULTS[case["fault"]]():
         for number in range(2):
             on_policy = config.algorithm.behaviour_policy == "recomputed" and number == 0
-            marked = trace.mark(chosen, learned)
+            marked = rollout_batch.minibatch(config, trace.mark(chosen, learned))
             updated = update_policy(worker, marked, lr=LEARNING_RATE, on_policy=on_policy, trace=trace)
             found[f"update-{number}"] = scalars(reduce_metrics(updated, groups))
             if number == 0:

@@ -64,12 +64,29 @@ def case(algorithm: str, layout: str, fault: str | None = None) -> dict:
 
 EXPERTS, ENGINES = "student-with-experts", "distill-engines"
 TAUGHT_BY_ENGINES = {"objective": "distill", "distillation": {"max_ratio": 1.2, "engines": {}}}
+EQUAL_REWARDS = {
+    "one-equal-group": [0.1, 0.9, 0.4, 0.4, *[0.7] * 4, 1.0, 0.0, 0.0, 0.0],
+    "equal-groups": [*[0.1] * 4, *[0.7] * 4, *[1.0] * 4],
+}
+"""Rewards that give trajectories advantage 0."""
 CASES = {
     **{f"{a}-{layout}": case(a, layout) for layout in ("one-process", *SEVERAL_RANKS) for a in ALGORITHMS},
     **{f"{EXPERTS}-{layout}": case("distill", layout) | {"student": EXPERTS} for layout in ("one-process", "ep2")},
     **{
         f"{ENGINES}-{layout}": case("distill", layout) | {"algorithm": TAUGHT_BY_ENGINES}
         for layout in ("one-process", *REPLICAS)
+    },
+    **{
+        f"{name}-{'skip' if skip else 'train'}-{layout}": {
+            "algorithm": {"overlong": {"mode": "filter"}},
+            "parallel": LAYOUTS[layout].parallel,
+            "fault": None,
+            "rewards": rewards,
+            "trainer": {"skip_zero_advantage": skip},
+        }
+        for name, rewards in EQUAL_REWARDS.items()
+        for layout in ("one-process", *SEVERAL_RANKS)
+        for skip in ((False, True) if layout == "one-process" else (True,))
     },
     FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
 }
@@ -167,6 +184,26 @@ def test_each_replica_has_the_tokens_of_its_own_trajectories(results: Path, layo
     first = sorted({*range(NUM_EXAMPLES)} - {*second})
     assert 0 < len(second) < NUM_EXAMPLES
     assert [rank["held"] for rank in ranks] == [[first, second][rank["replica"]] for rank in ranks]
+
+
+@pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])
+def test_updates_without_trajectories_of_advantage_0_match_updates_on_all(results: Path, layout: str) -> None:
+    for rewards in EQUAL_REWARDS:
+        skipped, trained = f"{rewards}-skip-{layout}", f"{rewards}-train-one-process"
+        ours, theirs = (load_folder(results / name / "gradients") for name in (skipped, trained))
+        assert largest_difference(ours, theirs) <= GRADIENT * largest(theirs)
+        ours, theirs = (load_folder(results / name / "final") for name in (skipped, trained))
+        assert largest_difference(ours, theirs) < PARAMETER
+        ours, theirs = (metrics(results, name) for name in (skipped, trained))
+        for update in ("update-0", "update-1"):
+            for name in ("actor/loss", "actor/grad_norm", "actor/bapo_clip_low", "actor/bapo_clip_high"):
+                assert ours[update][name] == pytest.approx(theirs[update][name], rel=1e-4, abs=1e-7), name
+            assert ours[update]["perf/model_flops"] < theirs[update]["perf/model_flops"]
+
+
+def test_a_trace_has_no_update_of_trajectories_with_advantage_0(results: Path) -> None:
+    (trace,) = traces(results, "one-equal-group-skip-one-process")
+    assert {index: found["update"] for index, found in trace.items()} == {"9": 1, "4": 0, "5": 0, "1": 1, "2": 1}
 
 
 def test_a_sequence_mean_over_only_one_context_rank_is_detected(results: Path) -> None:

@@ -149,6 +149,18 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "weights are clipped",
             "remove clip_ratio_c",
         ),
+        *(
+            (
+                {"trainer__skip_zero_advantage": True, f"algorithm__{key}": value},
+                f"trainer.skip_zero_advantage=true with algorithm.{key}={value}",
+                "tokens of trajectories with equal rewards then contribute to the update",
+                "set skip_zero_advantage=false",
+            )
+            for key, value in (
+                *(("adv_estimator", "reinforce_plus_plus"), ("kl_loss_coef", 0.1)),
+                *(("kl_reward_coef", 0.1), ("entropy_coeff", 0.01)),
+            )
+        ),
         (
             {"algorithm__overlong": {"mode": "penalty", "buffer_length": 101}},
             "algorithm.overlong.buffer_length=101",

@@ -125,6 +125,30 @@ def test_all_trajectories_are_packed_together_where_log_probs_are_computed_befor
     assert packed_together(scored, trajectories, step=0) == [[0, 1], [2, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_examples_with_advantage_0_are_left_out_and_keep_the_weights_of_the_others(mode: LossAggMode) -> None:
+    examples = [example(4, 0.0), example(9, 1.5), example(3, 0.0), example(5, -0.5)]
+    skips = config(algorithm={"loss_agg_mode": mode}, trainer__skip_zero_advantage=True)
+    all_of_them = found(examples, mode)
+    assert minibatch(skips, examples) == [all_of_them[1], all_of_them[3]]
+    without_signal = [dataclasses.replace(each, advantage=0.0) for each in examples]
+    assert minibatch(skips, without_signal) == [found(without_signal, mode)[2]]
+    assert minibatch(skips, []) == []
+
+
+def test_the_ranks_get_the_trajectories_that_the_minibatches_keep() -> None:
+    """Advantages include the penalty of long responses, here of the last one."""
+    lengths, rewards = (3, 4, 5, 6, 7, 95), (0.3, 0.3, 1.0, 0.0, 0.5, 0.5)
+    trajectories = [
+        dataclasses.replace(example(length, 0.0).trajectory, reward=reward)
+        for length, reward in zip(lengths, rewards, strict=True)
+    ]
+    skips = {"rollout__n": 2, "trainer__skip_zero_advantage": True, **IN_TWOS}
+    assert packed_together(config(**skips), trajectories, step=0) == [[0], [2, 3], [4]]
+    penalty = {"overlong": {"mode": "penalty", "buffer_length": 20}}
+    assert packed_together(config(**skips, algorithm=penalty), trajectories, step=0) == [[0], [2, 3], [4, 5]]
+
+
 def prepared(
     folder: Path, groups: ParallelGroups, log_prob: float, algorithm: dict[str, Any]
 ) -> tuple[list[Example], dict[str, float]]:
