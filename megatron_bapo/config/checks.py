@@ -395,7 +395,7 @@ def _probe_warnings(config: Config) -> Iterator[str]:
         }
         causes = [name for name, holds in precisions.items() if holds] or [f"model.dtype={config.model.dtype}"]
         yield (
-            f"weight_sync.probe_tolerance={tolerance} is less than the {noise} nats per token by which the log-probs "
-            f"of engine and trainer may differ with {' and '.join(causes)}, so the probe may end the run. Remove "
+            f"weight_sync.probe_tolerance={tolerance} is less than the {noise} nats by which the log-probs of "
+            f"engine and trainer may differ with {' and '.join(causes)}, so the probe may end the run. Remove "
             f"probe_tolerance, or set it to {noise} or more"
         )

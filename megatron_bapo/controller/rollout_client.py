@@ -16,7 +16,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.rollout.weight_probe import ProbeDifference, WeightProbe
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.route import NUM_ATTEMPTS, TransferGroup
 
@@ -139,8 +139,8 @@ class RolloutClient:
         """Have every engine allocate the memory of `tags`; return when all have."""
         get_result(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
 
-    def probe(self, probe: WeightProbe) -> list[float]:
-        """Return the largest difference of each serving engine from the trainer's log-probs, in nats.
+    def probe(self, probe: WeightProbe) -> list[ProbeDifference]:
+        """Return how far the log-probs of each serving engine are from the trainer's.
 
         Replacements of lost engines must pass the probe, too, before they serve.
         """

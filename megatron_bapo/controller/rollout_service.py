@@ -48,7 +48,7 @@ from megatron_bapo.rollout.scoring import score_group
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations, sft_demonstration
 from megatron_bapo.rollout.teacher import Teacher
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize, transformers_without_torch
-from megatron_bapo.rollout.weight_probe import WeightProbe
+from megatron_bapo.rollout.weight_probe import ProbeDifference, WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE, TransferGroup
 
@@ -269,8 +269,8 @@ class RolloutService:
         if "kv_cache" in tags:
             await self._fleet.to_engines()
 
-    async def probe(self, probe: WeightProbe) -> list[float]:
-        """Return the largest difference of each serving engine from the trainer's log-probs, in nats.
+    async def probe(self, probe: WeightProbe) -> list[ProbeDifference]:
+        """Return how far the log-probs of each serving engine are from the trainer's.
 
         Replacements of lost engines are probed before they serve. Raises ProbeFailed if an engine does not pass.
         """

@@ -48,7 +48,10 @@ def probe(
     config = worker.config
     num_decoded = min(config.weight_sync.probe_decoded_tokens, config.max_model_len - 1 - len(token_ids))
     differences = rollouts.probe(WeightProbe(policy_version, token_ids, log_probs, config.probe_tolerance, num_decoded))
-    return {"weight_sync/probe_diff_max": Max(max(differences))} if differences else {}
+    if not differences:
+        return {}
+    largest, rms = (max(getattr(each, name) for each in differences) for name in ("largest", "rms"))
+    return {"weight_sync/probe_diff_max": Max(largest), "weight_sync/probe_diff_rms": Max(rms)}
 
 
 def answered(
