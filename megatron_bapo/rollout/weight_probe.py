@@ -58,8 +58,8 @@ class WeightProbe:
         if not difference.rms <= self.tolerance:
             raise ProbeFailed(
                 f"after the weight update {name} gives token {worst + 1} of the probe a log-prob of "
-                f"{score.log_probs[worst]:.6f}, the trainer {self.log_probs[worst]:.6f}; {self._apart(difference)}. The "
-                "engine does not serve the trainer's weights, or computes in another precision: set "
+                f"{score.log_probs[worst]:.6f}, the trainer {self.log_probs[worst]:.6f}; {self._apart(difference)}. "
+                "The engine does not serve the trainer's weights, or computes in another precision: set "
                 "model.dtype=float32, or raise the tolerance if the difference is rounding"
             )
         return difference
