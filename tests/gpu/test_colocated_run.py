@@ -27,9 +27,9 @@ def test_engine_and_trainer_take_turns_on_one_gpu(tmp_path: Path, figures: Calla
     first, second = (row["metrics"] for row in read_rows(run_dir / "metrics.jsonl") if row["phase"] == "train")
     figures(
         step_s=second["timing_s/step"],
-        probe=second["weight_sync/probe_diff_max"],
+        probe=second["weight_sync/probe_diff_rms"],
         sampled=first["training/rollout_probs_diff_max"],
         gradient_norm=first["actor/grad_norm"],
     )
-    assert second["weight_sync/probe_diff_max"] < BF16_ENGINE_LOG_PROB
+    assert second["weight_sync/probe_diff_rms"] < BF16_ENGINE_LOG_PROB
     assert second["training/policy_version"] > first["training/policy_version"]
