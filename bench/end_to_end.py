@@ -1,6 +1,6 @@
 """Seconds of a training step, ours against TRL's GRPO trainer: the same model, prompts, reward and batch.
 
-python -m bench.end_to_end               # one run of each on two cores: 20 minutes
+python -m bench.end_to_end               # one run of each on two cores: half an hour
 python -m bench.end_to_end --with-vllm   # also TRL with its vLLM backend
 
 SmolLM2-135M-Instruct (`make smollm2`) in float32 answers word problems: 8 prompts x 8 responses of up to 128 tokens,

@@ -177,6 +177,7 @@ def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
 
 def _print_memory_and_time(plan: Plan, where: str, *, as_json: bool) -> bool:
     warnings = check_planned(plan.config, plan.architecture, where, teacher_of(plan.config))
+    warnings += plan.time_warnings
     would_fit = [] if plan.fits else advice(plan)
     if as_json:
         typer.echo(json.dumps(as_data(plan, would_fit)))

@@ -157,7 +157,7 @@ class EngineActor:
         """Send a request; a cancelled call ends when the engine has released the request."""
         call = self.handle.generate.remote(request)
         try:
-            return await self._call(call, self._settings.request_timeout_s + _GRACE_S)
+            return await self._call(call, self._settings.request_limit_s + _GRACE_S)
         except asyncio.CancelledError:
             with suppress(TimeoutError):
                 async with answered_within(self._settings.health_check_timeout_s):

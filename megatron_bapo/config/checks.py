@@ -137,12 +137,13 @@ def _differences(key: str, old: Any, new: Any, free: Sequence[str]) -> Iterator[
 
 
 def _layout_problems(config: Config) -> Iterator[str]:
-    parallel, trainer = config.parallel, config.trainer
-    if trainer.collective_timeout_s <= config.rollout.request_timeout_s:
+    parallel, trainer, rollout = config.parallel, config.trainer, config.rollout
+    if config.collective_timeout_s <= rollout.request_limit_s:
+        given = "" if rollout.request_timeout_s else " (the default for rollout.max_response_length)"
         yield (
-            f"trainer.collective_timeout_s={trainer.collective_timeout_s} must exceed rollout.request_timeout_s="
-            f"{config.rollout.request_timeout_s}, because all ranks wait while rank 0 waits for a rollout batch; raise "
-            "collective_timeout_s or lower request_timeout_s"
+            f"trainer.collective_timeout_s={config.collective_timeout_s} must exceed rollout.request_timeout_s="
+            f"{rollout.request_limit_s}{given}, because all ranks wait while rank 0 waits for a rollout batch; remove "
+            "collective_timeout_s, raise it, or lower request_timeout_s"
         )
     yield from _setting_problems(parallel)
     grid = list(_grid_problems(parallel))

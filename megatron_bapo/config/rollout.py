@@ -8,6 +8,11 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from megatron_bapo.config.section import Fraction, NonNegativeInt, PositiveFraction, Section
 
+MIN_REQUEST_LIMIT_S = 3600.0
+MAX_TOKEN_S = 0.5
+"""Seconds in which an engine must generate a token: several times those of a full engine with a 32B model, because the
+longest response of a batch may also wait for others."""
+
 
 class SamplingConfig(Section):
     """Sampling parameters, as vLLM defines them."""
@@ -107,9 +112,10 @@ class EngineConfig(EngineSizeConfig):
     many tokens fit."""
     start_timeout_s: PositiveFloat = 900.0
     """Timeout in seconds for the start of an engine, and for each of its weight updates, sleeps and wake-ups."""
-    request_timeout_s: PositiveFloat = 3600.0
+    request_timeout_s: PositiveFloat | None = None
     """Timeout of one request to an engine in seconds; a request that exceeds it has failed. A rollout batch that is not
-    complete after the same time ends the run."""
+    complete after the same time ends the run. null: half a second for each token of `max_response_length`, at least an
+    hour."""
     max_request_failures: PositiveInt = 3
     """Failures of a request, on any engine, after which its prompt is quarantined and written to quarantined.jsonl. A
     lost engine counts only if the request was alone on it; one that was on several lost engines is retried alone."""
@@ -124,6 +130,11 @@ class EngineConfig(EngineSizeConfig):
     def ranks_per_engine_node(self) -> int:
         """Number of an engine's ranks on each of its nodes."""
         return self.ranks_per_engine // self.nodes_per_engine
+
+    @property
+    def request_limit_s(self) -> float:
+        """Timeout of one request to an engine, and of a rollout batch, in seconds."""
+        return self.request_timeout_s or max(MIN_REQUEST_LIMIT_S, MAX_TOKEN_S * self.max_response_length)
 
 
 class RolloutConfig(SamplingConfig, EngineConfig):

@@ -61,7 +61,7 @@ class RolloutClient:
 
         Returns None if an engine needs weights first.
         """
-        limit_s = self._config.rollout.request_timeout_s + _QUICK_S
+        limit_s = self._config.rollout.request_limit_s + _QUICK_S
         if (taken := get_result(self._service.take.remote(), SERVICE, limit_s)) is None:
             return None
         scored, parts, seconds = taken
@@ -70,9 +70,7 @@ class RolloutClient:
 
     def validate(self, seed: int) -> ScoredGroups | None:
         """Return scored responses to every held-out prompt, or None if an engine needs weights first."""
-        return get_result(
-            self._service.validate.remote(seed), SERVICE, self._config.rollout.request_timeout_s + _QUICK_S
-        )
+        return get_result(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_limit_s + _QUICK_S)
 
     def request_response(self, prompt: int, sample: int) -> Any:
         """Return a reference to the result of `RolloutService.sample_response`; the caller must bound its wait."""
@@ -112,7 +110,7 @@ class RolloutClient:
         settings = self._config.rollout
         is_stored = self._config.weight_sync.transport == "store"
         num_bytes = self._transfer.deliver(policy_version, plan) if is_stored else 0
-        limit_s = settings.request_timeout_s + NUM_ATTEMPTS * settings.start_timeout_s + _QUICK_S
+        limit_s = settings.request_limit_s + NUM_ATTEMPTS * settings.start_timeout_s + _QUICK_S
         get_result(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
         return num_bytes
 

@@ -212,13 +212,13 @@ class RolloutService:
                 return ScoredGroups([], 0)
 
         try:
-            async with answered_within(limits.request_timeout_s):
+            async with answered_within(limits.request_limit_s):
                 tasks = (sample_or_quarantine(prompt, index) for index, prompt in enumerate(self._validation))
                 results = await asyncio.gather(*tasks)
         except TimeoutError:
             raise RunError(
                 "the evaluation of held-out prompts did not finish within "
-                f"rollout.request_timeout_s={limits.request_timeout_s:.0f} s; still pending: {self._router.pending()}"
+                f"rollout.request_timeout_s={limits.request_limit_s:.0f} s; still pending: {self._router.pending()}"
             ) from None
         groups = [group for scored in results for group in scored.groups]
         if not groups:

@@ -90,6 +90,17 @@ class Plan:
             colocated=self.placement == "colocated",
         )
 
+    @property
+    def time_warnings(self) -> list[str]:
+        """Limits that a step may exceed, one line each; responses may be twice as long as assumed."""
+        seconds, limit_s = self.time.generation, self.config.rollout.request_limit_s
+        if 2.0 * seconds <= limit_s:
+            return []
+        return [
+            f"rollout.request_timeout_s={limit_s:.0f} ends a run whose rollout batch is not complete by then, and a "
+            f"batch is estimated to take {seconds:.0f} s. Set it to {2.0 * seconds:.0f} or more"
+        ]
+
     def while_training(self, stage: StageMemory) -> int:
         """Return the peak bytes on one of a stage's GPUs during training."""
         if self.placement == "separate":

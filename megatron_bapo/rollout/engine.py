@@ -143,7 +143,7 @@ class Engine:
             from megatron_bapo.rollout.weight_sources import check_complete, version_shapes
 
         self._server = VllmServer(spec, route.folder, endpoint)
-        self._timeout_s = spec.settings.request_timeout_s
+        self._timeout_s = spec.settings.request_limit_s
         await self.connect(route)
         if spec.scoring_temperature is not None:
             await self._server.divide_logits(spec.scoring_temperature)

@@ -100,7 +100,7 @@ class RolloutScheduler:
         self._open.set()
         self._pump()
         try:
-            async with answered_within(self._settings.request_timeout_s):
+            async with answered_within(self._settings.request_limit_s):
                 while self._failure is None and not self._is_complete():
                     self._changed.clear()
                     await self._changed.wait()
@@ -140,7 +140,7 @@ class RolloutScheduler:
 
     async def pause(self) -> None:
         """Return when no request is in flight; aborted trajectories keep their tokens and continue at `resume`."""
-        router, limit_s = self._deps.router, self._settings.request_timeout_s
+        router, limit_s = self._deps.router, self._settings.request_limit_s
         router.pause()
         if self._settings.on_weight_update != "drain":
             await router.abort(self._settings.health_check_timeout_s)
@@ -392,7 +392,7 @@ class RolloutScheduler:
         self._failure_budget = FailureBudget(self._settings.max_reward_failures)
 
     def _incomplete(self) -> str:
-        num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.request_timeout_s
+        num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.request_limit_s
         awaited = ", but older ones are unfinished (rollout.on_stale=wait)" if num >= needed else ""
         return (
             f"after rollout.request_timeout_s={limit_s:.0f} s the batch has {num} of {needed} new groups{awaited}; "

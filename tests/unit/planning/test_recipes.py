@@ -16,9 +16,15 @@ def test_a_recipe_keeps_every_rule_without_a_warning_and_fits(name: str) -> None
     placement = placement_of(load_config(RECIPES / f"{name}.yaml"))
     plan = recipe(name, placement=placement)
     assert check_planned(plan.config, plan.architecture, name) == []
-    assert plan.problems == []
+    assert plan.problems == plan.time_warnings == []
     assert recipe(name, gpu="H200", placement=placement).fits
     assert recipe(name, gpu="H200", placement="separate").fits
+
+
+def test_a_limit_that_a_rollout_batch_may_exceed_is_warned_about() -> None:
+    (warning,) = recipe("paper_32b_64k", "rollout.request_timeout_s=3600").time_warnings
+    assert warning.startswith("rollout.request_timeout_s=3600 ends a run whose rollout batch is not complete by then")
+    assert recipe("paper_32b_64k").time_warnings == []
 
 
 @pytest.mark.parametrize("name", NAMES)
