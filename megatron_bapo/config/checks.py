@@ -34,7 +34,7 @@ FREE_ON_RESUME = (
     *("model.transformer_impl", "algorithm.clip_bounds.method", "optimizer.cpu_offload", "rollout.object_store_mib"),
     *(f"trainer.{key}" for key in ("total_steps", "max_tokens_per_gpu", "packing", "share_prompts", "offload")),
     *(f"trainer.{key}" for key in ("skip_zero_advantage", "logprob_chunk_size", "fused_kernels")),
-    *(f"trainer.{key}" for key in ("collective_timeout_s", "max_restarts")),
+    *("trainer.collective_timeout_s", "trainer.max_restarts"),
     *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
     *(f"algorithm.distillation.engines.{key}" for key in EngineSizeConfig.model_fields),
     *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update", "rollout.max_reward_failures"),
@@ -137,14 +137,7 @@ def _differences(key: str, old: Any, new: Any, free: Sequence[str]) -> Iterator[
 
 
 def _layout_problems(config: Config) -> Iterator[str]:
-    parallel, trainer, rollout = config.parallel, config.trainer, config.rollout
-    if config.collective_timeout_s <= rollout.request_limit_s:
-        given = "" if rollout.request_timeout_s else " (the default for rollout.max_response_length)"
-        yield (
-            f"trainer.collective_timeout_s={config.collective_timeout_s} must exceed rollout.request_timeout_s="
-            f"{rollout.request_limit_s}{given}, because all ranks wait while rank 0 waits for a rollout batch; remove "
-            "collective_timeout_s, raise it, or lower request_timeout_s"
-        )
+    parallel, trainer = config.parallel, config.trainer
     yield from _setting_problems(parallel)
     grid = list(_grid_problems(parallel))
     yield from grid
