@@ -74,4 +74,4 @@ def test_the_settings_on_the_page_are_accepted(settings: str):
 
 
 def test_the_page_has_runs_and_settings():
-    assert (len(RUNS), len(SETTINGS)) == (1, 6)
+    assert (len(RUNS), len(SETTINGS)) == (1, 7)
