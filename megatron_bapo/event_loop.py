@@ -8,9 +8,12 @@ asyncio's timers fire before such a reply is read. `LoopClock` measures by how m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
 
 BEAT_S = 0.05
 """Period of the heartbeat. A beat that is late by more than this is a stall of the event loop."""
@@ -89,6 +92,22 @@ async def answered_within(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             yield timeout
         finally:
             deadline.cancel()
+
+
+async def gather_progressing(work: Iterable[Coroutine[Any, Any, T]], limit_s: float) -> list[T]:
+    """Return the results in order; cancels what is left, and raises TimeoutError, if none is ready for `limit_s`."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        waiting = set(tasks)
+        while waiting:
+            async with answered_within(limit_s):
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+    return [task.result() for task in tasks]
 
 
 class _Deadline:

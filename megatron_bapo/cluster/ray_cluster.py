@@ -238,11 +238,11 @@ def put(value: Any) -> Any:
     return ray.put(value)
 
 
-def finished(references: Mapping[Name, Any]) -> list[Name]:
-    """Return the names of the calls that have returned or failed."""
+def finished(references: Mapping[Name, Any], timeout_s: float = 0.0) -> list[Name]:
+    """Return the names of the calls that have returned or failed, when all have or after `timeout_s`."""
     if not references:
         return []
-    ready = set(ray.wait(list(references.values()), num_returns=len(references), timeout=0)[0])
+    ready = set(ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)[0])
     return [name for name, reference in references.items() if reference in ready]
 
 

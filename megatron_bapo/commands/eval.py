@@ -248,7 +248,7 @@ def _check_alive(config: EvalConfig, end: Any, latest: float) -> None:
     """Raise RunError if generation has ended, or if no response arrived for longer than one may take."""
     if finished({SERVICE: end}):
         get_result(end, SERVICE, _QUICK_S)
-    limit_s = config.rollout.request_limit_s * config.rollout.max_request_failures + config.rollout.start_timeout_s
+    limit_s = config.rollout.idle_limit_s
     if time.monotonic() - latest > limit_s:
         raise RunError(
             f"the engines returned no response for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "

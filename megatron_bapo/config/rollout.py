@@ -113,9 +113,8 @@ class EngineConfig(EngineSizeConfig):
     start_timeout_s: PositiveFloat = 900.0
     """Timeout in seconds for the start of an engine, and for each of its weight updates, sleeps and wake-ups."""
     request_timeout_s: PositiveFloat | None = None
-    """Timeout of one request to an engine in seconds; a request that exceeds it has failed. A rollout batch that is not
-    complete after the same time ends the run. null: half a second for each token of `max_response_length`, at least an
-    hour."""
+    """Timeout of one request to an engine in seconds; a request that exceeds it has failed. null: half a second for
+    each token of `max_response_length`, at least an hour. An engine that hangs is found by its health check before."""
     max_request_failures: PositiveInt = 3
     """Failures of a request, on any engine, after which its prompt is quarantined and written to quarantined.jsonl. A
     lost engine counts only if the request was alone on it; one that was on several lost engines is retried alone."""
@@ -133,8 +132,14 @@ class EngineConfig(EngineSizeConfig):
 
     @property
     def request_limit_s(self) -> float:
-        """Timeout of one request to an engine, and of a rollout batch, in seconds."""
+        """Timeout of one request to an engine in seconds."""
         return self.request_timeout_s or max(MIN_REQUEST_LIMIT_S, MAX_TOKEN_S * self.max_response_length)
+
+    @property
+    def idle_limit_s(self) -> float:
+        """Longest time in seconds in which no response is finished: a request fails as often as it may, on engines of
+        which one must be replaced."""
+        return self.request_limit_s * self.max_request_failures + self.start_timeout_s
 
 
 class RolloutConfig(SamplingConfig, EngineConfig):

@@ -11,13 +11,6 @@ def rollout_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules, one line each."""
     rollout = config.rollout
     partial, length = rollout.partial_rollout, rollout.max_response_length
-    if config.collective_timeout_s <= rollout.request_limit_s:
-        given = "" if rollout.request_timeout_s else " (the default for rollout.max_response_length)"
-        yield (
-            f"trainer.collective_timeout_s={config.collective_timeout_s} must exceed rollout.request_timeout_s="
-            f"{rollout.request_limit_s}{given}, because all ranks wait while rank 0 waits for a rollout batch; remove "
-            "collective_timeout_s, raise it, or lower request_timeout_s"
-        )
     if rollout.ranks_per_engine % rollout.nodes_per_engine:
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} must divide the {rollout.ranks_per_engine} ranks of "

@@ -194,9 +194,8 @@ class TrainerConfig(Section):
     not work, PyTorch operators are used."""
     offload: bool = False
     """Move parameters and optimizer states to host memory while colocated engines work."""
-    collective_timeout_s: PositiveFloat | None = None
-    """Timeout of collectives between trainer ranks in seconds; must exceed the limit of a rollout batch
-    (rollout.request_timeout_s), for which ranks wait. null: twice that limit."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Timeout of collectives between trainer ranks in seconds. Waiting for the engines does not count."""
     max_restarts: NonNegativeInt = 3
     """Maximum number of restarts from the newest checkpoint without a new step in between, after a trainer rank or
     another part of the run fails; 0 disables restarts. Invalid input, a failed weight probe, a lost node and a part
@@ -368,11 +367,6 @@ class Config(Section):
     def probe_tolerance(self) -> float:
         """Tolerance of the weight probe in nats."""
         return self.weight_sync.probe_tolerance or self.log_prob_noise
-
-    @property
-    def collective_timeout_s(self) -> float:
-        """Timeout of collectives between trainer ranks in seconds."""
-        return self.trainer.collective_timeout_s or 2.0 * self.rollout.request_limit_s
 
     @property
     def max_micro_batch_tokens(self) -> int:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.parallel.collectives import barrier
+from megatron_bapo.parallel.collectives import barrier, on_main
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import release_cached_memory
 from megatron_bapo.trainer.offload import TrainerMemory
@@ -36,10 +37,9 @@ class ColocationManager:
         self._sleep_level, self._offload = config.rollout.sleep_level, config.trainer.offload
         self._memory: TrainerMemory | None = None
         self._trainers_turn = True
-        if self._sleep_level and rollouts is not None:
-            rollouts.wait_for_engines()
-            rollouts.sleep(1)
-        self._barrier()
+        if self._sleep_level:
+            on_main(rollouts and rollouts.wait_for_engines, groups)
+            on_main(rollouts and partial(rollouts.sleep, 1), groups)
 
     def manage(self, worker: Worker, frozen: Sequence[PolicyModel]) -> None:
         """Offload these models during the engines' turns from now on; call this when all of them exist."""
@@ -48,9 +48,9 @@ class ColocationManager:
 
     def to_trainer(self, *, weights_follow: bool = True) -> None:
         """Let the engines sleep, then load the trainer's memory; without `weights_follow` the engines keep weights."""
-        if self._sleep_level and self._rollouts is not None:
-            self._rollouts.sleep(self._sleep_level if weights_follow else 1)
-        self._barrier()
+        if self._sleep_level:
+            level = self._sleep_level if weights_follow else 1
+            on_main(self._rollouts and partial(self._rollouts.sleep, level), self._groups)
         if self._memory is not None:
             self._memory.onload()
         self._trainers_turn = True
@@ -59,20 +59,13 @@ class ColocationManager:
         """Have both the trainer's parameters and the engines' memory for weights on the GPUs."""
         if self._memory is not None:
             self._memory.offload_all_but_parameters()
-        self._release_cache()
-        self._barrier()
-        if self._sleep_level and self._rollouts is not None:
-            self._rollouts.wake(("weights",))
-        self._barrier()
+        self._wake("weights")
 
     def to_engines(self) -> None:
         """Offload the trainer, then wake the engines."""
         if self._memory is not None:
             self._memory.offload()
-        self._release_cache()
-        self._barrier()
-        if self._sleep_level and self._rollouts is not None:
-            self._rollouts.wake(("weights", "kv_cache"))
+        self._wake("weights", "kv_cache")
         self._trainers_turn = False
 
     @contextmanager
@@ -85,11 +78,9 @@ class ColocationManager:
         yield
         self.to_engines()
 
-    def _release_cache(self) -> None:
-        """Release what updates, exports and scoring have left in torch's cache, which an engine that wakes needs."""
+    def _wake(self, *tags: str) -> None:
+        """Have the engines allocate memory again, after what updates, exports and scoring left in torch's caches."""
         if self._sleep_level:
             release_cached_memory()
-
-    def _barrier(self) -> None:
-        if self._sleep_level or self._offload:
             barrier(self._groups)
+            on_main(self._rollouts and partial(self._rollouts.wake, tags), self._groups)

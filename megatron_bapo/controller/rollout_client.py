@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bapo.cluster.ray_cluster import get_actor, get_result
+from megatron_bapo.cluster.ray_cluster import finished, get_actor, get_result
 from megatron_bapo.cluster.store_transfer import StoreTransfer
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -61,8 +61,7 @@ class RolloutClient:
 
         Returns None if an engine needs weights first.
         """
-        limit_s = self._config.rollout.request_limit_s + _QUICK_S
-        if (taken := get_result(self._service.take.remote(), SERVICE, limit_s)) is None:
+        if (taken := self._awaited(self._service.take.remote())) is None:
             return None
         scored, parts, seconds = taken
         groups = [group for part in parts for group in get_result(part, SERVICE, _QUICK_S)]
@@ -70,7 +69,13 @@ class RolloutClient:
 
     def validate(self, seed: int) -> ScoredGroups | None:
         """Return scored responses to every held-out prompt, or None if an engine needs weights first."""
-        return get_result(self._service.validate.remote(seed), SERVICE, self._config.rollout.request_limit_s + _QUICK_S)
+        return self._awaited(self._service.validate.remote(seed))
+
+    def _awaited(self, reference: Any) -> Any:
+        """Return the result of a call that the service bounds by its progress, for as long as the service answers."""
+        while not finished({SERVICE: reference}, _QUICK_S):
+            get_result(self._service.answer.remote(), SERVICE, _QUICK_S)
+        return get_result(reference, SERVICE, _QUICK_S)
 
     def request_response(self, prompt: int, sample: int) -> Any:
         """Return a reference to the result of `RolloutService.sample_response`; the caller must bound its wait."""
@@ -119,8 +124,9 @@ class RolloutClient:
 
         `plan` is the plan's digest. `broken` is the name of the last group if it has failed.
         """
-        # It waits for replacements that are probed.
-        limit_s = self._config.rollout.health_check_timeout_s + _QUICK_S
+        # It waits for requests in flight, and for replacements that are probed.
+        settings = self._config.rollout
+        limit_s = settings.request_limit_s + settings.health_check_timeout_s + _QUICK_S
         return get_result(self._service.begin_transfer.remote(policy_version, plan, broken), SERVICE, limit_s)
 
     def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:

@@ -21,7 +21,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import FunctionFailed, RunError
-from megatron_bapo.event_loop import LoopClock, answered_within
+from megatron_bapo.event_loop import LoopClock, gather_progressing
 from megatron_bapo.freed_memory import FreedMemory, release_freed_memory
 from megatron_bapo.garbage_collection import GarbageCollector
 from megatron_bapo.logs import redirect_output
@@ -192,7 +192,7 @@ class RolloutService:
     async def validate(self, seed: int) -> ScoredGroups | None:
         """Return scored responses to every held-out prompt, or None as `take` does.
 
-        Raises RunError after `rollout.request_timeout_s`, or if every prompt was quarantined.
+        Raises RunError if no prompt is finished for `idle_limit_s`, or if every prompt was quarantined.
         """
         return await self._unless_lacking("validate", lambda: self._validate(seed))
 
@@ -211,14 +211,13 @@ class RolloutService:
                 )
                 return ScoredGroups([], 0)
 
+        work = (sample_or_quarantine(prompt, index) for index, prompt in enumerate(self._validation))
         try:
-            async with answered_within(limits.request_limit_s):
-                tasks = (sample_or_quarantine(prompt, index) for index, prompt in enumerate(self._validation))
-                results = await asyncio.gather(*tasks)
+            results = await gather_progressing(work, limits.idle_limit_s)
         except TimeoutError:
             raise RunError(
-                "the evaluation of held-out prompts did not finish within "
-                f"rollout.request_timeout_s={limits.request_limit_s:.0f} s; still pending: {self._router.pending()}"
+                f"no held-out prompt was finished for {limits.idle_limit_s:.0f} s (rollout.request_timeout_s x "
+                f"max_request_failures + start_timeout_s); still pending: {self._router.pending()}"
             ) from None
         groups = [group for scored in results for group in scored.groups]
         if not groups:
@@ -238,6 +237,9 @@ class RolloutService:
         """Wait until an error ends generation, and raise it."""
         await self._scheduler.failed()
 
+    async def answer(self) -> None:
+        """Show that this process serves calls."""
+
     async def load_weights(self, version: int) -> None:
         """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
 
@@ -251,7 +253,12 @@ class RolloutService:
         await self._scheduler.update_weights(version, load)
 
     async def begin_transfer(self, version: int, plan: str, broken: str) -> TransferGroup:
-        """Return the group that transfers a version to the engines; `load_weights` comes next."""
+        """Return the group that transfers a version to the engines; `load_weights` comes next.
+
+        A new version waits until no request is in flight, because the group's ranks wait for each other only shortly.
+        """
+        if version != self._fleet.policy_version:
+            await self._scheduler.pause()
         return await self._fleet.begin_transfer(version, plan, broken)
 
     async def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:

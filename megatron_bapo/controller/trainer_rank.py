@@ -63,9 +63,9 @@ def start_run(config: Config, args: RankArgs) -> Run:
     check_device()
     on_one_machine = os.environ["GROUP_WORLD_SIZE"] == "1"  # torchrun's number of nodes
     store_file = args.store_folder / "ranks" if on_one_machine else None
-    start_distributed(config.collective_timeout_s, store_file)
+    start_distributed(config.trainer.collective_timeout_s, store_file)
     set_host_threads(cpu_offload=config.optimizer.cpu_offload)
-    groups = create_groups(config.parallel, config.seed, config.collective_timeout_s)
+    groups = create_groups(config.parallel, config.seed, config.trainer.collective_timeout_s)
     sender_hosts = gather_by_rank(args.host, groups)
     client = None
     if groups.is_main and isinstance(source, str):

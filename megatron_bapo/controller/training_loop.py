@@ -37,7 +37,7 @@ from megatron_bapo.controller.weight_update import answered, probe, update_weigh
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
-from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.parallel.collectives import broadcast_object, on_main
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Prompt, Trajectory, grouped
@@ -172,7 +172,8 @@ def warm_start(run: Run) -> None:
         return
     run.announce("warm start")
     while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
-        demonstrations = run.rollouts.sft_demonstrations(settings.batch_size) if run.rollouts else None
+        call = run.rollouts and partial(run.rollouts.sft_demonstrations, settings.batch_size)
+        demonstrations = on_main(call, run.worker.groups)
         trajectories = scatter_batch(run.worker, demonstrations, [range(settings.batch_size)], in_groups=False)
         examples = with_token_weights(
             [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
@@ -205,8 +206,7 @@ def prepare_engines(run: Run) -> None:
             update_engine_weights(run)
         return
     run.announce("starting the engines")
-    if run.engines is not None:
-        run.engines.wait_for_engines()
+    on_main(run.engines and run.engines.wait_for_engines, run.worker.groups)
     run.colocation.manage(run.worker, run.frozen.models)
     if run.state.update == 0:
         probe(run.worker, run.engines, run.colocation, policy_version=0)

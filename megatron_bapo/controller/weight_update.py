@@ -8,7 +8,7 @@ from typing import TypeVar
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.metrics.values import Last, Max, Metric
-from megatron_bapo.parallel.collectives import broadcast_object
+from megatron_bapo.parallel.collectives import broadcast_object, on_main
 from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.trainer.weight_publisher import WeightTransport
 from megatron_bapo.trainer.worker import Worker, score_sequence
@@ -67,7 +67,7 @@ def answered(
     are sent, and the call is repeated.
     """
     while True:
-        answer = None if call is None else call()
+        answer = on_main(call, worker.groups)
         if transport is None or worker.config.weight_sync.transport != "nccl":
             return answer
         if not broadcast_object(call is not None and answer is None, worker.groups):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
-from megatron_bapo.parallel.platform import local_device
+from megatron_bapo.parallel.platform import announce_key, local_device, wait_for_key
+
+T = TypeVar("T")
+_calls = count()
 
 
 def sum_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
@@ -104,6 +108,21 @@ def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
         if axis.size > 1:
             dist.broadcast_object_list(box, src=axis.global_ranks[0], group=axis.group)
     return box[0]
+
+
+def on_main(call: Callable[[], T] | None, groups: ParallelGroups) -> T | None:
+    """Return what `call` returns on the main rank; on all other ranks it is None, and so is the result. Collective.
+
+    They wait for as long as the main rank's process lives. In a collective its timeout would limit the call, and a
+    kernel of NCCL would occupy their GPUs, which may be the engines', too.
+    """
+    key = f"main rank's call {next(_calls)}"
+    if not groups.is_main:
+        wait_for_key(key)
+        return None
+    answer = call() if call is not None else None
+    announce_key(key)
+    return answer
 
 
 def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:

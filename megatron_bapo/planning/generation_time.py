@@ -47,6 +47,16 @@ def generation_seconds(
     return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
 
 
+def longest_response_seconds(
+    config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
+) -> float:
+    """Return the seconds in which a full engine generates a response of `rollout.max_response_length` tokens."""
+    lengths, running = lengths_of(config, assumptions), max(1.0, engine.num_concurrent)
+    cost = decode_cost(config, architecture, gpu, engine, assumptions, running)
+    step = cost.seconds(1, running, running * (lengths.prompt + lengths.halfway))
+    return config.rollout.max_response_length * step
+
+
 def decode_cost(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions, batch: float
 ) -> DecodeCost:

@@ -91,7 +91,7 @@ class RolloutScheduler:
         """Return the next batch when it is complete.
 
         With `on_stale=wait` it has all groups that would be too old for the following batch. Raises RunError that names
-        the engines with pending requests if it is not complete after `request_timeout_s`, and any error that has ended
+        the engines with pending requests if no group is finished for `idle_limit_s`, and any error that has ended
         generation.
         """
         self._begin()
@@ -100,9 +100,9 @@ class RolloutScheduler:
         self._open.set()
         self._pump()
         try:
-            async with answered_within(self._settings.request_limit_s):
-                while self._failure is None and not self._is_complete():
-                    self._changed.clear()
+            while self._failure is None and not self._is_complete():
+                self._changed.clear()
+                async with answered_within(self._settings.idle_limit_s):
                     await self._changed.wait()
         except TimeoutError:
             raise RunError(self._incomplete()) from None
@@ -392,9 +392,10 @@ class RolloutScheduler:
         self._failure_budget = FailureBudget(self._settings.max_reward_failures)
 
     def _incomplete(self) -> str:
-        num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.request_limit_s
+        num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.idle_limit_s
         awaited = ", but older ones are unfinished (rollout.on_stale=wait)" if num >= needed else ""
         return (
-            f"after rollout.request_timeout_s={limit_s:.0f} s the batch has {num} of {needed} new groups{awaited}; "
-            f"still pending: {self._deps.pending()}; see the engines' logs, or raise the limit"
+            f"no group was finished for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
+            f"start_timeout_s); the batch has {num} of {needed} new groups{awaited}; still pending: "
+            f"{self._deps.pending()}; see the engines' logs, or raise the limit"
         )

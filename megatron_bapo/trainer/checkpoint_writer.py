@@ -48,7 +48,7 @@ class CheckpointWriter:
         self._worker, self._folder, self._keep, self._rollouts = worker, folder, config.checkpoint.keep, rollouts
         self._snapshot = None
         if config.checkpoint.async_save:
-            self._group = host_process_group(config.collective_timeout_s)
+            self._group = host_process_group(config.trainer.collective_timeout_s)
             self._groups = through(self._group, worker.groups)
             self._snapshot = Snapshot(worker.optimizer, self._groups)
         self._thread: threading.Thread | None = None

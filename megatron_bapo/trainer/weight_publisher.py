@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +23,8 @@ from megatron_bapo.model.weight_layouts import (
     weight_plan,
 )
 from megatron_bapo.model.weight_slices import LocalSlices
-from megatron_bapo.parallel.collectives import barrier, broadcast_object, gather_by_rank
+from megatron_bapo.parallel.collectives import barrier, broadcast_object, gather_by_rank, on_main
+from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import DeviceStreams, local_device, release_cached_memory, share_storage
 from megatron_bapo.trainer.worker import Worker
 from megatron_bapo.weight_sync.membership import TransferFailed, offer_plan
@@ -119,8 +121,8 @@ class WeightPublisher:
 
     def deliver(self, policy_version: int, engines: Engines | None) -> int:
         self.publish(policy_version)
-        num_bytes = 0 if engines is None else engines.load_weights(policy_version, self.plan)
-        barrier(self._groups)  # until here engines may request differences to the previous version
+        # While engines load, they may request differences to the previous version.
+        num_bytes = _load_weights(engines, policy_version, self.plan, self._groups)
         if self._is_first_on_host:
             self.store.discard_before(policy_version)
         return num_bytes
@@ -153,8 +155,7 @@ class ParameterSharing:
         rank = self._groups.global_rank
         offer_parameters(self._folder, policy_version, self.plan, rank, self._slices, share_storage)
         barrier(self._groups)
-        num_bytes = 0 if engines is None else engines.load_weights(policy_version, self.plan)
-        barrier(self._groups)
+        num_bytes = _load_weights(engines, policy_version, self.plan, self._groups)
         withdraw(self._folder, policy_version, rank)
         return num_bytes
 
@@ -177,18 +178,19 @@ class SliceStreaming:
     def deliver(self, policy_version: int, engines: Engines | None) -> int:
         finish_param_gather([chunk.ddp for chunk in self._model.chunks])
         self._offer_plan()
-        group = None if engines is None else engines.begin_transfer(policy_version, self.plan.digest, self._broken)
-        group = broadcast_object(group, self._groups)
+        begin = None
+        if engines is not None:
+            begin = partial(engines.begin_transfer, policy_version, self.plan.digest, self._broken)
+        group = broadcast_object(on_main(begin, self._groups), self._groups)
         executor = ThreadPoolExecutor(1)
         try:
             loading = None if engines is None else executor.submit(engines.load_weights, policy_version, self.plan)
             num_bytes = self._repeated(policy_version, group, engines)
+            on_main(None if loading is None else loading.result, self._groups)
             if loading is not None:
-                loading.result()
                 self._member.forget(policy_version)
         finally:
             executor.shutdown(wait=False)
-        barrier(self._groups)
         return num_bytes
 
     def _offer_plan(self) -> None:
@@ -245,6 +247,11 @@ class _Attempt:
     """Why the group has failed."""
     committed: bool = False
     """Whether the rank has committed the version, which all engines then have."""
+
+
+def _load_weights(engines: Engines | None, policy_version: int, plan: WeightPlan, groups: ParallelGroups) -> int:
+    """Return what `Engines.load_weights` does, and 0 on all ranks but the main one, when all engines have loaded."""
+    return on_main(None if engines is None else partial(engines.load_weights, policy_version, plan), groups) or 0
 
 
 def _sent_adapters(worker: Worker) -> LoraConfig | None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from megatron_bapo.event_loop import BEAT_S, LoopClock, TurnBudget, answered_within
+from megatron_bapo.errors import RunError
+from megatron_bapo.event_loop import BEAT_S, LoopClock, TurnBudget, answered_within, gather_progressing
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
@@ -120,6 +121,52 @@ def test_a_limit_of_days_is_simulated_without_a_heartbeat_until_its_last_minute(
         return asyncio.get_running_loop().time()
 
     assert 1e6 <= run_in_virtual_time(main()) <= 1e6 + 2 * BEAT_S
+
+
+async def after(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+def test_work_that_progresses_is_gathered_in_order_however_long_it_takes():
+    async def main() -> list[float]:
+        return await gather_progressing(map(after, [30.0, 9.0, 20.0, 39.0]), limit_s=11.0)
+
+    assert run_in_virtual_time(main()) == [30.0, 9.0, 20.0, 39.0]
+
+
+def test_work_without_progress_is_cancelled_at_the_limit():
+    ended = list[str]()
+
+    async def never() -> float:
+        try:
+            return await after(1e9)
+        finally:
+            ended.append("cancelled")
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await gather_progressing([after(1.0), never(), never()], limit_s=11.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(12.0, abs=0.2)
+        await asyncio.sleep(0)
+
+    run_in_virtual_time(main())
+    assert ended == ["cancelled"] * 2
+
+
+def test_work_that_fails_cancels_the_rest():
+    async def fails() -> float:
+        raise RunError("no more")
+
+    async def main() -> None:
+        left = asyncio.ensure_future(after(1e9))
+        with pytest.raises(RunError, match="no more"):
+            await gather_progressing([asyncio.wait_for(left, None), fails()], limit_s=11.0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert left.cancelled()
+
+    run_in_virtual_time(main())
 
 
 def test_the_longest_stall_is_reported_once():

@@ -405,18 +405,18 @@ def test_a_run_is_extended_only_if_its_learning_rate_schedule_stays_the_same(
 @pytest.mark.parametrize(
     ("values", "limits"),
     [
-        ({}, (3600.0, 7200.0)),
-        ({"rollout__max_response_length": 65_536}, (32_768.0, 65_536.0)),
-        ({"rollout__request_timeout_s": 60.0}, (60.0, 120.0)),
-        ({"rollout__request_timeout_s": 60.0, "trainer__collective_timeout_s": 90.0}, (60.0, 90.0)),
+        ({}, (3600.0, 11_700.0)),
+        ({"rollout__max_response_length": 65_536}, (32_768.0, 99_204.0)),
+        ({"rollout__request_timeout_s": 60.0, "rollout__start_timeout_s": 30.0}, (60.0, 210.0)),
+        ({"rollout__request_timeout_s": 60.0, "rollout__max_request_failures": 1}, (60.0, 960.0)),
     ],
     ids=str,
 )
-def test_requests_have_time_for_each_token_and_ranks_wait_longer(
+def test_requests_have_time_for_each_token_and_batches_for_failures(
     values: dict[str, Any], limits: tuple[float, float]
 ) -> None:
-    checked = config(**values)
-    assert (checked.rollout.request_limit_s, checked.collective_timeout_s) == limits
+    rollout = config(**values).rollout
+    assert (rollout.request_limit_s, rollout.idle_limit_s) == limits
 
 
 @pytest.mark.parametrize(

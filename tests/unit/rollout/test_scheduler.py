@@ -332,10 +332,31 @@ def test_a_resumed_run_loses_no_prompt_and_uses_the_same_seeds(values: dict[str,
 
 def test_a_batch_that_times_out_names_the_engine_with_pending_requests():
     async def main() -> None:
-        world = World(settings(request_timeout_s=30.0))
+        world = World(settings(request_timeout_s=30.0, max_request_failures=2, start_timeout_s=10.0))
         world.engines[1].hangs = True
-        with pytest.raises(RunError, match=r"30 s the batch has 3 of 6 new groups; still pending: engine 1 \(3 requ"):
+        message = r"for 70 s \(.* has 3 of 6 new groups; still pending: engine 1 \(3 requ"
+        with pytest.raises(RunError, match=message):
             await world.scheduler.take()
+        await world.scheduler.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_batch_may_take_any_time_while_groups_are_finished():
+    async def main() -> None:
+        limits = settings(request_timeout_s=1.0, max_request_failures=1, start_timeout_s=1.0)
+        world = World(limits, num_engines=1, groups_per_batch=20)
+        first = world.score
+
+        async def one_after_the_other(group: Group) -> ScoredGroups:
+            async with turn:
+                await asyncio.sleep(0.8 * limits.idle_limit_s)
+                return await first(group)
+
+        turn, world.score = asyncio.Lock(), one_after_the_other
+        start_s = asyncio.get_running_loop().time()
+        assert len((await world.scheduler.take()).groups) == 20
+        assert asyncio.get_running_loop().time() - start_s > 15 * limits.idle_limit_s
         await world.scheduler.close()
 
     run_in_virtual_time(main())

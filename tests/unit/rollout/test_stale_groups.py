@@ -132,7 +132,7 @@ def test_a_timeout_says_that_the_batch_waits_for_older_groups():
     """The group of the first prompt is never scored; the batch of version 1 must have it."""
 
     async def main() -> None:
-        world = World(settings(mode="async", request_timeout_s=50.0), groups_per_batch=2)
+        world = World(settings(mode="async", request_timeout_s=50.0, start_timeout_s=1.0), groups_per_batch=2)
         score, seen = world.score, list[str]()
 
         async def never_the_first(group: Group) -> ScoredGroups:
