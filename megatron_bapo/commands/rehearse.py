@@ -125,8 +125,13 @@ def rehearse_ranks(config: Config, architecture: Architecture, ranks: Sequence[i
     return found
 
 
-def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> RankRehearsal:
-    """Play one update on one rank. Raises UserError for a rank that does not exist, and what the trainer raises."""
+def rehearse_rank(
+    config: Config, architecture: Architecture, rank: int, num_micro_batches: int | None = None
+) -> RankRehearsal:
+    """Play one update on one rank. Raises UserError for a rank that does not exist, and what the trainer raises.
+
+    Without `num_micro_batches` it has enough for the peak memory of the first stage, which holds the most at once.
+    """
     world_size = config.parallel.world_size
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} does not exist; parallel.world_size={world_size}")
@@ -134,7 +139,7 @@ def rehearse_rank(config: Config, architecture: Architecture, rank: int) -> Rank
     if architecture.moe_layers and (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size) > 1:
         raise UserError("tensor parallelism of experts cannot be rehearsed; set parallel.expert_tensor_parallel_size=1")
     batch = _micro_batch(config)
-    num = _num_played(config)
+    num = num_micro_batches or _num_played(config)
     tokens = batch.split_tokens(config.parallel)
     with warnings.catch_warnings(), process_group(rank, world_size):
         warnings.simplefilter("ignore")  # Megatron-Core warns about its own defaults and calls

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import threading, time
 import psutil
@@ -20,6 +22,7 @@ with local_cluster(1, 80, "test"):
 """
 
 
+@pytest.mark.slow
 def test_ray_is_started_again_if_its_processes_are_too_slow():
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -40,6 +43,7 @@ with Interrupts() as interrupts, local_cluster(1, 80, "test"):
 """
 
 
+@pytest.mark.slow
 def test_ray_leaves_sigterm_to_the_launcher():
     run = subprocess.run([sys.executable, "-c", ASKED_TO_STOP], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr

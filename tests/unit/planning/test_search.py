@@ -123,6 +123,7 @@ def test_where_gpu_and_host_memory_are_short_both_ways_out_are_given() -> None:
     assert advice(plan) == ["trainer.max_tokens_per_gpu=9216", "checkpoint.async_save=false"]
 
 
+@pytest.mark.slow
 def test_a_search_lets_training_wait_for_checkpoints_where_host_memory_is_short() -> None:
     """The layout that is searched from fits in neither memory, and no small change of it does."""
     plan = recipe("qwen3-30b-a3b_16gpus", *LARGE, "parallel.pipeline_model_parallel_size=1")

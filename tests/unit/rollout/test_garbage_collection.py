@@ -54,6 +54,7 @@ def recorded_pauses() -> Iterator[list[float]]:
         gc.callbacks.remove(record)
 
 
+@pytest.mark.slow
 def test_collections_are_short_with_the_objects_of_16384_responses_which_leave_no_garbage(
     own_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_collections_are_short_with_the_objects_of_16384_responses_which_leave_n
     assert num_garbage[0] < 0.01 * NUM_GROUPS * N
 
 
+@pytest.mark.slow
 def test_cycles_of_old_objects_are_collected_when_there_are_many(
     own_settings: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_questions_without_an_answer_are_refused(client: TestClient, path: str, 
     assert client.get(f"/{SECRET}/api/runs/0/{path}").status_code == code
 
 
+@pytest.mark.slow
 def test_no_answer_is_larger_than_a_megabyte(tmp_path: Path) -> None:
     long = 3000 * "\u202e\x00 long "
     made = sampled(long, reward=1.0, advantage=1.0)
