@@ -2,7 +2,7 @@
 
 A reply may wait in a socket while the event loop runs something else, or while the machine runs another process, and
 asyncio's timers fire before such a reply is read. `LoopClock` measures by how much a periodic timer is late, and
-`answered_within` does not count that time in the last minute of a limit.
+`answered_within` does not count that time in the last minute of a limit. Long work is limited by its progress.
 """
 
 from __future__ import annotations
@@ -98,16 +98,25 @@ async def gather_progressing(work: Iterable[Coroutine[Any, Any, T]], limit_s: fl
     """Return the results in order; cancels what is left, and raises TimeoutError, if none is ready for `limit_s`."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
-        waiting = set(tasks)
-        while waiting:
+        for ready in asyncio.as_completed(tasks):
             async with answered_within(limit_s):
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+                await ready
     finally:
         for task in tasks:
             task.cancel()
     return [task.result() for task in tasks]
+
+
+async def wait_progressing(
+    changed: asyncio.Event, is_done: Callable[[], bool], progress: Callable[[], int], limit_s: float
+) -> None:
+    """Wait until `is_done`, which each change may make true; raises TimeoutError if `progress` stops for `limit_s`."""
+    while not is_done():
+        before = progress()
+        async with answered_within(limit_s):
+            while progress() == before and not is_done():
+                changed.clear()
+                await changed.wait()
 
 
 class _Deadline:

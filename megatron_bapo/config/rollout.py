@@ -10,8 +10,8 @@ from megatron_bapo.config.section import Fraction, NonNegativeInt, PositiveFract
 
 MIN_REQUEST_LIMIT_S = 3600.0
 MAX_TOKEN_S = 0.5
-"""Seconds in which an engine must generate a token: several times those of a full engine with a 32B model, because the
-longest response of a batch may also wait for others."""
+"""Seconds in which an engine must generate a token: several times those of a full engine with a 32B model, because an
+estimate may be wrong."""
 
 
 class SamplingConfig(Section):
@@ -137,8 +137,8 @@ class EngineConfig(EngineSizeConfig):
 
     @property
     def idle_limit_s(self) -> float:
-        """Longest time in seconds in which no response is finished: a request fails as often as it may, on engines of
-        which one must be replaced."""
+        """Longest time in seconds in which no group of a batch may be finished: a request fails as often as it may, and
+        an engine must be replaced."""
         return self.request_limit_s * self.max_request_failures + self.start_timeout_s
 
 

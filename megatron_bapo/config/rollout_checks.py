@@ -11,6 +11,12 @@ def rollout_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules, one line each."""
     rollout = config.rollout
     partial, length = rollout.partial_rollout, rollout.max_response_length
+    if config.trainer.collective_timeout_s <= rollout.start_timeout_s:
+        yield (
+            f"trainer.collective_timeout_s={config.trainer.collective_timeout_s:g} must exceed "
+            f"rollout.start_timeout_s={rollout.start_timeout_s:g}, because ranks wait in collectives while rank 0 "
+            "commits weights and checkpoints; raise collective_timeout_s, or lower start_timeout_s"
+        )
     if rollout.ranks_per_engine % rollout.nodes_per_engine:
         yield (
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} must divide the {rollout.ranks_per_engine} ranks of "

@@ -195,7 +195,8 @@ class TrainerConfig(Section):
     offload: bool = False
     """Move parameters and optimizer states to host memory while colocated engines work."""
     collective_timeout_s: PositiveFloat = 1800.0
-    """Timeout of collectives between trainer ranks in seconds. Waiting for the engines does not count."""
+    """Timeout of collectives between trainer ranks in seconds, where they do not wait for rollouts. Must exceed
+    `rollout.start_timeout_s`."""
     max_restarts: NonNegativeInt = 3
     """Maximum number of restarts from the newest checkpoint without a new step in between, after a trainer rank or
     another part of the run fails; 0 disables restarts. Invalid input, a failed weight probe, a lost node and a part

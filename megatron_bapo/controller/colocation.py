@@ -79,7 +79,7 @@ class ColocationManager:
         self.to_engines()
 
     def _wake(self, *tags: str) -> None:
-        """Have the engines allocate memory again, after what updates, exports and scoring left in torch's caches."""
+        """Release what updates, exports and scoring have left in torch's caches, then have the engines allocate."""
         if self._sleep_level:
             release_cached_memory()
             barrier(self._groups)

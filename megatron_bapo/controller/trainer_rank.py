@@ -8,6 +8,7 @@ import sys
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_bapo.garbage_collection import collector_paused
@@ -27,7 +28,7 @@ with collector_paused():
     from megatron_bapo.controller.rollout_sampler import RolloutSampler
     from megatron_bapo.controller.run_state import RunState
     from megatron_bapo.controller.training_loop import Run, train
-    from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank
+    from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank, on_main
     from megatron_bapo.parallel.device_check import check_device
     from megatron_bapo.parallel.groups import create_groups
     from megatron_bapo.parallel.platform import device_name, set_host_threads, start_distributed
@@ -82,8 +83,8 @@ def start_run(config: Config, args: RankArgs) -> Run:
     rollouts = client
     if groups.is_main and isinstance(source, Path):
         rollouts = RecordedRollouts(config, source, state.step)
-    if rollouts is not None and saved is not None:
-        rollouts.restore_data_state(state.data, saved)
+    if saved is not None:
+        on_main(rollouts and partial(rollouts.restore_data_state, state.data, saved), groups)
     recorder = Recorder(config, directory, state) if groups.is_main else None
     transport = None
     if isinstance(source, str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.platform import announce_key, local_device, wait_for_key
 
 T = TypeVar("T")
-_calls = count()
 
 
 def sum_over(*axes: Axis) -> Callable[[torch.Tensor], None]:
@@ -116,7 +114,7 @@ def on_main(call: Callable[[], T] | None, groups: ParallelGroups) -> T | None:
     They wait for as long as the main rank's process lives. In a collective its timeout would limit the call, and a
     kernel of NCCL would occupy their GPUs, which may be the engines', too.
     """
-    key = f"main rank's call {next(_calls)}"
+    key = f"main rank's call {next(groups.main_calls)}"
     if not groups.is_main:
         wait_for_key(key)
         return None

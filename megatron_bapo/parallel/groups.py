@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -48,6 +50,8 @@ class ParallelGroups:
     expert_data: Axis
     """Ranks with the same part of the experts."""
     num_virtual_stages: int
+    main_calls: Iterator[int] = field(default_factory=count)
+    """Numbers the calls that all ranks wait for the main rank to finish, equally on all ranks."""
 
     @property
     def is_first_stage(self) -> bool:

@@ -97,7 +97,7 @@ def announce_key(key: str) -> None:
 def wait_for_key(key: str) -> None:
     """Wait until a rank has announced the key, without a kernel on the GPU; raises RuntimeError if the store has ended.
 
-    torchrun ends all ranks if one of them ends.
+    There is no other limit: if the other rank ends, its torchrun, which has the store, and the launcher end this one.
     """
     _rank_store().wait([key], LONGEST_WAIT)
 

@@ -47,14 +47,14 @@ def generation_seconds(
     return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
 
 
-def longest_response_seconds(
+def longest_request_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
 ) -> float:
-    """Return the seconds in which a full engine generates a response of `rollout.max_response_length` tokens."""
+    """Return the seconds of the longest request to a full engine, which is a whole response or its token budget."""
     lengths, running = lengths_of(config, assumptions), max(1.0, engine.num_concurrent)
     cost = decode_cost(config, architecture, gpu, engine, assumptions, running)
     step = cost.seconds(1, running, running * (lengths.prompt + lengths.halfway))
-    return config.rollout.max_response_length * step
+    return (config.rollout.partial_rollout.token_budget or config.rollout.max_response_length) * step
 
 
 def decode_cost(

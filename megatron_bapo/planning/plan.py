@@ -13,7 +13,7 @@ from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.generation_time import longest_response_seconds
+from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
 from megatron_bapo.planning.response_lengths import mean_length
@@ -93,13 +93,13 @@ class Plan:
 
     @property
     def time_warnings(self) -> list[str]:
-        """Limits that a step may exceed, one line each; generation may take twice as long as estimated."""
+        """Warns about a limit that requests may exceed; generation may take twice as long as estimated."""
         parts = self.config, self.architecture, self.gpu, self.engine, self.assumptions
-        seconds, limit_s = longest_response_seconds(*parts), self.config.rollout.request_limit_s
+        seconds, limit_s = longest_request_seconds(*parts), self.config.rollout.request_limit_s
         if 2.0 * seconds <= limit_s:
             return []
         return [
-            f"rollout.request_timeout_s={limit_s:.0f} fails requests that take longer, and the longest response of a "
+            f"rollout.request_timeout_s={limit_s:.0f} fails requests that take longer, and the longest one on a "
             f"full engine is estimated to take {seconds:.0f} s. Set it to {2.0 * seconds:.0f} or more"
         ]
 

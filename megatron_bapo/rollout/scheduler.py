@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import FunctionFailed, RunError
-from megatron_bapo.event_loop import TurnBudget, answered_within
+from megatron_bapo.event_loop import TurnBudget, wait_progressing
 from megatron_bapo.metrics.values import Metric, Sum
 from megatron_bapo.records import InFlightState
 from megatron_bapo.rollout.accounting import Ledger, Outcome
@@ -72,7 +72,7 @@ class RolloutScheduler:
         self._starts = TurnBudget(STARTS_PER_TURN, self._pump)
         self._oldest_versions: dict[int, int] = {}
         """Oldest versions of the groups that were in flight when the trainer began to wait; newer ones never expire."""
-        self._changed = asyncio.Event()
+        self._changed, self._num_scored = asyncio.Event(), 0
         self._open = asyncio.Event()
         """Set while trajectories may request another segment."""
         if settings.mode == "async":
@@ -91,8 +91,7 @@ class RolloutScheduler:
         """Return the next batch when it is complete.
 
         With `on_stale=wait` it has all groups that would be too old for the following batch. Raises RunError that names
-        the engines with pending requests if no group is finished for `idle_limit_s`, and any error that has ended
-        generation.
+        the engines with pending requests if no group was scored for `idle_limit_s`, and any error that has ended it.
         """
         self._begin()
         self._taking = True
@@ -100,10 +99,9 @@ class RolloutScheduler:
         self._open.set()
         self._pump()
         try:
-            while self._failure is None and not self._is_complete():
-                self._changed.clear()
-                async with answered_within(self._settings.idle_limit_s):
-                    await self._changed.wait()
+            await wait_progressing(
+                self._changed, self._is_complete, lambda: self._num_scored, self._settings.idle_limit_s
+            )
         except TimeoutError:
             raise RunError(self._incomplete()) from None
         finally:
@@ -243,9 +241,9 @@ class RolloutScheduler:
         return self._taking and num_ahead < num_wanted and (in_time or settings.on_stale == "drop")
 
     def _is_complete(self) -> bool:
-        """Return whether the trainer may take the batch."""
-        if self._num_ready() < self._num_fresh_needed():
-            return False
+        """Return whether the trainer need not wait for the batch."""
+        if self._failure is not None or self._num_ready() < self._num_fresh_needed():
+            return self._failure is not None
         in_flight = [version for serial, version in self._oldest_versions.items() if serial in self._in_flight]
         return not self._buffer.must_wait(self._groups_per_batch, in_flight, self._policy_version)
 
@@ -331,6 +329,7 @@ class RolloutScheduler:
             return
         del self._in_flight[serial], self._tasks[serial]
         self._ledger.move(serial, "buffered")
+        self._num_scored += 1
         if self._uniform.accepts(group):
             self._uniform.add(serial, group)
         else:
@@ -395,7 +394,7 @@ class RolloutScheduler:
         num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.idle_limit_s
         awaited = ", but older ones are unfinished (rollout.on_stale=wait)" if num >= needed else ""
         return (
-            f"no group was finished for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
+            f"no group was scored for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
             f"start_timeout_s); the batch has {num} of {needed} new groups{awaited}; still pending: "
             f"{self._deps.pending()}; see the engines' logs, or raise the limit"
         )

@@ -33,7 +33,7 @@ from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import flush_to_disk, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, load_tensors
 from megatron_bapo.model.peft_folder import write_adapter_config
-from megatron_bapo.parallel.collectives import barrier, broadcast_object
+from megatron_bapo.parallel.collectives import barrier, broadcast_object, on_main
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.trainer.optimizer import STATES, State
 from megatron_bapo.trainer.worker import Worker
@@ -98,9 +98,7 @@ def save_checkpoint(
     if draft is not None:
         write_tensors(draft, worker.model, worker.groups, worker.optimizer.read)
         barrier(worker.groups)
-        if worker.groups.is_main:
-            commit(draft, keep)
-        barrier(worker.groups)
+        on_main(functools.partial(commit, draft, keep) if worker.groups.is_main else None, worker.groups)
     return folder / _name(num_updates)
 
 

@@ -38,6 +38,10 @@ from tests.unit.config.examples import config, problems
             ["rollout.max_reuse=2 with trainer.ppo_epochs=2", "set one of them to 1"],
         ),
         (
+            {"rollout__start_timeout_s": 1800.0},
+            ["trainer.collective_timeout_s=1800 must exceed rollout.start_timeout_s=1800", "lower start_timeout_s"],
+        ),
+        (
             {"rollout__tensor_parallel_size": 2, "rollout__nodes_per_engine": 3},
             ["rollout.nodes_per_engine=3 must divide the 2 ranks of an engine", "the same number"],
         ),

@@ -10,6 +10,7 @@ from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
 from megatron_bapo.rollout.generation import Reply, ScoredGroups
+from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.rollout.world import GREEDY, UPDATE_S, World, settings
 from tests.unit.simulation.modelled_engines import LOAD_S, TOKEN_S, prompts
@@ -357,6 +358,24 @@ def test_a_batch_may_take_any_time_while_groups_are_finished():
         start_s = asyncio.get_running_loop().time()
         assert len((await world.scheduler.take()).groups) == 20
         assert asyncio.get_running_loop().time() - start_s > 15 * limits.idle_limit_s
+        await world.scheduler.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_batch_whose_requests_all_fail_ends_the_run():
+    async def main() -> None:
+        world = World(settings(request_timeout_s=30.0, start_timeout_s=10.0))
+
+        async def fails(request: GenerationRequest) -> Generated:
+            await asyncio.sleep(1.0)
+            raise RunError("vLLM failed")
+
+        for engine in world.engines:
+            engine.generate = fails
+        with pytest.raises(RunError, match=r"no group was scored for 100 s .* has 0 of 6 new groups"):
+            await world.scheduler.take()
+        assert len(world.quarantined) > 6
         await world.scheduler.close()
 
     run_in_virtual_time(main())
