@@ -59,6 +59,7 @@ def test_a_dry_run_shows_a_prompt_and_the_reward_and_names_its_activities_on_std
     assert result.stderr.splitlines()[:2] == ["loading the checks ...", "reading prompts ..."]
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_that_is_still_to_be_created_does_not_import_torch(config_file: Path) -> None:
     code = (
         "import sys\nfrom megatron_bapo.cli.main import app\n"

@@ -45,9 +45,13 @@ def test_a_repeated_call_of_the_trainer_gets_the_same_group_and_loads_once():
     async def main() -> None:
         run = DirectRun(1)
         await run.fleet.start()
-        group = await run.fleet.begin_transfer(1, "plan", "")
-        assert await run.fleet.begin_transfer(1, "plan", "") == group
-        await run.fleet.load_weights(1)
+        async with run.fleet._weights:  # as a health check
+            calls = [asyncio.ensure_future(run.fleet.begin_transfer(1, "plan", "")) for _ in range(2)]
+            await asyncio.sleep(0.1)
+        group, *_ = groups = await asyncio.gather(*calls)
+        assert groups == [group, group] == [await run.fleet.begin_transfer(1, "plan", "")] * 2
+        await asyncio.wait_for(run.fleet.load_weights(1), 10.0)
+        assert not run.fleet._weights.locked()
         await run.fleet.load_weights(1)
         assert run.engines["engine 0"].groups == [group]
         await run.fleet.close()

@@ -339,6 +339,7 @@ def test_an_option_of_another_project_is_answered_with_ours(config_file: Path) -
     assert option_hint("--nonsense", 8, known) is None
 
 
+@pytest.mark.slow
 def test_the_map_is_read_only_where_a_key_is_wrong(config_file: Path) -> None:
     code = (
         "import sys\nfrom megatron_bapo.cli.main import app\nfrom megatron_bapo.config.loading import load_config\n"

@@ -62,6 +62,7 @@ def test_without_a_layout_every_chunk_has_as_many_layers(num_layers: int, pp: in
         assert found == [range(first, first + size) for first in firsts]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.sampled_from([64, 4096, 151936]))
 def test_auto_gives_every_layer_to_one_chunk_and_no_chunk_is_empty(

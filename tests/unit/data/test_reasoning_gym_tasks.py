@@ -35,6 +35,7 @@ def test_tasks_are_mixed_evenly_whatever_their_order_in_the_file():
     assert prompts == generate({"lcm": {}, "chain_sum": {}, "gcd": {}}, size=8)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_prompts_in_another_process():
     code = (
         "import json; from megatron_bapo.data.reasoning_gym_tasks import generate_entries\n"

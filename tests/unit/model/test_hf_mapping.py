@@ -154,6 +154,7 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
     return architecture(family, **shape), parallel
 
 
+@pytest.mark.slow
 @given(models_and_layouts(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_merging_what_all_ranks_read_gives_the_bits_of_the_checkpoint(model_and_layout, transformer_engine):

@@ -31,6 +31,7 @@ def test_no_published_layout_is_refused_for_memory(run: PublishedRun) -> None:
     assert run.memory_problems() == []
 
 
+@pytest.mark.slow
 def test_the_spread_that_plans_print_is_that_of_models_that_no_efficiency_has_seen() -> None:
     rounded = {has_experts: tuple(round(r, 2) for r in ratios) for has_experts, ratios in model_spreads().items()}
     assert rounded == STEP_SPREAD

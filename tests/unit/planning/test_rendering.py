@@ -28,6 +28,7 @@ def large() -> tuple[Plan, list[Plan]]:
     return plan, search(plan, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_numbers_of_a_search_are_whole_at_every_width(large: tuple[Plan, list[Plan]], width: int) -> None:
     plan, found = large

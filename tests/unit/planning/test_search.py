@@ -28,6 +28,7 @@ def test_layouts_that_are_clearly_slower_than_the_best_follow_by_step_time() -> 
     assert seconds[num_near:] == sorted(seconds[num_near:])
 
 
+@pytest.mark.slow
 def test_of_layouts_that_are_about_as_fast_the_one_with_the_most_free_memory_comes_first() -> None:
     found = search(recipe("qwen2.5-32b_64gpus"), 64)
     fastest = min(found, key=lambda each: each.time.total)

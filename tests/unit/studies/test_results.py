@@ -64,6 +64,7 @@ def test_the_summary_is_over_the_last_updates_and_the_seeds(collected):
     assert "| BAPO | 4 | 2 | 154.000 ± 70.711 | 0.375 ± 0.177 |" in (output / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_figures_need_only_the_tables_and_are_reproducible(collected):
     study, output, _ = collected
     first = {path.name: path.read_bytes() for path in output.glob("*.png")}
