@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
-from megatron_bapo.parallel.platform import announce_key, local_device, wait_for_key
+from megatron_bapo.parallel.platform import local_device
 
 T = TypeVar("T")
 
@@ -109,18 +109,13 @@ def broadcast_object(value: Any, groups: ParallelGroups) -> Any:
 
 
 def on_main(call: Callable[[], T] | None, groups: ParallelGroups) -> T | None:
-    """Return what `call` returns on the main rank; on all other ranks it is None, and so is the result. Collective.
+    """Return what `call` returns on the main rank; on all other ranks it is None, and so is the result.
 
-    They wait for as long as the main rank's process lives. In a collective its timeout would limit the call, and a
-    kernel of NCCL would occupy their GPUs, which may be the engines', too.
+    All ranks must call this function, but no collective is used, so that the call may take any time (`MainCalls`).
     """
-    key = f"main rank's call {next(groups.main_calls)}"
-    if not groups.is_main:
-        wait_for_key(key)
-        return None
-    answer = call() if call is not None else None
-    announce_key(key)
-    return answer
+    if groups.is_main:
+        return groups.main_calls.make(call or (lambda: None))
+    return groups.main_calls.wait()
 
 
 def broadcast_object_from_last_stage(value: Any, groups: ParallelGroups) -> Any:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.parallel.main_calls import MainCalls
 from megatron_bapo.parallel.megatron import model_parallel_cuda_manual_seed, parallel_state
 
 
@@ -50,8 +49,7 @@ class ParallelGroups:
     expert_data: Axis
     """Ranks with the same part of the experts."""
     num_virtual_stages: int
-    main_calls: Iterator[int] = field(default_factory=count)
-    """Numbers the calls that all ranks wait for the main rank to finish, equally on all ranks."""
+    main_calls: MainCalls = field(default_factory=MainCalls)
 
     @property
     def is_first_stage(self) -> bool:
@@ -137,4 +135,5 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
         expert_shards=_axis(parallel_state.get_expert_tensor_and_model_parallel_group()),
         expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
         num_virtual_stages=num_virtual_stages,
+        main_calls=MainCalls(timeout_s),
     )

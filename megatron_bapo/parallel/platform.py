@@ -29,9 +29,6 @@ up before."""
 GIVE_UP_TAG = 1
 """Tag of a message that nobody sends."""
 
-LONGEST_WAIT = timedelta(days=20)
-"""Almost the longest that TCPStore can wait: poll(2) takes 31 bits of milliseconds."""
-
 SMALLEST_PIECE = 1 << 20
 """Host buffers of at most this many bytes are not split further."""
 
@@ -86,25 +83,6 @@ def start_distributed(timeout_s: float, store_file: Path | None = None) -> None:
         rank=rank,
         world_size=world_size,
     )
-
-
-def announce_key(key: str) -> None:
-    """Let all ranks know that `wait_for_key` may return."""
-    if dist.get_world_size() > 1:
-        _rank_store().set(key, "")
-
-
-def wait_for_key(key: str) -> None:
-    """Wait until a rank has announced the key, without a kernel on the GPU; raises RuntimeError if the store has ended.
-
-    There is no other limit: if the other rank ends, its torchrun, which has the store, and the launcher end this one.
-    """
-    _rank_store().wait([key], LONGEST_WAIT)
-
-
-def _rank_store() -> Store:
-    """Return the store where the ranks have met."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def set_host_threads(*, cpu_offload: bool) -> None:
