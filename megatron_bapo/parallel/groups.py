@@ -49,7 +49,7 @@ class ParallelGroups:
     expert_data: Axis
     """Ranks with the same part of the experts."""
     num_virtual_stages: int
-    main_calls: MainCalls = field(default_factory=MainCalls)
+    main_calls: MainCalls = field(default_factory=MainCalls, compare=False)
 
     @property
     def is_first_stage(self) -> bool:
