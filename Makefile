@@ -88,9 +88,8 @@ test-cluster: setup
 test-fast: setup
 	@$(MAKE) --no-print-directory --jobs 2 check unit-fast
 
-# Some of these tests wait, so that there is work for a third process.
 unit-fast: setup $(DOCS_SITE)/.complete
-	$(BIN)/python -m pytest --quiet --numprocesses 3 -m "not slow" tests/unit
+	$(BIN)/python -m pytest --quiet --numprocesses 2 -m "not slow" tests/unit
 
 $(GPU_MEGATRON_SITE)/.complete: requirements.txt $(STAMP)
 	@rm -rf $(GPU_MEGATRON_SITE)

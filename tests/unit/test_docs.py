@@ -130,6 +130,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checkout")
 @pytest.mark.parametrize("line", COMMANDS, ids=[f"{page}: {line}" for line, page in COMMANDS.items()])
 def test_a_documented_command_runs(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def with_fast_updates(**values: Any) -> Simulated:
     return simulate(RolloutConfig.model_validate(keys), workload, num_steps=150, num_first_steps=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", STALE_MODES)
 def test_the_lengths_trained_on_are_the_synchronous_ones_within_1_percent(mode: str):
     values = STALE_MODES[mode]
