@@ -46,6 +46,7 @@ async def block(*durations_s: float) -> None:
         time.sleep(duration_s)
 
 
+@pytest.mark.slow
 @LOOPS
 @pytest.mark.parametrize(("num_replies", "stall_s"), [(1, 2.0), (5, 0.4)], ids=["one stall", "many stalls"])
 def test_replies_that_arrive_while_the_event_loop_is_blocked_are_in_time(new_loop, num_replies, stall_s):
@@ -169,6 +170,7 @@ def test_work_that_fails_cancels_the_rest():
     run_in_virtual_time(main())
 
 
+@pytest.mark.slow
 def test_the_longest_stall_is_reported_once():
     async def main() -> tuple[float, float]:
         clock = LoopClock.running()

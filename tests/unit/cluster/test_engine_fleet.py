@@ -274,6 +274,7 @@ def test_engines_that_reply_while_the_event_loop_is_blocked_are_not_lost():
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_call_that_returns_while_the_event_loop_is_blocked_does_not_cost_the_engine():
     async def main() -> int:
         process = await asyncio.create_subprocess_exec("sleep", "0.1")

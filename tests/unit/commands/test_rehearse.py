@@ -122,6 +122,7 @@ def test_tensor_parallelism_sends_for_attention_dense_layers_and_shared_experts(
     assert found.sent_bytes["tensor"] == pytest.approx(found.planned_traffic["tensor"], rel=BYTES_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_holds_what_it_sends_and_receives_until_the_results_are_back() -> None:
     """With one layer on the first stage, these tensors are half of the peak that is not the model's state."""
     plan = recipe("qwen3-30b-a3b_16gpus")

@@ -112,6 +112,7 @@ def train_steps(run: Run, num: int) -> list[list[dict[str, float | None]]]:
     return seen
 
 
+@pytest.mark.slow
 def test_chosen_groups_take_no_memory_until_they_are_written(tmp_path: Path, groups: ParallelGroups) -> None:
     run, size = start(make_config(tmp_path), groups), 1 << 18
     tokens, log_probs = np.zeros(size, np.int32), np.zeros(size, np.float32)

@@ -217,6 +217,7 @@ def test_the_compared_first_fit_fills_in_order_of_length_and_tops_up_the_number_
 groups = st.lists(st.tuples(st.integers(0, 60), st.lists(st.integers(1, 60), min_size=1, max_size=8)), max_size=12)
 
 
+@pytest.mark.slow
 @given(groups=groups, num_ranks=st.integers(1, 4), num_multiple_of=st.integers(1, 2))
 def test_groups_that_share_their_prompt_fit_the_budget_and_cost_the_busiest_rank_no_more(
     groups, num_ranks, num_multiple_of

@@ -170,6 +170,7 @@ def test_arguments_that_a_function_does_not_take_are_not_sent(module):
     assert result.value["score"] == 1.0
 
 
+@pytest.mark.slow
 def test_coroutines_run_concurrently_in_one_process_and_functions_sequentially(module):
     async def use(pool: FunctionPool) -> float:
         start = time.monotonic()
@@ -185,6 +186,7 @@ def test_workers_import_nothing_heavy(module):
     assert results(f"{module}:obey", "modules") == [0.0]
 
 
+@pytest.mark.slow
 def test_a_late_call_is_killed_with_its_children(module, tmp_path):
     pid_file = tmp_path / "pid"
     started = time.monotonic()

@@ -168,6 +168,7 @@ def test_many_small_phases_are_summed_up(tmp_path: Path):
     assert "phase_6" not in report.texts
 
 
+@pytest.mark.slow
 def test_rows_from_disk_make_the_same_page_twice(tmp_path: Path):
     with JsonlSink(tmp_path / "metrics.jsonl") as sink:
         for step in (1, 2):

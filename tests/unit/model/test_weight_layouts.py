@@ -86,6 +86,7 @@ def region(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(layouts())
 def test_the_slices_of_all_senders_tile_each_hosts_needs_with_the_bits_of_the_whole_model(drawn: tuple):
@@ -111,6 +112,7 @@ def test_the_slices_of_all_senders_tile_each_hosts_needs_with_the_bits_of_the_wh
             assert got[name].view(torch.int32).equal(wanted.view(torch.int32)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=3), LoraConfig(rank=3, target_modules=("v_proj", "up_proj"))])
 @settings(max_examples=25, deadline=None)
 @given(drawn=layouts())

@@ -15,6 +15,7 @@ ROWS = re.findall(r"^\| (none|`.+=.+`).* \| (.+) \| (.+) \| (.+) \| ([\d.]+)(.*)
 GIB = 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "shown"), RUNS)
 def test_the_page_shows_what_the_command_prints(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -9,6 +9,7 @@ from tests.unit.planning.examples import changed, recipe
 NAME = "qwen2.5-7b_8gpus"
 
 
+@pytest.mark.slow
 def test_a_search_ranks_layouts_that_keep_the_rules_and_fit() -> None:
     plan = recipe(NAME)
     found = search(plan, 16)

@@ -50,6 +50,7 @@ def test_without_partial_credit_only_a_full_score_counts():
     assert [result.reward for result in scores(config, "42", "142", "41")] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("partial_credit", "reward"), [(True, 0.5), (False, 0.0)])
 def test_a_response_whose_scoring_times_out_gets_the_timeout_reward(tmp_path, monkeypatch, partial_credit, reward):
     (tmp_path / "scorer_test_rewards.py").write_text(MODULE)

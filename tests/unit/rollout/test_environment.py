@@ -57,6 +57,7 @@ def environment(request, tmp_path, monkeypatch, tokenizer) -> Iterator[FunctionE
     environment.close()
 
 
+@pytest.mark.slow
 def test_a_users_function_replies_or_ends_the_response_and_a_late_reply_is_replaced(environment, tokenizer):
     async def reply_to(content: str) -> Reply | None:
         turns = [{"role": "assistant", "content": "1"}, {"role": "tool", "content": "no"}]

@@ -211,6 +211,7 @@ def test_a_run_that_breaks_a_rule_is_named_before_anything_starts(tmp_path):
         check_runs(runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_a_shipped_study_keeps_every_rule_without_a_warning(path: Path, monkeypatch):
     monkeypatch.chdir(ROOT)
