@@ -26,6 +26,7 @@ from megatron_bapo.commands.evaluated_model import EvaluatedModel, find_model
 from megatron_bapo.config.checks import differences, prompt_source_problems, refuse
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
+from megatron_bapo.config.rollout import IDLE_LIMIT
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.launcher import POLL_S, check_this_machine
 from megatron_bapo.controller.preflight import check_functions, check_writable
@@ -251,8 +252,7 @@ def _check_alive(config: EvalConfig, end: Any, latest: float) -> None:
     limit_s = config.rollout.idle_limit_s
     if time.monotonic() - latest > limit_s:
         raise RunError(
-            f"the engines returned no response for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
-            "start_timeout_s); see the run directory's logs"
+            f"the engines returned no response for {limit_s:.0f} s ({IDLE_LIMIT}); see the run directory's logs"
         )
 
 

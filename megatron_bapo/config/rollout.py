@@ -13,6 +13,9 @@ MAX_TOKEN_S = 0.5
 """Seconds in which an engine must generate a token: several times those of a full engine with a 32B model, because an
 estimate may be wrong."""
 
+IDLE_LIMIT = "rollout.request_timeout_s x max_request_failures + start_timeout_s"
+"""The rule of `EngineConfig.idle_limit_s`, for messages."""
+
 
 class SamplingConfig(Section):
     """Sampling parameters, as vLLM defines them."""

@@ -17,6 +17,7 @@ from megatron_bapo.cluster.engine_actor import EngineActor
 from megatron_bapo.cluster.engine_fleet import EngineFleet
 from megatron_bapo.cluster.engine_transfers import EngineTransfers
 from megatron_bapo.cluster.ray_cluster import put, put_key
+from megatron_bapo.config.rollout import IDLE_LIMIT
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
@@ -216,8 +217,8 @@ class RolloutService:
             results = await gather_progressing(work, limits.idle_limit_s)
         except TimeoutError:
             raise RunError(
-                f"no held-out prompt was finished for {limits.idle_limit_s:.0f} s (rollout.request_timeout_s x "
-                f"max_request_failures + start_timeout_s); still pending: {self._router.pending()}"
+                f"no held-out prompt was finished for {limits.idle_limit_s:.0f} s ({IDLE_LIMIT}); still pending: "
+                f"{self._router.pending()}"
             ) from None
         groups = [group for scored in results for group in scored.groups]
         if not groups:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.config.rollout import IDLE_LIMIT, RolloutConfig
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.event_loop import TurnBudget, wait_progressing
 from megatron_bapo.metrics.values import Metric, Sum
@@ -99,9 +99,7 @@ class RolloutScheduler:
         self._open.set()
         self._pump()
         try:
-            await wait_progressing(
-                self._changed, self._is_complete, lambda: self._num_scored, self._settings.idle_limit_s
-            )
+            await wait_progressing(self._changed, self._is_over, lambda: self._num_scored, self._settings.idle_limit_s)
         except TimeoutError:
             raise RunError(self._incomplete()) from None
         finally:
@@ -240,10 +238,13 @@ class RolloutScheduler:
         num_wanted = int(np.ceil(settings.partial_rollout.over_sampling * self._num_fresh_needed()))
         return self._taking and num_ahead < num_wanted and (in_time or settings.on_stale == "drop")
 
+    def _is_over(self) -> bool:
+        return self._failure is not None or self._is_complete()
+
     def _is_complete(self) -> bool:
-        """Return whether the trainer need not wait for the batch."""
-        if self._failure is not None or self._num_ready() < self._num_fresh_needed():
-            return self._failure is not None
+        """Return whether the trainer may take the batch."""
+        if self._num_ready() < self._num_fresh_needed():
+            return False
         in_flight = [version for serial, version in self._oldest_versions.items() if serial in self._in_flight]
         return not self._buffer.must_wait(self._groups_per_batch, in_flight, self._policy_version)
 
@@ -394,7 +395,6 @@ class RolloutScheduler:
         num, needed, limit_s = self._num_ready(), self._num_fresh_needed(), self._settings.idle_limit_s
         awaited = ", but older ones are unfinished (rollout.on_stale=wait)" if num >= needed else ""
         return (
-            f"no group was scored for {limit_s:.0f} s (rollout.request_timeout_s x max_request_failures + "
-            f"start_timeout_s); the batch has {num} of {needed} new groups{awaited}; still pending: "
-            f"{self._deps.pending()}; see the engines' logs, or raise the limit"
+            f"no group was scored for {limit_s:.0f} s ({IDLE_LIMIT}); the batch has {num} of {needed} new groups"
+            f"{awaited}; still pending: {self._deps.pending()}; see the engines' logs, or raise the limit"
         )
