@@ -125,16 +125,16 @@ def take(run: Run) -> tuple[dict[str, Any], list[Trajectory]]:
     for chosen in minibatches(run.config, trajectories, run.state.step):
         run.worker.plan(minibatch(run.config, [examples[i] for i in chosen]))
     run.state.step += 1
-    stall_s = 0.0 if scored is None else scored.metrics["rollout/event_loop_stall_max_s"].value  # pyright: ignore[reportAttributeAccessIssue]
-    cpu_s = 0.0 if scored is None else scored.metrics["perf/cpu_s/rollouts"].value  # pyright: ignore[reportAttributeAccessIssue]
+    values = {} if scored is None else {name: getattr(metric, "value", 0.0) for name, metric in scored.metrics.items()}
     return {
         "peak_bytes": peak.end(),
         "own_bytes": own_bytes(trajectories),
         "broadcast": sum(sizes) / len(trajectories),
         "taken_s": taken_s,
         "prepared_s": time.perf_counter() - start - taken_s,
-        "stall_s": stall_s,
-        "service_cpu_s": cpu_s,
+        "stall_s": values.get("rollout/event_loop_stall_max_s", 0.0),
+        "own_stall_s": values.get("rollout/event_loop_own_stall_max_s", 0.0),
+        "service_cpu_s": values.get("perf/cpu_s/rollouts", 0.0),
         "num_tokens": sum(len(t.response_token_ids) for t in trajectories),
     }, trajectories
 

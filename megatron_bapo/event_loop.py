@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,9 @@ class LoopClock:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = 0.0
         self._stalled_s = 0.0
-        self._max_delay_s = 0.0
+        self._max_delay_s = self._max_own_delay_s = 0.0
+        self._waited_s = 0.0
+        """Time for which the thread had waited for a processor at the last beat."""
 
     @staticmethod
     def running() -> LoopClock:
@@ -44,6 +47,7 @@ class LoopClock:
         """Measure until `stop` has been called as often as this, or the event loop ends."""
         self._num_users += 1
         if self._timer is None:
+            self._waited_s = _waited_for_processor_s()
             self._schedule(asyncio.get_running_loop().time() + BEAT_S)
 
     def stop(self) -> None:
@@ -58,14 +62,20 @@ class LoopClock:
         delay_s = now_s - self._due_s
         return now_s - self._stalled_s - (delay_s if delay_s > BEAT_S else 0.0)
 
-    def take_max_delay_s(self) -> float:
-        """Return the largest delay of a beat since the last call, in seconds."""
-        delay_s, self._max_delay_s = self._max_delay_s, 0.0
-        return delay_s
+    def take_max_delays_s(self) -> tuple[float, float]:
+        """Return the largest delay of a beat since the last call, in seconds.
+
+        The second value leaves out the time for which the thread waited for a processor.
+        """
+        delays_s = self._max_delay_s, self._max_own_delay_s
+        self._max_delay_s = self._max_own_delay_s = 0.0
+        return delays_s
 
     def _beat(self) -> None:
         delay_s = max(0.0, asyncio.get_running_loop().time() - self._due_s)
         self._max_delay_s = max(self._max_delay_s, delay_s)
+        waited_before_s, self._waited_s = self._waited_s, _waited_for_processor_s()
+        self._max_own_delay_s = max(self._max_own_delay_s, delay_s - (self._waited_s - waited_before_s))
         if delay_s > BEAT_S:
             self._stalled_s += delay_s
             self._due_s += delay_s
@@ -74,6 +84,16 @@ class LoopClock:
     def _schedule(self, due_s: float) -> None:
         self._due_s = due_s
         self._timer = asyncio.get_running_loop().call_at(due_s, self._beat)
+
+
+def _waited_for_processor_s() -> float:
+    """Return for how long this thread could run, but waited for a processor; 0 where the kernel does not count it.
+
+    Source: `/proc/<pid>/schedstat` in the kernel's Documentation/scheduler/sched-stats.rst.
+    """
+    with suppress(OSError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 _clocks: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = WeakKeyDictionary()
@@ -117,6 +137,20 @@ async def wait_progressing(
             while progress() == before and not is_done():
                 changed.clear()
                 await changed.wait()
+
+
+@asynccontextmanager
+async def own_turn() -> AsyncIterator[None]:
+    """Run the block in a turn of the event loop in which no other such block runs.
+
+    It is for copies of a response's tokens, which take milliseconds: many responses may end at once.
+    """
+    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        yield
+        await asyncio.sleep(0)
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 class _Deadline:

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import ctypes
 
-HEAP_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 17), "MALLOC_ARENA_MAX": "1"}
+HEAP_VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 17),
+    "MALLOC_ARENA_MAX": "1",
+    "NUMPY_MADVISE_HUGEPAGE": "0",
+}
 """Environment variables of a process that holds rollouts. glibc gives every larger block back when it is freed, instead
-of raising this threshold to 32 MiB, and threads share one heap, so that one fills the holes that another one leaves."""
+of raising this threshold to 32 MiB, and threads share one heap, so that one fills the holes that another one leaves.
+With huge pages, memory at the end of an array that was not written yet would be occupied, and an event loop would wait
+while the kernel makes room for them."""
 _TRIM_BYTES = 1 << 24
 """Freed bytes after which the heap is trimmed, which takes some milliseconds."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_bapo.cluster.engine_transfers import EngineTransfers, TransferEngine
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.event_loop import answered_within
+from megatron_bapo.event_loop import answered_within, own_turn
 from megatron_bapo.rollout.engine import INITIAL_VERSION
 from megatron_bapo.rollout.messages import EngineLost, Generated, GenerationEngine, SequenceScore
 from megatron_bapo.rollout.router import Router
@@ -190,9 +190,10 @@ class EngineFleet:
         while True:
             await asyncio.sleep(self._settings.health_check_interval_s)
             async with self._weights:
-                for name, delta in (await self._router.on_every(self._probe)).items():
-                    self._router.record_partial({name: delta})
-                    await asyncio.sleep(0)  # an engine for each turn of the event loop
+                for name, deltas in (await self._router.on_every(self._probe)).items():
+                    for request_id, delta in deltas.items():
+                        async with own_turn():
+                            self._router.record_partial({name: {request_id: delta}})
 
     async def _probe(self, engine: GenerationEngine) -> dict[str, Generated]:
         timeout_s = self._settings.health_check_timeout_s

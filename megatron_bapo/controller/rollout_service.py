@@ -33,13 +33,9 @@ from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.decoding import Decoder
 from megatron_bapo.rollout.environment import FunctionEnvironment
-from megatron_bapo.rollout.generation import (
-    Sampling,
-    ScoredGroups,
-    create_in_flight_group,
-    generate_group,
-)
+from megatron_bapo.rollout.generation import ScoredGroups, generate_group
 from megatron_bapo.rollout.hand_over import ResponseTexts, taken_apart
+from megatron_bapo.rollout.in_flight_group import Sampling, create_in_flight_group
 from megatron_bapo.rollout.messages import CompletedRequest
 from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
@@ -171,11 +167,13 @@ class RolloutService:
         start = loop.time()
         scored = await self._scheduler.take()
         self._garbage.exempt_survivors()
-        cpu_s, self._cpu_s = self._cpu_s, family_cpu_s()
+        cpu_s, self._cpu_s = self._cpu_s, await asyncio.to_thread(family_cpu_s)  # it reads a file of every process
         scored.metrics["perf/cpu_s/rollouts"] = Last(self._cpu_s - cpu_s)
         scored.metrics["perf/cpu_cores"] = Last(len(os.sched_getaffinity(0)))
         if self._loop_clock is not None:
-            scored.metrics["rollout/event_loop_stall_max_s"] = Max(self._loop_clock.take_max_delay_s())
+            stall_s, own_stall_s = self._loop_clock.take_max_delays_s()
+            scored.metrics["rollout/event_loop_stall_max_s"] = Max(stall_s)
+            scored.metrics["rollout/event_loop_own_stall_max_s"] = Max(own_stall_s)
         scored.metrics["rollout/engine_restarts"] = Last(self._fleet.num_restarts + self._teacher_fleet.num_restarts)
         if self._teacher is not None:
             scored.metrics.update(self._teacher.take_metrics())

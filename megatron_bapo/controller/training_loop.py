@@ -239,7 +239,7 @@ def take_groups(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Traje
     start, scored, seconds, own, batches = now_s(), None, dict[str, float](), None, []
     prompts: list[tuple[Prompt, int]] = []
     if (taken := waited_for(run, run.rollouts and run.rollouts.take)) is not None:
-        scored, seconds = taken
+        (scored, seconds), taken = taken, None  # nothing else keeps the batch, which is freed as it is scattered
         own = [trajectory for group in scored.groups for trajectory in group.trajectories]
         batches = packed_together(run.config, own, run.state.step)
         run.sampler.choose(run.state.step + 1, scored)

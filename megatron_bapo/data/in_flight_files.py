@@ -4,11 +4,13 @@ The groups are divided among the files `in_flight/shard-NNN.rollouts`, which thr
 has a record for each group: a line of JSON, and the bytes of its arrays and texts as they are in memory, because
 encoding gigabytes of tokens would take minutes. The last line says how many records there are.
 
-    {"kind": "unfinished", ..., "num_bytes": 24, "crc32": 907060870}\\n
+    {"kind": "unfinished", ..., "num_bytes": 24, "xxh3": "ab6e5f64077e7d8a"}\\n
     24 bytes: all 4-byte arrays (little-endian), trajectory by trajectory, then all loss masks, all texts and all routes
     {"kind": "end", "num_groups": 1}\\n
 
-Checkpoints of earlier versions have `buffered.parquet` and `unfinished.parquet` instead, which are read, too.
+A record is written in one system call, because the threads and the event loop pass on the interpreter's lock with each
+one. Checkpoints of earlier versions have `crc32` instead of `xxh3`, or `buffered.parquet` and
+`unfinished.parquet` instead of the shards; they are read, too.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import os
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from xxhash import xxh3_64
 
 from megatron_bapo.data.rollout_files import prompt_columns, prompt_of, read_in_flight_parquet
 from megatron_bapo.errors import UserError
@@ -41,6 +45,8 @@ from megatron_bapo.records import (
 
 FOLDER = "in_flight"
 MAX_SHARDS = 8
+MAX_PARTS = 1024
+"""Most parts of a `writev` (IOV_MAX of Linux)."""
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _Saved = BufferedGroup | UnfinishedGroup
 
@@ -57,7 +63,7 @@ def save_in_flight(folder: Path, state: InFlightState) -> None:
     target = folder / FOLDER
     shutil.rmtree(target, ignore_errors=True)  # left by a call that is repeated
     target.mkdir(parents=True)
-    with ThreadPoolExecutor(num_shards) as threads:
+    with ThreadPoolExecutor(min(num_shards, len(os.sched_getaffinity(0)))) as threads:  # more would slow the event loop
         written = [
             threads.submit(_write_shard, target / f"shard-{i:03}.rollouts", groups, range(i, len(groups), num_shards))
             for i in range(num_shards)
@@ -97,9 +103,9 @@ class _Joined:
 
 
 def write_groups(file: BinaryIO, groups: Iterable[_Saved]) -> None:
-    """Write a record for each group that has tokens, and the last line."""
+    """Write a record for each group that has tokens, and the last line, past the file's buffer, which must be empty."""
     num_groups = sum(_write_group(file, group) for group in groups)
-    _write_line(file, {"kind": "end", "num_groups": num_groups})
+    _write(file, [_line({"kind": "end", "num_groups": num_groups})])
 
 
 def read_groups(file: BinaryIO) -> Iterator[_Saved]:
@@ -113,9 +119,8 @@ def read_groups(file: BinaryIO) -> Iterator[_Saved]:
 
 
 def _write_shard(path: Path, groups: _Joined, indices: Iterable[int]) -> None:
-    with path.open("wb") as file:
+    with path.open("wb", buffering=0) as file:
         write_groups(file, (groups[index] for index in indices))
-        file.flush()
         os.fsync(file.fileno())
 
 
@@ -132,18 +137,29 @@ def _write_group(file: BinaryIO, group: _Saved) -> bool:
     parts += [_view(t.loss_mask, np.dtype(bool)) for t in trajectories if t.loss_mask is not None]
     parts += [memoryview(_text_bytes(t)) for t in trajectories if isinstance(t, Trajectory)]
     parts += [_view(t.routes, _route_type(t.routes.itemsize)) for t in trajectories if t.routes is not None]
-    checksum = 0
+    checksum = xxh3_64()
     for part in parts:
-        checksum = zlib.crc32(part, checksum)
+        checksum.update(part)
     head |= {"serial": group.serial, "trajectories": [_fields(trajectory) for trajectory in trajectories]}
-    _write_line(file, head | {"num_bytes": sum(part.nbytes for part in parts), "crc32": checksum})
-    for part in parts:
-        file.write(part)
+    head |= {"num_bytes": sum(part.nbytes for part in parts), "xxh3": checksum.hexdigest()}
+    _write(file, [_line(head), *parts])
     return True
 
 
-def _write_line(file: BinaryIO, values: dict[str, Any]) -> None:
-    file.write(json.dumps(values).encode() + b"\n")
+def _line(values: dict[str, Any]) -> memoryview:
+    return memoryview(json.dumps(values).encode() + b"\n")
+
+
+def _write(file: BinaryIO, parts: Sequence[memoryview]) -> None:
+    """Write all parts, `MAX_PARTS` at a time."""
+    for first in range(0, len(parts), MAX_PARTS):
+        left = deque(parts[first : first + MAX_PARTS])
+        while left:
+            num_written = os.writev(file.fileno(), left)  # a full disk or a signal may cut a call short
+            while left and num_written >= left[0].nbytes:
+                num_written -= left.popleft().nbytes
+            if num_written:
+                left[0] = left[0][num_written:]
 
 
 def _arrays(trajectory: Trajectory | UnfinishedTrajectory) -> Iterator[memoryview]:
@@ -199,7 +215,7 @@ def _read_shard(path: Path) -> list[_Saved]:
 def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
     content = bytearray(head["num_bytes"])
     num_read = file.readinto(content)  # pyright: ignore[reportAttributeAccessIssue]
-    if num_read != len(content) or zlib.crc32(content) != head["crc32"]:
+    if num_read != len(content) or not _matches(content, head):
         raise ValueError(f"the group with serial number {head['serial']} does not match its checksum")
     # The arrays share the group's bytes.
     parts = _Parts(memoryview(content))
@@ -230,6 +246,12 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
         for each, (prompt, *_, taught), values, text in zip(fields, arrays, shared, texts, strict=True)
     )
     return BufferedGroup(head["serial"], Group(prompt_of(head), tuple(trajectories)), head["num_uses"])
+
+
+def _matches(content: bytearray, head: dict[str, Any]) -> bool:
+    if "crc32" in head:  # of an earlier version
+        return zlib.crc32(content) == head["crc32"]
+    return xxh3_64(content).hexdigest() == head["xxh3"]
 
 
 def _shared(parts: _Parts, fields: dict[str, Any], tokens: np.ndarray, log_probs: np.ndarray) -> dict[str, Any]:

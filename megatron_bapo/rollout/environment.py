@@ -18,7 +18,7 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import Prompt
-from megatron_bapo.rollout.generation import Reply
+from megatron_bapo.rollout.in_flight_group import Reply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

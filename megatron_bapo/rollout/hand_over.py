@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_bapo.records import Group, Trajectory
-from megatron_bapo.rollout.generation import Decode
+from megatron_bapo.rollout.in_flight_group import Decode
 
 PART_BYTES = 1 << 24
 """Size of a part of a batch; copying it takes some milliseconds."""

@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import overload
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from megatron_bapo.records import UnfinishedGroup, UnfinishedTrajectory
-from megatron_bapo.rollout.generation import InFlightGroup, PartialTrajectory, Reply, extend_by_outputs
+from megatron_bapo.rollout.generation import extend_by_outputs
+from megatron_bapo.rollout.in_flight_group import InFlightGroup, PartialTrajectory, Reply
 from megatron_bapo.rollout.messages import Completion, Generated
 
 
@@ -69,8 +71,8 @@ def restored_trajectory(saved: UnfinishedTrajectory) -> PartialTrajectory:
 
 def _saved(trajectory: PartialTrajectory) -> UnfinishedTrajectory:
     return UnfinishedTrajectory(
-        response_token_ids=np.concatenate([np.zeros(0, np.int32), *(s.token_ids for s in trajectory.segments)]),
-        behaviour_log_probs=np.concatenate([np.zeros(0, np.float32), *(s.log_probs for s in trajectory.sampled)]),
+        response_token_ids=_joined([segment.token_ids for segment in trajectory.segments], np.int32),
+        behaviour_log_probs=_joined([segment.log_probs for segment in trajectory.sampled], np.float32),
         version_spans=tuple(trajectory.spans),
         finish_reason=trajectory.finish_reason,
         loss_mask=trajectory.loss_mask,
@@ -78,3 +80,8 @@ def _saved(trajectory: PartialTrajectory) -> UnfinishedTrajectory:
         turn_ended=trajectory.turn_ended,
         routes=np.concatenate(trajectory.routes) if trajectory.routes else None,
     )
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """Return the arrays one after another; a single one is not copied."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate([np.zeros(0, dtype), *arrays])

@@ -12,14 +12,21 @@ from megatron_bapo.rollout.messages import Completion, Generated, SegmentEnd
 
 _GROWTH = 1.1
 """Size of a new array relative to what it must hold, so that appending rarely copies."""
+_BLOCK_GROWTH = 2.0
+"""The same of a request's block. The end that was not written yet takes no memory."""
 
 
 class PartialOutput:
-    """The tokens that an engine has reported of a request so far. Arrays that were returned never change."""
+    """The tokens that an engine has reported of a request so far. Arrays that were returned never change.
+
+    Those of all completions are in one block of memory, which the system gets back once it is freed; small arrays would
+    leave holes in the heap, which take as much memory as the tokens when many requests end at once.
+    """
 
     def __init__(self) -> None:
         self._policy_version = 0
         self._completions: list[PartialCompletion] = []
+        self._capacity = 0
 
     def extend(self, delta: Generated) -> None:
         """Append the tokens since the last report.
@@ -29,11 +36,21 @@ class PartialOutput:
         """
         if not any(completion.num_before for completion in delta.completions):
             self._policy_version = delta.policy_version
-            self._completions = [PartialCompletion() for _ in delta.completions]
+            self._completions, self._capacity = [PartialCompletion() for _ in delta.completions], 0
         if [partial.num for partial in self._completions] != [each.num_before for each in delta.completions]:
             return
+        self._make_room(max((each.num_before + len(each.token_ids) for each in delta.completions), default=0))
         for partial, completion in zip(self._completions, delta.completions, strict=True):
             partial.extend(completion.token_ids, completion.log_probs, completion.finish_reason)
+
+    def _make_room(self, num: int) -> None:
+        """Make room for `num` tokens in each completion."""
+        if num <= self._capacity:
+            return
+        self._capacity = int(num * _BLOCK_GROWTH)
+        block = np.empty((len(self._completions), 2, self._capacity), np.int32)
+        for partial, (token_ids, log_probs) in zip(self._completions, block, strict=True):
+            partial.move_to(token_ids, log_probs.view(np.float32))
 
     @property
     def lengths(self) -> list[tuple[int, bool]]:
@@ -65,21 +82,19 @@ class PartialCompletion:
         new_ids, new_log_probs = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
         assert len(new_ids) == len(new_log_probs), "one log-prob per sampled token"
         self._finish_reason = finish_reason
-        start, self.num = self.num, self.num + len(new_ids)
-        if self.num > len(self._token_ids):
-            self._token_ids = _grown(self._token_ids, start, self.num)
-            self._log_probs = _grown(self._log_probs, start, self.num)
+        if (num := self.num + len(new_ids)) > len(self._token_ids):
+            size = int(num * _GROWTH)
+            self.move_to(np.empty(size, np.int32), np.empty(size, np.float32))
+        start, self.num = self.num, num
         self._token_ids[start : self.num] = new_ids
         self._log_probs[start : self.num] = new_log_probs
+
+    def move_to(self, token_ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Go on in larger arrays; the old ones belong to those who have seen them."""
+        token_ids[: self.num], log_probs[: self.num] = self._token_ids[: self.num], self._log_probs[: self.num]
+        self._token_ids, self._log_probs = token_ids, log_probs
 
     def completion(self, start: int = 0, text: str = "") -> Completion:
         """Return the tokens from `start` on, without copying them."""
         part = slice(start, self.num)
         return Completion(self._token_ids[part], self._log_probs[part], self._finish_reason, text, start)
-
-
-def _grown(values: np.ndarray, num_kept: int, num: int) -> np.ndarray:
-    """Return a larger array with the first `num_kept` values; the old one belongs to those who have seen it."""
-    grown = np.empty(int(num * _GROWTH), values.dtype)
-    grown[:num_kept] = values[:num_kept]
-    return grown

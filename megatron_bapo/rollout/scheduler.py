@@ -27,12 +27,11 @@ from megatron_bapo.metrics.values import Metric, Sum
 from megatron_bapo.records import InFlightState
 from megatron_bapo.rollout.accounting import Ledger, Outcome
 from megatron_bapo.rollout.batch_counts import BatchCounts
-from megatron_bapo.rollout.generation import (
+from megatron_bapo.rollout.generation import ScoredGroups, generate_group
+from megatron_bapo.rollout.in_flight_group import (
     InFlightGroup,
-    ScoredGroups,
     batch_seed,
     create_in_flight_group,
-    generate_group,
     oldest_versions,
     rollout_sampling,
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.records import Group
-from megatron_bapo.rollout.generation import Decode, Environment, ScoredGroups
+from megatron_bapo.rollout.generation import Environment, ScoredGroups
+from megatron_bapo.rollout.in_flight_group import Decode
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.rollout.tokenization import TokenizedPrompt

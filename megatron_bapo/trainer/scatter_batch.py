@@ -45,9 +45,7 @@ def scatter_batch(
     groups, content, routes = worker.groups, None, None
     if trajectories is not None:
         routes = [trajectory.routes for trajectory in trajectories]
-        numbers = worker.config.group_numbers(len(trajectories)) if in_groups else [None] * len(trajectories)
-        examples = [Example(each, 0.0, 0.0, group=group) for each, group in zip(trajectories, numbers, strict=True)]
-        content = BatchHeader.of(trajectories), _indices_by_replica(worker, examples, batches)
+        content = BatchHeader.of(trajectories), _indices_by_replica(worker, trajectories, batches, in_groups)
     header, by_replica = broadcast_object(content, groups)
     own, num_words_B = by_replica[groups.data.rank], header.num_words_B
     values = torch.empty(int(num_words_B[own].sum()), dtype=torch.int32)
@@ -74,11 +72,13 @@ def scatter_batch(
 
 
 def _indices_by_replica(
-    worker: Worker, examples: Sequence[Example], batches: Sequence[Sequence[int]]
+    worker: Worker, trajectories: Sequence[Trajectory], batches: Sequence[Sequence[int]], in_groups: bool
 ) -> list[np.ndarray]:
     """Return for each replica the indices of the trajectories in its micro-batches, int32 in ascending order."""
     if _needs_all_log_probs(worker.config):
-        return [np.arange(len(examples), dtype=np.int32)] * worker.groups.data.size
+        return [np.arange(len(trajectories), dtype=np.int32)] * worker.groups.data.size
+    numbers = worker.config.group_numbers(len(trajectories)) if in_groups else [None] * len(trajectories)
+    examples = [Example(each, 0.0, 0.0, group=group) for each, group in zip(trajectories, numbers, strict=True)]
     by_replica: list[set[int]] = [set() for _ in range(worker.groups.data.size)]
     for batch in batches:
         for indices, plan in zip(by_replica, worker.plans([examples[i] for i in batch]), strict=True):

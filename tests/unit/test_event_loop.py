@@ -1,5 +1,8 @@
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -9,7 +12,7 @@ import pytest
 import uvloop
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.event_loop import BEAT_S, LoopClock, TurnBudget, answered_within, gather_progressing
+from megatron_bapo.event_loop import BEAT_S, LoopClock, TurnBudget, answered_within, gather_progressing, own_turn
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.SelectorEventLoop, uvloop.new_event_loop])
@@ -172,18 +175,72 @@ def test_work_that_fails_cancels_the_rest():
 
 @pytest.mark.slow
 def test_the_longest_stall_is_reported_once():
-    async def main() -> tuple[float, float]:
+    async def main() -> tuple[float, float, float]:
         clock = LoopClock.running()
         clock.start()
         await block(0.2, 1.5, 0.2)
         await asyncio.sleep(2 * BEAT_S)
-        longest_s = clock.take_max_delay_s()
+        longest_s, own_s = clock.take_max_delays_s()
         await asyncio.sleep(0)
-        return longest_s, clock.take_max_delay_s()
+        return longest_s, own_s, clock.take_max_delays_s()[0]
 
-    longest_s, later_s = asyncio.run(main())
+    longest_s, own_s, later_s = asyncio.run(main())
     assert longest_s >= 1.5 - BEAT_S
+    assert own_s <= longest_s
     assert later_s < longest_s
+
+
+@pytest.mark.slow
+def test_time_in_which_the_thread_waits_for_a_processor_is_no_stall_of_its_own():
+    """Two processes share one processor, so that the loop waits for about half of the time that its work takes."""
+    processor = min(os.sched_getaffinity(0))
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{processor}])\nwhile True: pass"]
+    )
+
+    async def main() -> tuple[float, float]:
+        clock = LoopClock.running()
+        clock.start()
+        await asyncio.sleep(2 * BEAT_S)
+        clock.take_max_delays_s()
+        end_s = time.thread_time() + 0.5
+        while time.thread_time() < end_s:
+            pass
+        await asyncio.sleep(2 * BEAT_S)
+        return clock.take_max_delays_s()
+
+    processors = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, [processor])
+        stall_s, own_s = asyncio.run(main())
+    finally:
+        os.sched_setaffinity(0, processors)
+        other.kill()
+        other.wait()
+    assert own_s == pytest.approx(0.5, abs=0.2)
+    assert stall_s > own_s + 0.2
+
+
+def test_blocks_that_end_at_once_have_a_turn_of_the_event_loop_each():
+    turns, num = list[int](), 0
+
+    async def count_turns() -> None:
+        nonlocal num
+        while True:
+            await asyncio.sleep(0)
+            num += 1
+
+    async def copy() -> None:
+        async with own_turn():
+            turns.append(num)
+
+    async def main() -> None:
+        counting = asyncio.ensure_future(count_turns())
+        await asyncio.gather(*(copy() for _ in range(5)))
+        counting.cancel()
+
+    run_in_virtual_time(main())
+    assert len(set(turns)) == 5
 
 
 def test_a_turn_budget_spreads_work_over_the_turns_of_the_event_loop():

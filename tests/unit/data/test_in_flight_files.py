@@ -1,4 +1,6 @@
 import json
+import os
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,26 @@ def test_without_rollouts_nothing_is_created(tmp_path):
 def test_saving_again_replaces_what_an_interrupted_call_has_left(in_flight, tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "shard-009.rollouts").write_text("half a li")
+    save_in_flight(tmp_path, in_flight)
+
+    assert_equal(load_in_flight(tmp_path), in_flight)
+
+
+def test_checkpoints_with_the_checksum_of_earlier_versions_are_read(in_flight, tmp_path):
+    save_in_flight(tmp_path, in_flight)
+    for file in (tmp_path / FOLDER).iterdir():
+        head, _, rest = file.read_bytes().partition(b"\n")
+        values = json.loads(head)
+        checksum = zlib.crc32(rest[: values["num_bytes"]])
+        del values["xxh3"]
+        file.write_bytes(json.dumps(values | {"crc32": checksum}).encode() + b"\n" + rest)
+
+    assert_equal(load_in_flight(tmp_path), in_flight)
+
+
+def test_a_record_is_complete_although_a_system_call_writes_a_part_of_it(in_flight, tmp_path, monkeypatch):
+    write = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, parts: write(descriptor, [memoryview(parts[0])[:7]]))
     save_in_flight(tmp_path, in_flight)
 
     assert_equal(load_in_flight(tmp_path), in_flight)

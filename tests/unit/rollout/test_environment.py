@@ -12,7 +12,7 @@ from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.environment import FunctionEnvironment, reply_encoder
-from megatron_bapo.rollout.generation import Reply
+from megatron_bapo.rollout.in_flight_group import Reply
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}EOS\n{% endfor %}"

@@ -8,13 +8,8 @@ import pytest
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
-from megatron_bapo.rollout.generation import (
-    InFlightGroup,
-    Reply,
-    Sampling,
-    create_in_flight_group,
-    generate_group,
-)
+from megatron_bapo.rollout.generation import generate_group
+from megatron_bapo.rollout.in_flight_group import InFlightGroup, Reply, Sampling, create_in_flight_group
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
@@ -223,6 +218,20 @@ def test_a_trajectory_has_the_engines_output_and_no_reward_yet():
     np.testing.assert_array_equal(second.behaviour_log_probs, completion.log_probs)
     assert (second.finish_reason, second.text) == (completion.finish_reason, completion.text)
     assert math.isnan(second.reward)
+
+
+def test_a_finished_group_and_its_responses_in_flight_share_one_block_of_memory():
+    """The engines' replies are freed although the group stays in flight until it is scored."""
+    groups = in_flight(1, replace(SAMPLING, token_budget=3))
+    ((group,), _) = generate(1, groups)
+    blocks = {id(array.base) for t in group.trajectories for array in (t.response_token_ids, t.behaviour_log_probs)}
+
+    assert len(blocks) == 1
+    for partial, trajectory in zip(groups[0].trajectories, group.trajectories, strict=True):
+        assert len(partial.segments) > 1
+        for segment in partial.sampled:
+            assert np.shares_memory(segment.token_ids, trajectory.response_token_ids)
+            assert np.shares_memory(segment.log_probs, trajectory.behaviour_log_probs)
 
 
 def test_a_request_carries_the_sampling_parameters():

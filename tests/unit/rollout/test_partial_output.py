@@ -56,6 +56,18 @@ def test_what_was_returned_does_not_change_with_later_reports_and_is_not_copied(
     assert shared > 150
 
 
+def test_the_completions_of_a_request_are_in_one_block_of_memory():
+    output = PartialOutput()
+    for i in range(100):
+        output.extend(report([i], [-i], after=(i, i)))
+    generated = output.generated()
+    assert generated is not None
+    bases = {id(array.base) for each in generated.completions for array in (each.token_ids, each.log_probs)}
+
+    assert len(bases) == 1
+    assert tokens(generated) == [[*range(100)], [-i for i in range(100)]]
+
+
 def test_a_report_that_does_not_continue_the_others_is_ignored_and_one_from_the_start_replaces_them():
     output = PartialOutput()
     output.extend(report([1, 2]))

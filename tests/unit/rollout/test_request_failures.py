@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout.generation import InFlightGroup, create_in_flight_group, generate_group
+from megatron_bapo.rollout.generation import generate_group
+from megatron_bapo.rollout.in_flight_group import InFlightGroup, create_in_flight_group
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest, SegmentEnd
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.request_failures import FIRST_TRIAL_TOKENS, RequestFailures

@@ -15,7 +15,8 @@ from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, InFlightState, Prompt, Trajectory
-from megatron_bapo.rollout.generation import Reply, ScoredGroups
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.in_flight_group import Reply
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.rollout.world import World, settings
 from tests.unit.simulation.modelled_engines import log_prob, next_token

@@ -11,7 +11,8 @@ import pytest
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.records import NO_ROUTE, Group, InFlightState, Trajectory
 from megatron_bapo.rollout.engine_routes import RouteFormat
-from megatron_bapo.rollout.generation import InFlightGroup, generate_group
+from megatron_bapo.rollout.generation import generate_group
+from megatron_bapo.rollout.in_flight_group import InFlightGroup
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router

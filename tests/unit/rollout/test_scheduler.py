@@ -9,7 +9,8 @@ from megatron_bapo.data.prompt_stream import PromptStream
 from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group, Prompt
-from megatron_bapo.rollout.generation import Reply, ScoredGroups
+from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.in_flight_group import Reply
 from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.rollout.world import GREEDY, UPDATE_S, World, settings

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_bapo.errors import RunError
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.records import Prompt
-from megatron_bapo.rollout.generation import Sampling
+from megatron_bapo.rollout.in_flight_group import Sampling
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 from megatron_bapo.simulation.modelled_engine import EngineModel, ModelledEngine, Policy
