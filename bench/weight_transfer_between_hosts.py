@@ -6,7 +6,8 @@ Hosts are network namespaces on this machine. The first has the trainer's store 
 in bfloat16, and the others receive it. One pair of hosts has a cable without a limit, where processors are the limit.
 With more hosts they would be, too, which is not so in a cluster; those cables are therefore limited to GBIT_S. Seconds
 are medians until the last host is done; those of the write to the trainer's store are of one core. Changed elements are
-chosen at random. Peak memory is the largest increase of any host's own memory, without the stores themselves.
+chosen at random. Between two updates receivers prepare for differences, as they do while engines generate. Peak memory
+is the largest increase of any host's own memory, without the stores themselves.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def measure_hosts(model: Architecture, options: list[str]) -> None:
 def _measured_on(num_hosts: int, gbit_s: float | None, options: list[str]) -> dict[str, Measured]:
     """Run a process on each of `num_hosts` hosts; return what the first one measured, by task."""
     with network_hosts(num_hosts, gbit_s) as hosts, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __spec__.name, *options, "--host"]
+        command = [sys.executable, "-m", "bench.weight_transfer_between_hosts", *options, "--host"]
         processes = [
             subprocess.Popen(host.command(*command, str(index), str(num_hosts), folder))
             for index, host in enumerate(hosts)
@@ -190,6 +191,8 @@ class HostProcess:
         """Change a share of the elements and commit the next version in the trainer's store."""
         self._version += 1
         self._store.discard_before(self._version - 1)
+        if self.index > 0 and (versions := self._store.versions()):
+            self._store.prepare(versions[-1])
         if self.index == 0:
             for tensor in self._tensors.values():
                 elements = tensor.view(-1).view(torch.int16)

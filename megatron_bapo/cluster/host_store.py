@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ class HostStore:
         self._ranks: dict[int, int] = {}
         self._finished: tuple[int, SendResult | None] | None = None
         """The last version that was transferred in this group, and the call's result."""
+        self._background = ThreadPoolExecutor(1)
+        self._preparation: Future[None] | None = None
 
     def join(self, name: str, hosts: tuple[int, ...], plan: WeightPlan) -> None:
         """Create the process group `name` together with the other hosts; its transfers follow the plan."""
@@ -99,8 +102,14 @@ class HostStore:
 
     def receive(self, version: int, receivers: tuple[int, ...], base: int | None) -> None:
         """Receive and commit a version, so that this host's engines can load it."""
+        if self._preparation is not None:
+            wait([self._preparation])  # without it, or if it has failed, the older version is copied
         self._store.discard_before(version)  # keeps the newest version, which differences refer to
         self._once(version, receivers, lambda chain, plan: receive(self._store, version, plan, self._host, chain, base))
+
+    def prepare(self, version: int) -> None:
+        """Begin to prepare for differences to this version, which all engines of this host have loaded."""
+        self._preparation = self._background.submit(self._store.prepare, version)
 
     def _once(
         self, version: int, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], SendResult | None]

@@ -56,6 +56,12 @@ class StoreTransfer:
                 print(f"{error}; policy version {version} is transferred again", flush=True)
         raise AssertionError
 
+    def prepare(self, version: int) -> None:
+        """Have the hosts prepare for differences to a version that all engines have loaded, without waiting for it."""
+        if self._full_every > 1:
+            for host in self._receivers:
+                self._stores[host].prepare.remote(version)
+
     def _transfer(self, version: int, plan: WeightPlan, sent: list[SendResult], *, may_send_differences: bool) -> None:
         """Bring a version to the hosts that lack it; the results of the senders are added to `sent`."""
         stored: dict[int, list[int]] = self._call(

@@ -117,6 +117,8 @@ class RolloutClient:
         num_bytes = self._transfer.deliver(policy_version, plan) if is_stored else 0
         limit_s = settings.request_limit_s + NUM_ATTEMPTS * settings.start_timeout_s + _QUICK_S
         get_result(self._service.load_weights.remote(policy_version), SERVICE, limit_s)
+        if is_stored:
+            self._transfer.prepare(policy_version)
         return num_bytes
 
     def begin_transfer(self, policy_version: int, plan: str, broken: str) -> TransferGroup:

@@ -1,8 +1,7 @@
 """Lossless differences between two versions of a bucket: which elements changed, and their new bytes.
 
 Elements are compared and copied as integers, which preserves NaNs and the sign of zero. Both sides work on blocks of
-`BLOCK` elements, which stay in the processor's cache. The positions in a block are offsets of two bytes or one bit per
-element, whichever is smaller.
+`BLOCK` elements. The positions in a block are offsets of two bytes or one bit per element, whichever is smaller.
 
     message = bytes per element (1), blocks (8), changes of each block (4 each), positions of each block, values
 """
@@ -10,7 +9,7 @@ element, whichever is smaller.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,99 +25,99 @@ def encode(new: Sequence[Part], old: Sequence[Part], item_bytes: int) -> np.ndar
 
     Returns None if it would not be smaller than the new bytes.
     """
-    counts, positions, values = list[int](), list[np.ndarray](), list[np.ndarray]()
+    from megatron_bapo.weight_sync.delta_loops import find_changes  # imports numba
+
+    all_counts, positions, all_values = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     limit, size = sum(map(len, new)), _HEADER.size
-    for after, before in zip(_blocks(new, item_bytes), _blocks(old, item_bytes), strict=True):
-        offsets, changed = _changes(after, before)
-        coded = _mask(offsets, len(after)) if _is_mask(len(offsets), len(after)) else offsets
-        counts.append(len(offsets))
-        positions.append(coded.view(np.uint8))
-        values.append(changed.view(np.uint8))
-        size += 4 + coded.nbytes + changed.nbytes
-        if size >= limit:
+    for after, before in zip(new, old, strict=True):
+        elements = np.frombuffer(after, _INTEGERS[item_bytes])
+        counts = np.zeros(_num_blocks(len(elements)), np.uint32)
+        offsets, values = np.empty(len(elements) + 1, np.uint16), np.empty(len(elements) + 1, elements.dtype)
+        olds = np.frombuffer(before, elements.dtype)
+        new_words, old_words = (np.frombuffer(part, np.uint64, len(part) // 8) for part in (after, before))
+        found = find_changes(new_words, old_words, elements, olds, BLOCK, limit - size, counts, offsets, values)
+        if found < 0:
             return None
+        coded = _coded(offsets[:found], counts, len(elements))
+        all_counts.append(counts)
+        positions.append(coded)
+        all_values.append(values[:found].view(np.uint8))
+        size += counts.nbytes + coded.nbytes + all_values[-1].nbytes
     if size >= limit:
         return None
-    header = np.frombuffer(_HEADER.pack(item_bytes, len(counts)), np.uint8)
-    return np.concatenate([header, np.array(counts, np.uint32).view(np.uint8), *positions, *values])
+    header = np.frombuffer(_HEADER.pack(item_bytes, sum(map(len, all_counts))), np.uint8)
+    return np.concatenate([header, *(counts.view(np.uint8) for counts in all_counts), *positions, *all_values])
 
 
-def decode(
-    message: memoryview,
-    new: Sequence[Part],
-    old: Sequence[Part],
-    on_block: Callable[[memoryview], object] = lambda block: None,
-) -> None:
-    """Write the new bytes to the parts `new`, which have the sizes of `old`; each written block goes to `on_block`.
+def decode(message: memoryview, parts: Sequence[Part]) -> None:
+    """Write the changes to the parts, which have the old bytes. Raises ValueError if the message does not fit them."""
+    from megatron_bapo.weight_sync.delta_loops import apply_changes  # imports numba
 
-    Raises ValueError if the message does not fit the old bytes.
-    """
     item_bytes, num_blocks = _HEADER.unpack_from(message)
-    targets, sources = list(_blocks(new, item_bytes)), _blocks(old, item_bytes)
-    _check(num_blocks == len(targets), f"it has {num_blocks} blocks, not {len(targets)}")
-    counts = np.frombuffer(message, np.uint32, num_blocks, _HEADER.size).tolist()
-    position = _HEADER.size + 4 * num_blocks
-    sizes = [_position_bytes(count, len(block)) for count, block in zip(counts, targets, strict=True)]
+    targets = [np.frombuffer(part, _INTEGERS[item_bytes]) for part in parts]
+    expected_blocks = sum(_num_blocks(len(target)) for target in targets)
+    _check(num_blocks == expected_blocks, f"it has {num_blocks} blocks, not {expected_blocks}")
+    all_counts = np.frombuffer(message, np.uint32, num_blocks, _HEADER.size).copy()
+    split = np.cumsum([_num_blocks(len(target)) for target in targets])[:-1]
+    position = _HEADER.size + all_counts.nbytes
+    counts_by_part = np.split(all_counts, split)
+    sizes = [int(_position_bytes(c, len(t)).sum()) for c, t in zip(counts_by_part, targets, strict=True)]
     value = position + sum(sizes)
-    expected = value + sum(counts) * item_bytes
+    expected = value + int(all_counts.sum(dtype=np.int64)) * item_bytes
     _check(len(message) == expected, f"it has {len(message)} bytes, not {expected}")
-    for target, source, count, size in zip(targets, sources, counts, sizes, strict=True):
-        np.copyto(target, source)
-        target[_offsets(message[position : position + size], count, len(target))] = np.frombuffer(
-            message, target.dtype, count, value
-        )
-        on_block(target.data.cast("B"))
-        position, value = position + size, value + count * item_bytes
+    for target, counts, size in zip(targets, counts_by_part, sizes, strict=True):
+        offsets = _decoded(np.frombuffer(message, np.uint8, size, position), counts, len(target))
+        # Copies, because the message's numbers are at any address.
+        values = np.frombuffer(message, target.dtype, len(offsets), value).copy()
+        fits = apply_changes(target, BLOCK, counts, offsets, values)
+        _check(fits, f"it has a change after the last of {len(target)} elements")
+        position, value = position + size, value + values.nbytes
 
 
-def _blocks(parts: Iterable[Part], item_bytes: int) -> Iterator[np.ndarray]:
-    for part in parts:
-        elements = np.frombuffer(part, _INTEGERS[item_bytes])
-        yield from (elements[start : start + BLOCK] for start in range(0, len(elements), BLOCK))
+def _num_blocks(size: int) -> int:
+    return -(-size // BLOCK)
 
 
-def _changes(after: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the offsets and the new values of the elements of a block that differ.
-
-    Compares words of 8 bytes first, and then only the elements of those that differ.
-    """
-    per_word = 8 // after.itemsize
-    if len(after) != len(before) or len(after) % per_word:
-        offsets = np.flatnonzero(after != before).astype(np.uint16)
-        return offsets, after[offsets]
-    new, old = after.view(np.uint64), before.view(np.uint64)
-    words = np.flatnonzero(new != old)
-    found = new.take(words)
-    values = found.view(after.dtype)
-    elements = np.flatnonzero(values != old.take(words).view(after.dtype))
-    word_offsets = (words * per_word).astype(np.uint16)
-    offsets = word_offsets.take(elements >> per_word.bit_length() - 1) + (elements & per_word - 1).astype(np.uint16)
-    return offsets, values.take(elements)
+def _block_sizes(num_blocks: int, size: int) -> np.ndarray:
+    """Return the number of elements of each block of a part with `size` elements: int64 [num_blocks]."""
+    return np.minimum(BLOCK, size - BLOCK * np.arange(num_blocks, dtype=np.int64))
 
 
-def _position_bytes(num_changes: int, size: int) -> int:
-    return min(2 * num_changes, -(-size // 8))
+def _position_bytes(counts: np.ndarray, size: int) -> np.ndarray:
+    """Return the number of bytes of each block's positions: int64 [num_blocks]."""
+    return np.minimum(2 * counts.astype(np.int64), -(-_block_sizes(len(counts), size) // 8))
 
 
-def _is_mask(num_changes: int, size: int) -> bool:
-    return _position_bytes(num_changes, size) < 2 * num_changes
+def _are_masks(counts: np.ndarray, size: int) -> np.ndarray:
+    """Whether the positions of each block are a bit per element: bool [num_blocks]."""
+    return _position_bytes(counts, size) < 2 * counts.astype(np.int64)
 
 
-def _mask(offsets: np.ndarray, size: int) -> np.ndarray:
-    changed = np.zeros(size, np.bool_)
-    changed[offsets] = True
-    return np.packbits(changed)
+def _coded(offsets: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """Return the positions of a part's blocks as bytes of the message."""
+    are_masks = _are_masks(counts, size)
+    if not are_masks.any():
+        return offsets.view(np.uint8)
+    parts, by_block = list[np.ndarray](), np.split(offsets, np.cumsum(counts)[:-1])
+    for block, is_mask, block_size in zip(by_block, are_masks, _block_sizes(len(counts), size), strict=True):
+        changed = np.zeros(block_size if is_mask else 0, np.bool_)
+        changed[block if is_mask else []] = True
+        parts.append(np.packbits(changed) if is_mask else block.view(np.uint8))
+    return np.concatenate(parts)
 
 
-def _offsets(coded: memoryview, num_changes: int, size: int) -> np.ndarray:
-    """Return the offsets of a block's changes. Raises ValueError if they do not fit a block of this size."""
-    if _is_mask(num_changes, size):
-        offsets = np.flatnonzero(np.unpackbits(np.frombuffer(coded, np.uint8), count=size))
-    else:
-        offsets = np.frombuffer(coded, np.uint16)
-    _check(len(offsets) == num_changes, f"a block has {len(offsets)} changes, not {num_changes}")
-    _check(not num_changes or int(offsets.max()) < size, f"it has a change after the last of {size} elements")
-    return offsets
+def _decoded(coded: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """Return the offsets of a part's changes. Raises ValueError if they do not fit the counts."""
+    are_masks = _are_masks(counts, size)
+    if not are_masks.any():
+        return coded.copy().view(np.uint16)
+    parts = list[np.ndarray]()
+    by_block = np.split(coded, np.cumsum(_position_bytes(counts, size))[:-1])
+    for block, count, is_mask in zip(by_block, counts, are_masks, strict=True):
+        found = np.flatnonzero(np.unpackbits(block)).astype(np.uint16) if is_mask else block.copy().view(np.uint16)
+        _check(len(found) == count, f"a block has {len(found)} changes, not {count}")
+        parts.append(found)
+    return np.concatenate(parts)
 
 
 def _check(condition: bool, problem: str) -> None:

@@ -5,7 +5,8 @@ store's file and passes each piece on to the next host as soon as the piece has 
 sender's host once and reaches every other host once, and the time hardly grows with the number of hosts.
 
 A bucket travels as a header, then pieces. It is sent whole from file to file without a copy, or as differences to an
-older version that all hosts have, if those are smaller. A receiver is ready for the next header before a bucket has
+older version that all hosts have, if those are smaller. A receiver whose file already has the older version's bytes
+(`WeightStore.prepare`) writes only the differences. A receiver is ready for the next header before a bucket has
 arrived, adds each piece to the bucket's checksum while the piece is in the processor's cache, and commits the version
 at the end. Deadlocks are impossible: all hosts process the buckets in plan order, so the hosts of the first unfinished
 bucket never wait for another bucket.
@@ -127,9 +128,10 @@ def receive(
     `base` is the one that the senders use. Raises RunError if a bucket is damaged or another host cannot be reached;
     then nothing is committed.
     """
-    old = None if base is None else _Buckets(plan, store.map(base))
     with store.bucket_writer(version, plan, host, "received") as writer:
-        incoming = _Incoming(version, chain.group, _Buckets(plan, writer.mapped), old)
+        new = _Buckets(plan, writer.mapped)
+        old = None if base is None else new if writer.base == base else _Buckets(plan, store.map(base))
+        incoming = _Incoming(version, chain.group, new, old)
         with _network_errors(version), ThreadPoolExecutor(NUM_THREADS) as executor:
             checks = deque[tuple[int, Future[str]]]()
             for number, complete in incoming.buckets(list(chain.links(plan, host))):
@@ -187,6 +189,7 @@ class _Incoming:
     """Receives buckets into a store's file and passes their pieces on."""
 
     def __init__(self, version: int, group: Group, new: _Buckets, old: _Buckets | None) -> None:
+        """`old` has the bytes that differences refer to; it is `new` if that file has them."""
         self._version, self._group, self._new, self._old = version, group, new, old
         self.outgoing = _Outgoing(group)
 
@@ -238,12 +241,16 @@ class _Incoming:
         """Write the old bucket with its changes to the file."""
         assert self._old is not None, "differences were sent to a host without an older version"
         parts = self._new.parts(number)
-        targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
-        olds = [raw_bytes(_bytes(part)) for part in self._old.parts(number)]
+        targets = list(map(_bytes, parts))
+        if self._old is not self._new:
+            for target, part in zip(targets, self._old.parts(number), strict=True):
+                target.copy_(_bytes(part))
         try:
-            decode(raw_bytes(changes), list(map(raw_bytes, targets)), olds, hasher.update)
+            decode(raw_bytes(changes), list(map(raw_bytes, targets)))
         except ValueError as error:
             raise RunError(f"bucket {number} of policy version {self._version} arrived damaged: {error}") from error
+        for target in targets:
+            hasher.update(raw_bytes(target))
         _store(targets, parts)
 
     def _verified(self, number: int, expected: str, hasher: xxh3_128, complete: Callable[[], None]) -> str:
@@ -296,7 +303,7 @@ def _empty(num_bytes: int) -> torch.Tensor:
 def _store(received: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
     """Copy bytes to the parts of the file that they were not received into."""
     for source, target in zip(received, parts, strict=True):
-        if source is not target:
+        if source.data_ptr() != target.data_ptr():
             target.copy_(source.view(target.dtype).view(target.shape))
 
 

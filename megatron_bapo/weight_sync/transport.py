@@ -5,6 +5,7 @@
                       rank-0.json           checksums of one writer's buckets, written after the buckets
                       COMMITTED.json        checksums of all buckets; the version exists once this file does
              spare.safetensors              file of a discarded version, reused by the next one
+             spare.json                     committed version whose bytes it was given, if any
 
 Both kinds of manifest are written to a temporary file and renamed, and every bucket has an XXH3 checksum. A process
 may therefore be killed at any moment: incomplete data is never read. Two files alternate, because fresh shared memory
@@ -48,6 +49,7 @@ PREFIX = "megatron-bapo-"
 COMMITTED = "COMMITTED.json"
 WEIGHTS = "weights.safetensors"
 SPARE = "spare.safetensors"
+PREPARED = "spare.json"
 FILES = "FILES.lock"
 
 T = TypeVar("T")
@@ -71,8 +73,9 @@ class Manifest:
 class BucketWriter:
     """Writes buckets into the file of a version, from several threads if needed, and records their checksums."""
 
-    def __init__(self, plan: WeightPlan, file: VersionWriter) -> None:
-        self._plan, self._file, self.mapped = plan, file, file.mapped
+    def __init__(self, plan: WeightPlan, file: VersionWriter, base: int | None) -> None:
+        """`base` is the version of the same plan whose bytes the file has before anything is written, if any."""
+        self._plan, self._file, self.mapped, self.base = plan, file, file.mapped, base
         self.checksums: Checksums = {}
 
     def write(self, number: int, tensors: Iterable[torch.Tensor]) -> int:
@@ -140,11 +143,11 @@ class WeightStore:
         manifest = folder / f"{writer_name}.json"
         # A writer that starts over must not look complete in the meantime.
         manifest.unlink(missing_ok=True)
-        self._prepare(version, plan, host)
+        base = self._create(version, plan, host)
         write_plan(self.folder, plan)
         path = folder / WEIGHTS
         with closing(VersionWriter(path, self._mapped_files.map(path, plan.shapes, plan.dtype))) as file:
-            yield (writer := BucketWriter(plan, file))
+            yield (writer := BucketWriter(plan, file, base))
         write_json(manifest, {"plan": plan.digest, "checksums": writer.checksums})
 
     def commit(self, version: int, plan: WeightPlan, host: int = 0) -> Manifest:
@@ -230,8 +233,37 @@ class WeightStore:
         manifest, plan = self.manifest(version), self.plan(version)
         numbers = _read_numbers(plan, manifest.host, reader)
         file = self.open(version)
-        for name in sorted({part.name for number in numbers for part in plan.buckets[number].slices}):
+        for name in sorted(_names(plan, numbers)):
             yield name, file.tensor(name)
+
+    def prepare(self, version: int) -> None:
+        """Discard older versions and copy a committed version to the spare file.
+
+        The next version's file then has these bytes, so that only differences to them have to be written.
+        """
+        manifest, plan, spare = self.manifest(version), self.plan(version), self.folder / SPARE
+        self.discard_before(version)
+        is_usable = spare.exists() and spare.stat().st_size == file_bytes(plan.shapes, plan.dtype)
+        if not is_usable or self._prepared(plan) == version:
+            return
+        (self.folder / PREPARED).unlink(missing_ok=True)
+        numbers = plan.stored_on(manifest.host)
+        create(spare, plan.shapes, plan.dtype, sorted(_names(plan, numbers)))
+        source, target = self.map(version), self._mapped_files.map(spare, plan.shapes, plan.dtype)
+
+        def copy_bucket(number: int) -> None:
+            for part in plan.buckets[number].slices:
+                target.slice(part).copy_(source.slice(part))
+
+        in_threads(copy_bucket, numbers)
+        write_json(self.folder / PREPARED, {"version": version, "plan": plan.digest})
+
+    def _prepared(self, plan: WeightPlan) -> int | None:
+        """Return the version of this plan whose bytes the spare file has, if any."""
+        with suppress(FileNotFoundError):
+            content = _read_json(self.folder / PREPARED)
+            return content["version"] if content["plan"] == plan.digest else None
+        return None
 
     def discard_before(self, version: int) -> None:
         """Discard older versions, including unfinished ones; the newest committed version is always kept."""
@@ -245,6 +277,7 @@ class WeightStore:
         (folder / COMMITTED).unlink(missing_ok=True)
         for manifest in folder.glob("*.json"):
             manifest.unlink()
+        (self.folder / PREPARED).unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             (folder / WEIGHTS).rename(self.folder / SPARE)
         shutil.rmtree(folder)
@@ -253,23 +286,24 @@ class WeightStore:
         """Return the folders of older versions; vLLM's temporary files in the same folder are excluded."""
         return [folder for folder in self.folder.iterdir() if folder.name.isdigit() and int(folder.name) < version]
 
-    def _prepare(self, version: int, plan: WeightPlan, host: int) -> None:
-        """Create the file of a version if no other writer has."""
+    def _create(self, version: int, plan: WeightPlan, host: int) -> int | None:
+        """Create the file of a version if no other writer has; return the version whose bytes it has, if any."""
         path = self._version_folder(version) / WEIGHTS
         with self._files_locked():
             path.parent.mkdir(mode=0o700, exist_ok=True)
             if path.exists():
-                return
+                return None
             for older in self._before(version):
                 if not (older / COMMITTED).exists():
                     self._discard(older)  # its writers were killed
             size, spare = file_bytes(plan.shapes, plan.dtype), self.folder / SPARE
             if spare.exists() and spare.stat().st_size != size:
                 spare.unlink()
+            base = self._prepared(plan) if spare.exists() else None
+            (self.folder / PREPARED).unlink(missing_ok=True)
             partial = spare if spare.exists() else path.with_suffix(".partial")
-            names = {part.name for number in plan.stored_on(host) for part in plan.buckets[number].slices}
             try:
-                create(partial, plan.shapes, plan.dtype, sorted(names))
+                create(partial, plan.shapes, plan.dtype, sorted(_names(plan, plan.stored_on(host))))
             except OSError as error:
                 partial.unlink(missing_ok=True)
                 free_bytes = shutil.disk_usage(self.folder).free
@@ -279,6 +313,7 @@ class WeightStore:
                     "container: --shm-size, at least twice the model size)"
                 ) from None
             partial.rename(path)
+            return base
 
     @contextmanager
     def _files_locked(self) -> Iterator[None]:
@@ -323,6 +358,11 @@ def in_threads(task: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
 
 def _read_numbers(plan: WeightPlan, host: int, reader: int | None) -> Sequence[int]:
     return plan.needed_on(host) if reader is None else plan.read_by(reader, host)
+
+
+def _names(plan: WeightPlan, numbers: Sequence[int]) -> set[str]:
+    """Return the names of the tensors in these buckets."""
+    return {part.name for number in numbers for part in plan.buckets[number].slices}
 
 
 def _read_json(path: Path) -> Any:

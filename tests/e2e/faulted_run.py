@@ -47,7 +47,8 @@ MAX_STALENESS = 1
 STEPS_PER_FAULT = 4
 FAST_S, AHEAD_S, LAST_STEPS_S = 0.0, 0.5, 2.0
 """Duration of each reward: while faults keep up with the run, while the run is ahead of them, and in its last steps."""
-NUM_LAST_STEPS = 5
+NUM_LAST_STEPS = 11
+"""Enough for the recoveries on a machine that has much other work; they take little time once all faults are over."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class FaultedRun:
         self.run_dir = folder / "run"
         self._folder = folder
         self._paced_s = 0.0
-        self.total_steps = STEPS_PER_FAULT * num_faults + 6
+        self.total_steps = STEPS_PER_FAULT * num_faults + NUM_LAST_STEPS + 1
         for name in (planted_reward.PLANTED, planted_reward.TAKEN):
             (folder / name.name).mkdir()
         (folder / "planted_reward.py").write_text(Path(planted_reward.__file__).read_text())

@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from xxhash import xxh3_128
 
 from megatron_bapo.weight_sync.delta import BLOCK, decode, encode
 
@@ -23,9 +22,8 @@ def brought(new: np.ndarray, old: np.ndarray, cut: int = 0) -> tuple[bytes, np.n
     message = encode(parts(new, cut), parts(old, cut), new.itemsize)
     if message is None:
         return b"", new
-    result, hasher = np.zeros_like(new), xxh3_128()
-    decode(message.data, parts(result, cut), parts(old, cut), hasher.update)
-    assert hasher.digest() == xxh3_128(result.data.cast("B")).digest()
+    result = old.copy()
+    decode(message.data, parts(result, cut))
     return message.tobytes(), result
 
 
@@ -115,4 +113,4 @@ def test_a_message_that_does_not_fit_is_refused():
         (late, beyond[:-1]),
     ):
         with pytest.raises(ValueError, match="the message does not fit the old bytes"):
-            decode(memoryview(broken), parts(base.copy()), parts(base))
+            decode(memoryview(broken), parts(base.copy()))

@@ -10,7 +10,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync import host_chain
 from megatron_bapo.weight_sync.host_chain import Group
 from megatron_bapo.weight_sync.plan import WeightPlan
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.weight_sync.transport import SPARE, WEIGHTS, WeightStore
 from tests.unit.weight_sync.examples import halves, reading, transfer
 
 SHAPES = {"w": (64, 64), "v": (32, 32)}
@@ -53,13 +53,18 @@ def assert_has(store: WeightStore, version: int, tensors: dict[str, torch.Tensor
         assert tensor.view(torch.int32).equal(tensors[name].view(torch.int32))
 
 
-def test_differences_version_after_version_give_the_bits_of_full_transfers(hosts: tuple[WeightStore, WeightStore]):
+@pytest.mark.parametrize("prepared", [True, False])
+def test_differences_version_after_version_give_the_bits_of_full_transfers(
+    hosts: tuple[WeightStore, WeightStore], prepared: bool
+):
     trainers, engines = hosts
     for version in range(1, 6):
         publish(trainers, version, weights(version))
         base = None if version in (1, 4) else version - 1
         (sent,) = transfer({0: trainers, 1: engines}, version, base)
         engines.discard_before(version)
+        if prepared:
+            engines.prepare(version)
         assert_has(engines, version, weights(version))
         assert sent.num_whole + sent.num_changed == len(PLAN.buckets)
         if base is None:
@@ -86,16 +91,48 @@ def test_a_damaged_old_version_and_a_version_without_its_base_are_never_committe
     trainers, engines = hosts
     publish(trainers, 1, weights(1))
     transfer({0: trainers, 1: engines}, 1)
-    file = engines.folder / "00000001" / "weights.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 4
-    file.write_bytes(content)
+    damage(engines.folder / "00000001" / WEIGHTS)
     publish(trainers, 2, weights(2))
     with pytest.raises(RunError, match=r"bucket \d of policy version 2 arrived with the checksum"):
         transfer({0: trainers, 1: engines}, 2, base=1)
     assert engines.versions() == [1]
     transfer({0: trainers, 1: engines}, 2)
     assert_has(engines, 2, weights(2))
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old_version(
+    hosts: tuple[WeightStore, WeightStore],
+):
+    trainers, engines = hosts
+    for version in (1, 2):
+        publish(trainers, version, weights(version))
+        transfer({0: trainers, 1: engines}, version)
+    engines.prepare(2)
+    damage(engines.folder / "00000002" / WEIGHTS)
+    publish(trainers, 3, weights(3))
+    transfer({0: trainers, 1: engines}, 3, base=2)
+    assert_has(engines, 3, weights(3))
+
+
+def test_a_prepared_file_that_was_damaged_is_never_committed(hosts: tuple[WeightStore, WeightStore]):
+    trainers, engines = hosts
+    for version in (1, 2):
+        publish(trainers, version, weights(version))
+        transfer({0: trainers, 1: engines}, version)
+    engines.prepare(2)
+    damage(engines.folder / SPARE)
+    publish(trainers, 3, weights(3))
+    with pytest.raises(RunError, match=r"bucket \d of policy version 3 arrived with the checksum"):
+        transfer({0: trainers, 1: engines}, 3, base=2)
+    assert engines.versions() == [2]
+    transfer({0: trainers, 1: engines}, 3)
+    assert_has(engines, 3, weights(3))
 
 
 class Unreliable:
@@ -141,7 +178,7 @@ def test_two_trainer_hosts_send_their_parts_once_and_hosts_pass_them_on(
         SHAPES, dim=dim, reader_dim=reader_dim, sender_hosts=(0, 1), reader_hosts=[(2, 3, 4), (3, 4)], bucket_bytes=4096
     )
     stores = {host: WeightStore.create(tmp_path) for host in range(5)}
-    for version, base in ((1, None), (2, 1)):
+    for version, base in ((1, None), (2, 1), (3, 2)):
         for host in (0, 1):
             stores[host].write(version, plan, host, reading(weights(version)))
             stores[host].commit(version, plan, host)
@@ -154,6 +191,7 @@ def test_two_trainer_hosts_send_their_parts_once_and_hosts_pass_them_on(
                 stores[host].verify(version, reader)
         for host in (3, 4):
             assert_has(stores[host], version, weights(version))
+            stores[host].prepare(version)
     for store in stores.values():
         store.close()
 

@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.transport import WeightStore
-from tests.unit.weight_sync.examples import halves, publish, reading, whole_tensors
+from megatron_bapo.weight_sync import transport
+from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.transport import SPARE, WeightStore
+from tests.unit.weight_sync.examples import BUCKET_BYTES, halves, numbered, publish, reading, whole_tensors
 
 KIB = 1024
+SHAPES = {"w": (64, 64), "v": (32, 32)}
 
 
 @pytest.fixture
@@ -289,3 +292,55 @@ def test_the_store_of_a_killed_owner_is_removed_and_that_of_a_living_one_is_not(
     assert not abandoned.exists()
     assert living.folder.is_dir()
     living.close()
+
+
+def fails(*_: object) -> None:
+    raise OSError("killed")
+
+
+def base_of_next(store: WeightStore, version: int, plan: WeightPlan) -> int | None:
+    with store.bucket_writer(version, plan, 0, "rank-0") as writer:
+        return writer.base
+
+
+def test_the_next_versions_file_has_the_bytes_of_the_prepared_version_once(store: WeightStore):
+    tensors = {1: numbered(SHAPES, 1), 2: numbered(SHAPES, 2)}
+    for version in (1, 2):
+        plan = publish(store, version, tensors[version])
+    assert not (store.folder / SPARE).exists()
+    store.prepare(2)
+    store.prepare(2)
+    assert base_of_next(store, 3, plan) == 2
+    assert all(store.open(3).tensor(name).equal(tensor) for name, tensor in tensors[2].items())
+    assert base_of_next(store, 3, plan) is None  # its first writer may have written something
+
+
+def test_a_spare_file_is_not_taken_for_prepared_after_a_failure_or_a_discarded_version(
+    store: WeightStore, monkeypatch: pytest.MonkeyPatch
+):
+    for version in (1, 2):
+        plan = publish(store, version, numbered(SHAPES, version))
+    with monkeypatch.context() as failing:
+        failing.setattr(transport, "in_threads", fails)
+        with pytest.raises(OSError, match="killed"):
+            store.prepare(2)
+    assert base_of_next(store, 3, plan) is None
+    publish(store, 4, numbered(SHAPES, 4))
+    store.prepare(4)
+    assert base_of_next(store, 5, plan) == 4
+    publish(store, 6, numbered(SHAPES, 6))
+    store.prepare(6)
+    publish(store, 7, numbered(SHAPES, 7))
+    store.discard_before(7)
+    assert base_of_next(store, 8, plan) is None
+
+
+def test_the_first_version_and_that_of_another_plan_prepare_nothing(store: WeightStore):
+    plan = publish(store, 1, numbered(SHAPES, 1))
+    store.prepare(1)
+    assert not (store.folder / SPARE).exists()
+    publish(store, 2, numbered(SHAPES, 2))
+    store.prepare(2)
+    other = whole_tensors(numbered(SHAPES, 3), BUCKET_BYTES // 4)
+    assert other.digest != plan.digest
+    assert base_of_next(store, 3, other) is None
