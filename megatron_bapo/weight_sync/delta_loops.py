@@ -23,7 +23,7 @@ def find_changes(
     counts: np.ndarray,
     offsets: np.ndarray,
     values: np.ndarray,
-) -> int:
+) -> np.int64:
     """Find the elements that differ, block by block: their number in `counts`, their `offsets` in the block, `values`.
 
     The words are the same memory as the elements [N] in words of 8 bytes. Words are compared first, without a branch,
@@ -55,7 +55,7 @@ def find_changes(
         counts[number] = num
         size += 4 + num * new.itemsize + min(2 * num, (np.int64(stop - start) + 7) // 8)
         if size >= most_bytes:
-            return -1
+            return np.int64(-1)
     return np.int64(found)
 
 

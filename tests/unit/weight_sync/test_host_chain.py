@@ -85,6 +85,21 @@ def test_a_bucket_that_changed_everywhere_is_sent_whole(hosts: tuple[WeightStore
     assert_has(engines, 2, tensors)
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 4
+    file.write_bytes(content)
+
+
+def assert_refused_and_then_sent_whole(trainers: WeightStore, engines: WeightStore, version: int) -> None:
+    publish(trainers, version, weights(version))
+    with pytest.raises(RunError, match=rf"bucket \d of policy version {version} arrived with the checksum"):
+        transfer({0: trainers, 1: engines}, version, base=version - 1)
+    assert engines.versions() == [version - 1]
+    transfer({0: trainers, 1: engines}, version)
+    assert_has(engines, version, weights(version))
+
+
 def test_a_damaged_old_version_and_a_version_without_its_base_are_never_committed(
     hosts: tuple[WeightStore, WeightStore],
 ):
@@ -92,18 +107,7 @@ def test_a_damaged_old_version_and_a_version_without_its_base_are_never_committe
     publish(trainers, 1, weights(1))
     transfer({0: trainers, 1: engines}, 1)
     damage(engines.folder / "00000001" / WEIGHTS)
-    publish(trainers, 2, weights(2))
-    with pytest.raises(RunError, match=r"bucket \d of policy version 2 arrived with the checksum"):
-        transfer({0: trainers, 1: engines}, 2, base=1)
-    assert engines.versions() == [1]
-    transfer({0: trainers, 1: engines}, 2)
-    assert_has(engines, 2, weights(2))
-
-
-def damage(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 4
-    file.write_bytes(content)
+    assert_refused_and_then_sent_whole(trainers, engines, 2)
 
 
 def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old_version(
@@ -127,12 +131,7 @@ def test_a_prepared_file_that_was_damaged_is_never_committed(hosts: tuple[Weight
         transfer({0: trainers, 1: engines}, version)
     engines.prepare(2)
     damage(engines.folder / SPARE)
-    publish(trainers, 3, weights(3))
-    with pytest.raises(RunError, match=r"bucket \d of policy version 3 arrived with the checksum"):
-        transfer({0: trainers, 1: engines}, 3, base=2)
-    assert engines.versions() == [2]
-    transfer({0: trainers, 1: engines}, 3)
-    assert_has(engines, 3, weights(3))
+    assert_refused_and_then_sent_whole(trainers, engines, 3)
 
 
 class Unreliable:
