@@ -125,7 +125,7 @@ def measure_hosts(model: Architecture, options: list[str]) -> None:
 def _measured_on(num_hosts: int, gbit_s: float | None, options: list[str]) -> dict[str, Measured]:
     """Run a process on each of `num_hosts` hosts; return what the first one measured, by task."""
     with network_hosts(num_hosts, gbit_s) as hosts, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "bench.weight_transfer_between_hosts", *options, "--host"]
+        command = [sys.executable, "-m", __spec__.name, *options, "--host"]
         processes = [
             subprocess.Popen(host.command(*command, str(index), str(num_hosts), folder))
             for index, host in enumerate(hosts)

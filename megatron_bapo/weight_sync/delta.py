@@ -30,6 +30,7 @@ def encode(new: Sequence[Part], old: Sequence[Part], item_bytes: int) -> np.ndar
     all_counts, positions, all_values = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
     limit, size = sum(map(len, new)), _HEADER.size
     for after, before in zip(new, old, strict=True):
+        assert len(after) == len(before), "the compiled loops check no bounds"
         elements = np.frombuffer(after, _INTEGERS[item_bytes])
         counts = np.zeros(_num_blocks(len(elements)), np.uint32)
         offsets, values = np.empty(len(elements) + 1, np.uint16), np.empty(len(elements) + 1, elements.dtype)
