@@ -1,13 +1,14 @@
 """One rank of a large process group without its peers, its weights and its memory.
 
-Tensors are fake (torch's FakeTensorMode): they have shapes, dtypes and storages, but no data. Collectives return at
-once (torch's fake process group). A dispatch mode sees every operator, so it knows which storages live and what each
-group communicates. It also answers the two questions that tensors without data cannot: the value of a scalar, and the
-shape of the hidden states that another pipeline stage announces.
+Tensors are on torch's meta device: they have shapes, dtypes and storages, but no data. Collectives return at once
+(torch's fake process group). A dispatch mode sees every operator, so it puts tensors on the meta device, and knows
+which storages live and what each group communicates. It also answers the two questions that tensors without data
+cannot: the value of a scalar, and the shape of the hidden states that another pipeline stage announces.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.parallel.megatron import parallel_state
@@ -29,6 +30,8 @@ from megatron_bapo.parallel.megatron import parallel_state
 Ranks = tuple[int, ...]
 FLOAT_SCALAR = 0.5
 """Value of every floating-point scalar that is read. It is finite, so that no update is skipped."""
+
+_TYPES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
 
 
 class FakeRank(TorchDispatchMode):
@@ -61,21 +64,24 @@ class FakeRank(TorchDispatchMode):
             self._on_device = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self._scalar(args[0])
         if func.namespace == "c10d":
             return self._communicate(func, args)
         if func is torch.ops.aten.masked_select.default:  # the tokens that an expert gets, in the order of experts
             func, args = torch.ops.aten.new_empty.default, (args[0], (self._num_routed,))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            with unset_fake_temporarily():  # small values that come from NumPy stay known
-                return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
+        on_meta = {tensor.is_meta for tensor in _tensors((args, *kwargs.values()))}
+        if on_meta == {False}:  # small values that come from NumPy stay known
+            return func(*args, **kwargs)
+        if False in on_meta:
+            args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        if "device" in kwargs or (not on_meta and _takes_device(func)):
+            kwargs = kwargs | {"device": torch.device("meta")}
+        result = func(*args, **kwargs)
         if self._on_device:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, torch.Tensor):
-                    self._count(tensor.untyped_storage())
+            for tensor in _tensors(result):
+                self._count(tensor.untyped_storage())
         return result
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
@@ -113,14 +119,29 @@ class FakeRank(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+@functools.cache
+def _takes_device(func: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _sent(name: str, args: tuple[Any, ...], size: int) -> tuple[str, int]:
     """Return the kind of a c10d operation and the bytes that a ring algorithm sends from one of `size` ranks.
 
     Raises ValueError for tensors that do not fit the number of ranks.
     """
-    tensors = [tensor for tensor in tree_leaves(args[0]) if isinstance(tensor, torch.Tensor)]
-    first = sum(tensor.nbytes for tensor in tensors)
-    second = sum(t.nbytes for t in tree_leaves(args[1]) if isinstance(t, torch.Tensor)) if len(args) > 1 else 0
+    first, second = (sum(tensor.nbytes for tensor in _tensors(part)) for part in (args[:1], args[1:2]))
     match name:
         case "allreduce" | "allreduce_coalesced":
             return "all-reduce", 2 * first * (size - 1) // size
@@ -164,6 +185,31 @@ def gpu_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return _GpuNorm.apply(hidden, norm.weight)  # pyright: ignore[reportReturnType]
 
 
+def _flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Replacement of SDPA, which stores all scores on the meta device: what it does elsewhere, with a fused kernel."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, *query.new_empty(2).unbind())
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, is_causal=is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _gpu_type(tensor: torch.Tensor) -> str:
+    """Replacement of `torch.Tensor.type`, which Megatron's optimizers ask: as if the tensor was on a GPU."""
+    return f"torch.cuda.{_TYPES[tensor.dtype]}"
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    """Replacement of `torch.Tensor.tolist`, which reads the storage: one scalar after the other is asked for."""
+    return [_numbers(part) for part in tensor.unbind()] if tensor.dim() else tensor.item()
+
+
 def _own_value(values: list[Any], value: Any, group: Any = None) -> None:
     """Replacement of `all_gather_object`: as if all ranks had this rank's value."""
     values[:] = [value] * len(values)
@@ -180,9 +226,8 @@ def _balanced(num_routed: int) -> Callable[..., Any]:
     def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not torch.is_tensor(tensor):
             return tensor
-        with unset_fake_temporarily():
-            values = torch.full(tuple(tensor.shape), num_routed // tensor.numel(), dtype=torch.int64)
-            return values.numpy() if as_numpy else values
+        values = np.full(tuple(tensor.shape), num_routed // tensor.numel(), dtype=np.int64)
+        return values if as_numpy else torch.from_numpy(values)
 
     return counts
 
@@ -192,25 +237,28 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
     """Be one rank of a fake process group in this context. Raises UserError if this process already has a group."""
     if dist.is_initialized():
         raise UserError("a rehearsal needs a process without a process group")
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    with patch.dict(dist.Backend.backend_capability, fake=["cpu", "cuda", "meta"]):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
 
 
 @contextmanager
 def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[FakeRank]:
-    """Make all tensors that are created in this context fake, and count them; the arguments are those of FakeRank."""
+    """Create all tensors of this context on the meta device, and count them; the arguments are those of FakeRank."""
     mode = FakeRank(hidden_shape, num_routed)
     with ExitStack() as stack:
         # Modules are built on their device and in their dtype; torch cannot swap fake parameters.
         stack.enter_context(patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module))
         stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
+        stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention))
+        stack.enter_context(patch.object(torch.Tensor, "type", _gpu_type))
+        stack.enter_context(patch.object(torch.Tensor, "tolist", _numbers))
         stack.enter_context(patch.object(dist, "all_gather_object", _own_value))
         stack.enter_context(patch("megatron.core.optimizer.clip_grads.multi_tensor_applier", _norm_of))
         moves_counts = "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu"
         stack.enter_context(patch(moves_counts, _balanced(num_routed)))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield stack.enter_context(mode)
