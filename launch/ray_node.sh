@@ -94,6 +94,7 @@ own_folder "$folder"
 options=(--node-ip-address="$address" --labels="megatron-bapo/role=$role" --disable-usage-stats --block)
 options+=(--include-log-monitor=false --temp-dir="$folder/ray") # the monitor's copies of the logs are not used
 options+=(--object-store-memory="${BAPO_OBJECT_STORE_BYTES:-2000000000}")
+options+=(--dashboard-agent-listen-port=0) # by default the same port for every cluster of a node, of which one gets it
 if [[ $address == "$head" ]]; then
     if head_is_reachable; then
         fail "port $port of $address is in use, by another run or another user; choose another one for the head" \

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
@@ -16,6 +16,8 @@ from pathlib import Path
 from tests.cluster.launched import ENVIRONMENT, LAUNCH, train_steps, wait_for_step, write_config, write_token
 
 LIMIT_S = 180
+AGENT_PORT = 52365
+"""Ray's default port of the agent that starts jobs, which the first cluster of a machine takes."""
 
 
 def free_ports(num: int) -> list[int]:
@@ -29,6 +31,15 @@ def free_ports(num: int) -> list[int]:
 def listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def port_in_use(port: int) -> Iterator[None]:
+    """Keep others from listening on a port; another process may do so already."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            stack.enter_context(socket.create_server(("", port)))
+        yield
 
 
 @contextmanager
@@ -71,7 +82,7 @@ def status_without_token(address: str) -> int:
 def test_a_job_of_a_ray_cluster_trains_and_stops_with_its_state_saved(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, run_dir)
-    with job_server(tmp_path) as environment:
+    with port_in_use(AGENT_PORT), job_server(tmp_path) as environment:
         train = (sys.executable, "-m", "megatron_bapo", "train", config, "--num-nodes", 1)
         submitted = ray_job(environment, "submit", "--submission-id", "run", "--", *train)
         assert status_without_token(environment["RAY_ADDRESS"]) == HTTPStatus.UNAUTHORIZED
