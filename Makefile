@@ -23,8 +23,8 @@ PEFT_SITE := build/peft-site
 CUDA_VENV := build/cuda-venv
 SMOLLM2 := models/smollm2-135m-instruct
 
-# End-to-end runs start first and wait a lot, so there are more workers than the two cores of the smallest machine.
-WORKERS := --numprocesses 3 --no-loadscope-reorder
+# End-to-end runs start first, because they take longest. More workers than the two cores would only share them.
+WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 
