@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,15 @@ class HostStore:
 
     def receive(self, version: int, receivers: tuple[int, ...], base: int | None) -> None:
         """Receive and commit a version, so that this host's engines can load it."""
-        if self._preparation is not None:
-            wait([self._preparation])  # without it, or if it has failed, the older version is copied
+        if self._preparation is not None and (error := self._preparation.exception()) is not None:  # waits for it
+            print(f"no file is prepared for policy version {version}: {error!r}", flush=True)
+        self._preparation = None
         self._store.discard_before(version)  # keeps the newest version, which differences refer to
         self._once(version, receivers, lambda chain, plan: receive(self._store, version, plan, self._host, chain, base))
 
     def prepare(self, version: int) -> None:
         """Begin to prepare for differences to this version, which all engines of this host have loaded."""
+        self._store.discard_before(version)
         self._preparation = self._background.submit(self._store.prepare, version)
 
     def _once(

@@ -58,7 +58,7 @@ class StoreTransfer:
 
     def prepare(self, version: int) -> None:
         """Have the hosts prepare for differences to a version that all engines have loaded, without waiting for it."""
-        if self._full_every > 1:
+        if (version + 1) % self._full_every:  # the next version is sent as differences
             for host in self._receivers:
                 self._stores[host].prepare.remote(version)
 

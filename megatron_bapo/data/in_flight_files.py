@@ -8,9 +8,9 @@ encoding gigabytes of tokens would take minutes. The last line says how many rec
     24 bytes: all 4-byte arrays (little-endian), trajectory by trajectory, then all loss masks, all texts and all routes
     {"kind": "end", "num_groups": 1}\\n
 
-A record is written in one system call, because the threads and the event loop pass on the interpreter's lock with each
-one. Checkpoints of earlier versions have `crc32` instead of `xxh3`, or `buffered.parquet` and
-`unfinished.parquet` instead of the shards; they are read, too.
+Parts of a record are written together, because each system call gives up the interpreter's lock, for which the event
+loop then competes with these threads. Checkpoints of earlier versions have `crc32` instead of `xxh3`, or
+`buffered.parquet` and `unfinished.parquet` instead of the shards; they are read, too.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ def _line(values: dict[str, Any]) -> memoryview:
 
 
 def _write(file: BinaryIO, parts: Sequence[memoryview]) -> None:
-    """Write all parts, `MAX_PARTS` at a time."""
+    """Write all parts of bytes, `MAX_PARTS` at a time."""
     for first in range(0, len(parts), MAX_PARTS):
         left = deque(parts[first : first + MAX_PARTS])
         while left:
-            num_written = os.writev(file.fileno(), left)  # a full disk or a signal may cut a call short
+            num_written = os.writev(file.fileno(), left)  # at most 2 GiB; a signal may cut it short
             while left and num_written >= left[0].nbytes:
                 num_written -= left.popleft().nbytes
             if num_written:
@@ -180,7 +180,7 @@ def _text_bytes(trajectory: Trajectory) -> bytes:
 
 
 def _view(array: np.ndarray, dtype: np.dtype) -> memoryview:
-    return np.ascontiguousarray(array, dtype).view(np.uint8).data
+    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
 
 
 def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:

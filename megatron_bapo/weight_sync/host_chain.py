@@ -234,15 +234,17 @@ class _Incoming:
             changes = _empty(num_changes)
             return [changes], partial(self._apply, number, changes, hasher)
         parts = self._new.parts(number)
-        targets = [part if _is_bytes(part) else _empty(part.nbytes) for part in parts]
+        targets = _targets(parts)
         return targets, partial(_store, targets, parts)
 
     def _apply(self, number: int, changes: torch.Tensor, hasher: xxh3_128) -> None:
         """Write the old bucket with its changes to the file."""
         assert self._old is not None, "differences were sent to a host without an older version"
         parts = self._new.parts(number)
-        targets = list(map(_bytes, parts))
-        if self._old is not self._new:
+        if self._old is self._new:
+            targets = list(map(_bytes, parts))
+        else:
+            targets = _targets(parts)
             for target, part in zip(targets, self._old.parts(number), strict=True):
                 target.copy_(_bytes(part))
         try:
@@ -291,9 +293,9 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
 
 
-def _is_bytes(part: torch.Tensor) -> bool:
-    """Whether a part is contiguous in the file, so that it can be received there."""
-    return part.dtype == torch.uint8
+def _targets(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return memory for the bytes of parts, uint8 [num_bytes]: the file's own for parts that are contiguous there."""
+    return [part if part.dtype == torch.uint8 else _empty(part.nbytes) for part in parts]
 
 
 def _empty(num_bytes: int) -> torch.Tensor:

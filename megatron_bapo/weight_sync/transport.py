@@ -237,12 +237,11 @@ class WeightStore:
             yield name, file.tensor(name)
 
     def prepare(self, version: int) -> None:
-        """Discard older versions and copy a committed version to the spare file.
+        """Copy a committed version to the spare file, if a version was discarded before.
 
         The next version's file then has these bytes, so that only differences to them have to be written.
         """
         manifest, plan, spare = self.manifest(version), self.plan(version), self.folder / SPARE
-        self.discard_before(version)
         is_usable = spare.exists() and spare.stat().st_size == file_bytes(plan.shapes, plan.dtype)
         if not is_usable or self._prepared(plan) == version:
             return

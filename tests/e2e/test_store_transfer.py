@@ -1,12 +1,17 @@
 """Transfers between the hosts' weight stores by Ray actors, when replies are lost."""
 
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_bapo.cluster.host_store import HostStore, host_store_name
 from megatron_bapo.cluster.ray_cluster import create_actor, get_result, local_cluster
 from megatron_bapo.cluster.store_transfer import StoreTransfer
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.transport import WeightStore
+from megatron_bapo.weight_sync.transport import BucketWriter, WeightStore
 from tests.unit.weight_sync.examples import halves, numbered, reading
 
 SHAPES = {"w": (64, 64), "v": (32, 32)}
@@ -21,6 +26,22 @@ def publish(store: WeightStore, version: int) -> None:
     store.commit(version, PLAN)
 
 
+def host_stores(tmp_path: Path, stores: tuple[WeightStore, WeightStore], receiver: type[HostStore]) -> list[Any]:
+    """Create the actors of a sender and of a receiver."""
+    return [
+        create_actor(
+            kind,
+            store.folder,
+            host,
+            name=host_store_name(host),
+            stateless=True,
+            timeout_s=LIMIT_S,
+            log_file=tmp_path / f"{host}.log",
+        )
+        for host, (kind, store) in enumerate(zip((HostStore, receiver), stores, strict=True))
+    ]
+
+
 def test_bytes_are_counted_when_a_reply_is_lost_and_a_repeated_call_returns_what_the_first_one_did(tmp_path: Path):
     class Forgetful(HostStore):
         """Loses its reply for the first version, which it has committed."""
@@ -32,18 +53,7 @@ def test_bytes_are_counted_when_a_reply_is_lost_and_a_repeated_call_returns_what
 
     stores = WeightStore.create(tmp_path), WeightStore.create(tmp_path)
     with local_cluster(2, 80, "transfer"):
-        sender, receiver = (
-            create_actor(
-                kind,
-                store.folder,
-                host,
-                name=host_store_name(host),
-                stateless=True,
-                timeout_s=LIMIT_S,
-                log_file=tmp_path / f"{host}.log",
-            )
-            for host, (kind, store) in enumerate(zip((HostStore, Forgetful), stores, strict=True))
-        )
+        sender, receiver = host_stores(tmp_path, stores, Forgetful)
         transfer = StoreTransfer((0,), (1,), full_every=1, limit_s=LIMIT_S)
         for version in (1, 2):
             publish(stores[0], version)
@@ -53,5 +63,43 @@ def test_bytes_are_counted_when_a_reply_is_lost_and_a_repeated_call_returns_what
         assert (again.num_bytes, again.num_whole) == (NUM_BYTES, len(PLAN.buckets))
         get_result(receiver.receive.remote(2, (1,), None), "receiver", LIMIT_S)
         assert stores[1].versions()[-1] == 2
+    for store in stores:
+        store.close()
+
+
+def test_a_receiver_waits_until_its_file_is_prepared_and_prepares_none_for_a_whole_version(tmp_path: Path):
+    bases = tmp_path / "bases.jsonl"
+
+    class SlowStore(WeightStore):
+        """Takes a second for each preparation, and cannot prepare for differences to version 5."""
+
+        def prepare(self, version: int) -> None:
+            time.sleep(1.0)
+            if version == 5:
+                raise OSError("no space left")
+            super().prepare(version)
+
+        @contextmanager
+        def bucket_writer(self, *args: Any) -> Iterator[BucketWriter]:
+            with super().bucket_writer(*args) as writer, bases.open("a") as file:
+                print(json.dumps(writer.base), file=file)
+                yield writer
+
+    class Receiver(HostStore):
+        def __init__(self, folder: Path, host: int, **settings: Any) -> None:
+            super().__init__(folder, host, **settings)
+            self._store = SlowStore(folder)
+
+    stores = WeightStore.create(tmp_path), WeightStore.create(tmp_path)
+    with local_cluster(2, 80, "transfer"):
+        _actors = host_stores(tmp_path, stores, Receiver)  # they end with their handles
+        transfer = StoreTransfer((0,), (1,), full_every=4, limit_s=LIMIT_S)
+        for version in range(1, 7):
+            publish(stores[0], version)
+            transfer.deliver(version, PLAN)
+            assert stores[1].verify(version) == NUM_BYTES
+            transfer.prepare(version)
+    assert [*map(json.loads, bases.read_text().splitlines())] == [None, None, 2, None, 4, None]
+    assert "no file is prepared for policy version 6: OSError('no space left')" in (tmp_path / "1.log").read_text()
     for store in stores:
         store.close()

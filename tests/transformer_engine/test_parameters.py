@@ -83,7 +83,7 @@ def test_the_parameters_of_every_rank_are_those_of_the_table(family: str, layout
 
 @pytest.mark.parametrize("name", known_models())
 def test_published_models_have_the_parameters_of_the_table(name: str) -> None:
-    """Their layers have full size and no memory; layers of a kind are alike, so each kind is built once."""
+    """Their layers have full size, without values; layers of a kind are alike, so each kind is built once."""
     config = make_config()
     arch, _ = architecture_of(config.model.model_copy(update={"path": Path(name)}))
     for has_experts in {layer in arch.moe_layers for layer in range(arch.num_hidden_layers)}:

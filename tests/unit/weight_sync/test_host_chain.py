@@ -117,6 +117,7 @@ def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old
     for version in (1, 2):
         publish(trainers, version, weights(version))
         transfer({0: trainers, 1: engines}, version)
+    engines.discard_before(2)
     engines.prepare(2)
     damage(engines.folder / "00000002" / WEIGHTS)
     publish(trainers, 3, weights(3))
@@ -129,6 +130,7 @@ def test_a_prepared_file_that_was_damaged_is_never_committed(hosts: tuple[Weight
     for version in (1, 2):
         publish(trainers, version, weights(version))
         transfer({0: trainers, 1: engines}, version)
+    engines.discard_before(2)
     engines.prepare(2)
     damage(engines.folder / SPARE)
     assert_refused_and_then_sent_whole(trainers, engines, 3)
@@ -190,6 +192,7 @@ def test_two_trainer_hosts_send_their_parts_once_and_hosts_pass_them_on(
                 stores[host].verify(version, reader)
         for host in (3, 4):
             assert_has(stores[host], version, weights(version))
+            stores[host].discard_before(version)
             stores[host].prepare(version)
     for store in stores.values():
         store.close()
