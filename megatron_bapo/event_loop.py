@@ -65,7 +65,8 @@ class LoopClock:
     def take_max_delays_s(self) -> tuple[float, float]:
         """Return the largest delay of a beat since the last call, in seconds.
 
-        The second value leaves out the time for which the thread waited for a processor.
+        The second value leaves out the time for which the thread waited for a processor since the beat before, so that
+        it is too small by up to `BEAT_S`.
         """
         delays_s = self._max_delay_s, self._max_own_delay_s
         self._max_delay_s = self._max_own_delay_s = 0.0
@@ -145,12 +146,20 @@ async def own_turn() -> AsyncIterator[None]:
 
     It is for copies of a response's tokens, which take milliseconds: many responses may end at once.
     """
-    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-        yield
-        await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    lock, num_users = _turns.get(loop) or (asyncio.Lock(), 0)
+    _turns[loop] = lock, num_users + 1
+    try:
+        async with lock:
+            yield
+            await asyncio.sleep(0)
+    finally:
+        _, num_users = _turns.pop(loop)  # with its last user, because the lock refers to the loop
+        if num_users > 1:
+            _turns[loop] = lock, num_users - 1
 
 
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+_turns: dict[asyncio.AbstractEventLoop, tuple[asyncio.Lock, int]] = {}
 
 
 class _Deadline:

@@ -31,7 +31,7 @@ Ranks = tuple[int, ...]
 FLOAT_SCALAR = 0.5
 """Value of every floating-point scalar that is read. It is finite, so that no update is skipped."""
 
-_TYPES = {torch.float32: "FloatTensor", torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+_type = torch.Tensor.type
 
 
 class FakeRank(TorchDispatchMode):
@@ -133,6 +133,8 @@ def _takes_device(func: torch._ops.OpOverload) -> bool:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -193,16 +195,16 @@ def _flash_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Replacement of SDPA, which stores all scores on the meta device: what it does elsewhere, with a fused kernel."""
+    """Replacement of SDPA by its fused kernel; on the meta device SDPA stores the scores of all pairs of tokens."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.where(attn_mask, *query.new_empty(2).unbind())
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, is_causal=is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-def _gpu_type(tensor: torch.Tensor) -> str:
+def _gpu_type(tensor: torch.Tensor, dtype: Any = None, **options: Any) -> Any:
     """Replacement of `torch.Tensor.type`, which Megatron's optimizers ask: as if the tensor was on a GPU."""
-    return f"torch.cuda.{_TYPES[tensor.dtype]}"
+    return f"torch.cuda.{_type(tensor).rpartition('.')[2]}" if dtype is None else _type(tensor, dtype, **options)
 
 
 def _numbers(tensor: torch.Tensor) -> Any:
@@ -251,8 +253,6 @@ def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[Fake
     """Create all tensors of this context on the meta device, and count them; the arguments are those of FakeRank."""
     mode = FakeRank(hidden_shape, num_routed)
     with ExitStack() as stack:
-        # Modules are built on their device and in their dtype; torch cannot swap fake parameters.
-        stack.enter_context(patch.object(torch.nn.Module, "_apply", lambda module, *_, **__: module))
         stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
         stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention))
         stack.enter_context(patch.object(torch.Tensor, "type", _gpu_type))

@@ -19,7 +19,7 @@ def find_changes(
     new: np.ndarray,
     old: np.ndarray,
     block: int,
-    most_bytes: int,
+    limit_bytes: int,
     counts: np.ndarray,
     offsets: np.ndarray,
     values: np.ndarray,
@@ -28,7 +28,7 @@ def find_changes(
 
     The words are the same memory as the elements [N] in words of 8 bytes. Words are compared first, without a branch,
     and then the elements of those that differ. `offsets` and `values` have one entry more than there are elements.
-    Returns how many elements differ, or -1 as soon as the message would have `most_bytes` or more.
+    Returns how many elements differ, or -1 as soon as the message would have `limit_bytes` or more.
     """
     per_word = Index(8 // new.itemsize)
     changed = np.empty(block // 8 * new.itemsize + 1, np.int32)
@@ -54,7 +54,7 @@ def find_changes(
         num = np.int64(found - first)
         counts[number] = num
         size += 4 + num * new.itemsize + min(2 * num, (np.int64(stop - start) + 7) // 8)
-        if size >= most_bytes:
+        if size >= limit_bytes:
             return np.int64(-1)
     return np.int64(found)
 

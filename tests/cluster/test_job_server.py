@@ -13,11 +13,11 @@ from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+
 from tests.cluster.launched import ENVIRONMENT, LAUNCH, train_steps, wait_for_step, write_config, write_token
 
 LIMIT_S = 180
-AGENT_PORT = 52365
-"""Ray's default port of the agent that starts jobs, which the first cluster of a machine takes."""
 
 
 def free_ports(num: int) -> list[int]:
@@ -35,7 +35,7 @@ def listens(port: int) -> bool:
 
 @contextmanager
 def port_in_use(port: int) -> Iterator[None]:
-    """Keep others from listening on a port; another process may do so already."""
+    """Take a port, as another cluster of this machine would, unless another process has it."""
     with ExitStack() as stack:
         with suppress(OSError):
             stack.enter_context(socket.create_server(("", port)))
@@ -82,7 +82,7 @@ def status_without_token(address: str) -> int:
 def test_a_job_of_a_ray_cluster_trains_and_stops_with_its_state_saved(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = write_config(tmp_path, run_dir)
-    with port_in_use(AGENT_PORT), job_server(tmp_path) as environment:
+    with port_in_use(DEFAULT_DASHBOARD_AGENT_LISTEN_PORT), job_server(tmp_path) as environment:
         train = (sys.executable, "-m", "megatron_bapo", "train", config, "--num-nodes", 1)
         submitted = ray_job(environment, "submit", "--submission-id", "run", "--", *train)
         assert status_without_token(environment["RAY_ADDRESS"]) == HTTPStatus.UNAUTHORIZED

@@ -6,11 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from megatron_bapo import event_loop
 from megatron_bapo.errors import RunError
 from megatron_bapo.event_loop import BEAT_S, LoopClock, TurnBudget, answered_within, gather_progressing, own_turn
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
@@ -191,6 +193,7 @@ def test_the_longest_stall_is_reported_once():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel does not count waiting time")
 def test_time_in_which_the_thread_waits_for_a_processor_is_no_stall_of_its_own():
     """Two processes share one processor, so that the loop waits for about half of the time that its work takes."""
     processor = min(os.sched_getaffinity(0))
@@ -241,6 +244,7 @@ def test_blocks_that_end_at_once_have_a_turn_of_the_event_loop_each():
 
     run_in_virtual_time(main())
     assert len(set(turns)) == 5
+    assert not event_loop._turns
 
 
 def test_a_turn_budget_spreads_work_over_the_turns_of_the_event_loop():

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -184,5 +185,8 @@ def test_collectives_that_do_not_fit_their_group_fail() -> None:
         before = counted.live_bytes
         large = torch.empty(1024, 1024)
         assert counted.live_bytes - before == 4 << 20
+        peak = counted.peak_bytes
+        large.mul_(torch.from_numpy(np.float32([2.0])))  # its value is known, so it is not on the meta device
+        assert counted.peak_bytes == peak
         del large
         assert counted.live_bytes == before
