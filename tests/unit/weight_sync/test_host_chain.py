@@ -110,15 +110,20 @@ def test_a_damaged_old_version_and_a_version_without_its_base_are_never_committe
     assert_refused_and_then_sent_whole(trainers, engines, 2)
 
 
-def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old_version(
-    hosts: tuple[WeightStore, WeightStore],
-):
-    trainers, engines = hosts
+def prepare_for_differences(trainers: WeightStore, engines: WeightStore) -> None:
+    """Transfer versions 1 and 2, and prepare the engines' store for differences to version 2."""
     for version in (1, 2):
         publish(trainers, version, weights(version))
         transfer({0: trainers, 1: engines}, version)
     engines.discard_before(2)
     engines.prepare(2)
+
+
+def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old_version(
+    hosts: tuple[WeightStore, WeightStore],
+):
+    trainers, engines = hosts
+    prepare_for_differences(trainers, engines)
     damage(engines.folder / "00000002" / WEIGHTS)
     publish(trainers, 3, weights(3))
     transfer({0: trainers, 1: engines}, 3, base=2)
@@ -127,11 +132,7 @@ def test_a_host_that_has_prepared_writes_the_differences_without_reading_the_old
 
 def test_a_prepared_file_that_was_damaged_is_never_committed(hosts: tuple[WeightStore, WeightStore]):
     trainers, engines = hosts
-    for version in (1, 2):
-        publish(trainers, version, weights(version))
-        transfer({0: trainers, 1: engines}, version)
-    engines.discard_before(2)
-    engines.prepare(2)
+    prepare_for_differences(trainers, engines)
     damage(engines.folder / SPARE)
     assert_refused_and_then_sent_whole(trainers, engines, 3)
 
