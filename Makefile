@@ -23,8 +23,8 @@ PEFT_SITE := build/peft-site
 CUDA_VENV := build/cuda-venv
 SMOLLM2 := models/smollm2-135m-instruct
 
-# End-to-end runs start first, because they take longest. More workers than the two cores would only share them.
-WORKERS := --numprocesses 2 --no-loadscope-reorder
+# End-to-end runs start first and wait a lot, so the other tests run beside them (tests/scheduling.py).
+TWO_WORKERS := --numprocesses 2 --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 
@@ -77,7 +77,7 @@ test: lint $(GPU_MEGATRON_SITE)/.complete $(DOCS_SITE)/.complete $(PEFT_SITE)/.c
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
 suite: setup
-	$(BIN)/python -m pytest $(WORKERS) -m "not cluster_full"
+	$(BIN)/python -m pytest $(TWO_WORKERS) -m "not cluster_full"
 
 # Faults of whole clusters with real Slurm and Ray, as root: too long for `make test`, which runs a few of them.
 test-cluster: setup
@@ -110,7 +110,7 @@ docs: $(DOCS_SITE)/.complete
 # The trainer's tests with the Megatron-Core version of the GPU lock; `make test` includes a few of them.
 test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete $(PEFT_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
-		$(WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
+		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
 # The CUDA packages of the GPU lock without a device, in an environment of their own: 10 GB, and an hour for the first time.
 # Transformer Engine needs no driver, and vLLM a stub of one, so they are tested in processes of their own.

@@ -19,6 +19,6 @@ hypothesis.settings.load_profile("without-deadline")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    from tests.scheduling import OneClusterAtATime
+    from tests.scheduling import OneRunAtATime
 
-    return OneClusterAtATime(config, log)
+    return OneRunAtATime(config, log)

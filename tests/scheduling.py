@@ -4,10 +4,16 @@ from pathlib import PurePath
 
 from xdist.scheduler import LoadScopeScheduling
 
+BESIDE_RUNS = (
+    *("test_engine.py", "test_rollouts.py", "test_weight_sync.py", "test_weight_transports.py"),
+    "test_eval.py",  # its waits are five times as long as they take
+)
 
-class OneClusterAtATime(LoadScopeScheduling):
-    """Each file has one worker, and all files that start Slurm have the same one: its daemons share their ports."""
+
+class OneRunAtATime(LoadScopeScheduling):
+    """Each file has one worker, and all that starts whole runs has the same one: deadlines are theirs."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePath(nodeid.partition("::")[0])
-        return "clusters" if file.parent.name == "cluster" else str(file)
+        starts_runs = file.parent.name in ("e2e", "cluster") and file.name not in BESIDE_RUNS
+        return "runs" if starts_runs else str(file)
