@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure as Plot
 from rich.console import Console
 
@@ -127,6 +128,13 @@ def _write_rows(path: Path, rows: Sequence[Sequence[str]]) -> None:
     replace_text(path, "".join(f"| {' | '.join(row)} |\n" for row in rows))
 
 
+def _mean_and_std(values: np.ndarray) -> str:
+    """Format values [seeds]; `none` if no seed has one, as for the length of right responses if all are wrong."""
+    if not len(values):
+        return "none"
+    return f"{values.mean():.3f} ± {values.std(ddof=1) if len(values) > 1 else 0.0:.3f}"
+
+
 def summary_rows(study: Study, table: StudyTable) -> list[list[str]]:
     """Return the rows of a Markdown table with mean and standard deviation over seeds of each arm's last updates.
 
@@ -141,7 +149,7 @@ def summary_rows(study: Study, table: StudyTable) -> list[list[str]]:
             for updates in sorted(study.updates_per_step):
                 if cells := table.cells(name, updates, variant):
                     values = [table.final(cells, column, study.final_updates) for column in study.summary]
-                    shown = [f"{v.mean():.3f} ± {v.std(ddof=1) if len(v) > 1 else 0.0:.3f}" for v in values]
+                    shown = [_mean_and_std(of_seeds[~np.isnan(of_seeds)]) for of_seeds in values]
                     reasons = [_collapsed(study, table, cell) for cell in cells]
                     kinds = ", ".join(sorted({reason for each in reasons for reason in each}))
                     found = f"{sum(map(bool, reasons))} of {len(cells)}{f' ({kinds})' if kinds else ''}"

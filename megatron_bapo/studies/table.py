@@ -119,11 +119,12 @@ class StudyTable:
         return float(known[-1]) if len(known) else float("nan")
 
     def final(self, cells: Sequence[Cell], name: str, num_updates: int) -> np.ndarray:
-        """Return each cell's mean over its last `num_updates` updates, [cells]."""
+        """Return each cell's mean over its last `num_updates` updates, [cells]; NaN if none of them has a value."""
         means = []
         for cell in cells:
             update, values = self.column(cell, "update"), self.column(cell, name)
-            means.append(np.nanmean(values[update > update.max() - num_updates]))
+            known = values[(update > update.max() - num_updates) & ~np.isnan(values)]
+            means.append(known.mean() if len(known) else np.nan)
         return np.array(means)
 
     def window_means(self, cells: Sequence[Cell], name: str, window: int) -> tuple[np.ndarray, np.ndarray]:

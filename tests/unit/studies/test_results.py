@@ -64,6 +64,20 @@ def test_the_summary_is_over_the_last_updates_and_the_seeds(collected):
     assert "| BAPO | 4 | 2 | 154.000 ± 70.711 | 0.375 ± 0.177 |" in (output / "summary.md").read_text()
 
 
+def test_a_column_without_values_in_the_last_updates_is_named_in_the_summary(collected):
+    study, output, _ = collected
+    path = output / "updates.csv"
+    found = rows(path)
+    for row in found:
+        row["reward"] = row["reward"] if (row["arm"], row["seed"]) == ("bapo", found[0]["seed"]) else ""
+    lines = [list(found[0]), *(row.values() for row in found)]
+    path.write_text("".join(",".join(line) + "\n" for line in lines))
+    shown = {(row[0], row[3]) for row in summary_rows(study, StudyTable(path))[2:]}
+
+    assert ("PPO", "none") in shown
+    assert all(reward == "none" or reward.endswith("± 0.000") for _, reward in shown)
+
+
 @pytest.mark.slow
 def test_figures_need_only_the_tables_and_are_reproducible(collected):
     study, output, _ = collected
