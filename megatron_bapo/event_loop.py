@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -146,20 +146,14 @@ async def own_turn() -> AsyncIterator[None]:
 
     It is for copies of a response's tokens, which take milliseconds: many responses may end at once.
     """
-    loop = asyncio.get_running_loop()
-    lock, num_users = _turns.get(loop) or (asyncio.Lock(), 0)
-    _turns[loop] = lock, num_users + 1
-    try:
-        async with lock:
-            yield
-            await asyncio.sleep(0)
-    finally:
-        _, num_users = _turns.pop(loop)  # with its last user, because the lock refers to the loop
-        if num_users > 1:
-            _turns[loop] = lock, num_users - 1
+    lock = _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        yield
+        await asyncio.sleep(0)
 
 
-_turns: dict[asyncio.AbstractEventLoop, tuple[asyncio.Lock, int]] = {}
+_turns: WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakValueDictionary()
+"""The lock of each event loop, which lives as long as a block has it or waits for it."""
 
 
 class _Deadline:

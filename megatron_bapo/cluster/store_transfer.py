@@ -58,9 +58,13 @@ class StoreTransfer:
 
     def prepare(self, version: int) -> None:
         """Have the hosts prepare for differences to a version that all engines have loaded, without waiting for it."""
-        if (version + 1) % self._full_every:  # the next version is sent as differences
+        if not self._is_whole(version + 1):
             for host in self._receivers:
                 self._stores[host].prepare.remote(version)
+
+    def _is_whole(self, version: int) -> bool:
+        """Whether a version is sent whole, and not as differences to an older one."""
+        return version % self._full_every == 0
 
     def _transfer(self, version: int, plan: WeightPlan, sent: list[SendResult], *, may_send_differences: bool) -> None:
         """Bring a version to the hosts that lack it; the results of the senders are added to `sent`."""
@@ -73,7 +77,7 @@ class StoreTransfer:
         self._join(plan)
         common = set.intersection(*(set(stored[host]) for host in (*self._senders, *receivers)))
         base = max((older for older in common if older < version), default=None)
-        if not may_send_differences or version % self._full_every == 0:
+        if not may_send_differences or self._is_whole(version):
             base = None
 
         def take_part(host: int, store: Any) -> Any:

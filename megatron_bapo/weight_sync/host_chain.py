@@ -234,7 +234,7 @@ class _Incoming:
             changes = _empty(num_changes)
             return [changes], partial(self._apply, number, changes, hasher)
         parts = self._new.parts(number)
-        targets = _targets(parts)
+        targets = _memory_for(parts)
         return targets, partial(_store, targets, parts)
 
     def _apply(self, number: int, changes: torch.Tensor, hasher: xxh3_128) -> None:
@@ -244,7 +244,7 @@ class _Incoming:
         if self._old is self._new:
             targets = list(map(_bytes, parts))
         else:
-            targets = _targets(parts)
+            targets = _memory_for(parts)
             for target, part in zip(targets, self._old.parts(number), strict=True):
                 target.copy_(_bytes(part))
         try:
@@ -293,7 +293,7 @@ def _bytes(value: torch.Tensor) -> torch.Tensor:
     return value.contiguous().view(-1).view(torch.uint8)
 
 
-def _targets(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _memory_for(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return memory for the bytes of parts, uint8 [num_bytes]: the file's own for parts that are contiguous there."""
     return [part if part.dtype == torch.uint8 else _empty(part.nbytes) for part in parts]
 
