@@ -25,13 +25,14 @@ from megatron_bapo.studies.table import Cell, Row, StudyTable, read_table, token
 
 
 def collect(study: Study, runs: Sequence[StudyRun], console: Console) -> None:
-    """Add finished runs to the tables, and write figures and summary; the console lists the runs that are not finished.
+    """Add finished runs to the tables, and write figures and summary; the console counts the unfinished runs.
 
     Runs that the tables have and this machine does not stay in them.
     """
-    open_runs = [run.name for run in runs if run.cell is not None and not run.finished]
+    results = [run for run in runs if run.cell is not None]
+    open_runs = [run.name for run in results if not run.finished]
     if open_runs:
-        console.print(f"not finished: {', '.join(open_runs)}")
+        console.print(f"not finished: {len(open_runs)} of {len(results)} runs; next: {open_runs[0]}")
     finished = {run.cell: run.config.run_dir for run in runs if run.cell is not None and run.marker.exists()}
     updates_csv, tokens_csv = study.output / "updates.csv", study.output / "tokens.csv"
     if not finished and not updates_csv.exists():

@@ -36,12 +36,12 @@ def test_the_table_has_a_row_per_update_with_a_steps_values_at_its_first_update(
     assert [row["accuracy"] for row in found] == ["0.125", *[""] * 7, "0.5"]
 
 
-def test_a_run_that_is_not_finished_is_named(collected):
+def test_runs_that_are_not_finished_are_counted_and_the_next_one_is_named(collected):
     _, output, printed = collected
 
     at_one = {row["seed"] for row in rows(output / "updates.csv") if row["updates_per_step"] == "1"}
     assert at_one == {"1"}
-    assert "not finished: fixed-1x-seed2" in printed
+    assert "not finished: 1 of 6 runs; next: fixed-1x-seed2" in printed
 
 
 def test_tokens_without_advantage_are_skipped_and_updates_are_numbered_across_steps(collected):
