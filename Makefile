@@ -112,7 +112,7 @@ test-gpu-megatron: $(GPU_MEGATRON_SITE)/.complete $(PEFT_SITE)/.complete
 	PYTHONPATH=$(CURDIR)/$(GPU_MEGATRON_SITE) $(BIN)/python -m pytest \
 		$(TWO_WORKERS) tests/unit/model tests/unit/trainer tests/unit/parallel tests/unit/config tests/parallel
 
-# The CUDA packages of the GPU lock without a device, in an environment of their own: 10 GB, and an hour for the first time.
+# The CUDA packages of the GPU lock without a device, in an environment of their own: 10 GB, and half an hour the first time.
 # Transformer Engine needs no driver, and vLLM a stub of one, so they are tested in processes of their own.
 test-cuda-wheels:
 	@mkdir -p $(dir $(CUDA_VENV))

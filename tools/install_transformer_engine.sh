@@ -17,20 +17,23 @@ cache=${WHEEL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron-bapo/wheels}/$torc
 wheel=("$cache"/transformer_engine_torch-"${extension#*==}"-*.whl)
 
 build() {
-    local log=$cache/build.log start=$SECONDS packages step minutes=1
+    local log=$cache/build.log start=$SECONDS environment packages step minutes=1
+    environment=$(cd "$(dirname "$python")" && pwd)
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia
-    echo "compiling $extension for $torch: 20 to 40 minutes on 2 cores, once; log: $log"
-    # Headers come from the lock's NVIDIA packages, so no CUDA toolkit is needed. The extension is C++ only.
-    CPATH=$packages/cu13/include:$packages/cudnn/include:$packages/nccl/include${CPATH:+:$CPATH} \
+    echo "compiling $extension for $torch: about 10 minutes on 2 idle cores, once; log: $log"
+    # Headers come from the lock's NVIDIA packages, so no CUDA toolkit is needed. The extension is C++ only. Without the
+    # environment's ninja on the path torch compiles one file after the other. pip's own cache of wheels would return one
+    # that was compiled for another torch.
+    PATH=$environment:$PATH CPATH=$packages/cu13/include:$packages/cudnn/include:$packages/nccl/include${CPATH:+:$CPATH} \
     NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_WITH_NCCL_EP=0 NVTE_PYTORCH_FORCE_BUILD=TRUE \
     NVTE_CUDA_ARCHS=${NVTE_CUDA_ARCHS:-80;90;100} MAX_JOBS=${MAX_JOBS:-$(nproc)} \
-        "$python" -m pip wheel --verbose --disable-pip-version-check --no-deps --no-build-isolation \
+        "$python" -m pip wheel --verbose --disable-pip-version-check --no-cache-dir --no-deps --no-build-isolation \
         --wheel-dir "$cache" "$extension" >"$log" 2>&1 &
     local building=$!
     while kill -0 "$building" 2>/dev/null; do
         sleep 1
         ((SECONDS - start < 60 * minutes)) && continue
-        step=$(sed -nE 's/^(\[[0-9]+\/[0-9]+\]).*/\1/p' "$log" | tail -n 1)
+        step=$(sed -nE 's/^ *(\[[0-9]+\/[0-9]+\]).*/\1/p' "$log" | tail -n 1)
         echo "  $minutes min: ${step:-preparing the build}"
         minutes=$((minutes + 1))
     done

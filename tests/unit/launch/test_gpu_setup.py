@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tools" / "install_transformer_engine.sh"
 PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
-    *"pip wheel"*) echo "$NVTE_BUILD_USE_NVIDIA_WHEELS $*" >>"$CALLS"
+    *"pip wheel"*) echo "$NVTE_BUILD_USE_NVIDIA_WHEELS $(command -v ninja) $*" >>"$CALLS"
         [[ -n $BROKEN ]] && echo "common.h:9: fatal error: cudnn.h: No such file or directory" && seq 9
         [[ -z $BROKEN ]] && touch "$WHEEL_CACHE/$(ls "$WHEEL_CACHE")/transformer_engine_torch-2.20.2-cp.whl" ;;
     *"pip install"*) echo "$*" >>"$CALLS" ;;
@@ -62,16 +62,19 @@ def test_the_extension_is_compiled_once_from_the_locks_headers(tmp_path: Path) -
         assert result.returncode == 0, result.stderr
     builds = [call for call in calls if "pip wheel" in call]
     assert len(builds) == 1
-    assert builds[0].startswith("1 ")
+    assert builds[0].startswith(f"1 {tmp_path / 'ninja'} "), "without ninja torch compiles one file after the other"
+    assert "--no-cache-dir" in builds[0], "pip caches a wheel without regard to the torch that it was compiled for"
     installed = calls[-1].split()
     assert {name.split("==")[0] for name in installed[-2:]} == {"transformer-engine", "transformer-engine-cu13"}
     assert installed[-3].endswith(".whl")
 
 
 def install(folder: Path, *, broken: str, required: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    python, calls = folder / "python", folder / "calls"
+    python, ninja, calls = folder / "python", folder / "ninja", folder / "calls"
     python.write_text(PYTHON)
-    python.chmod(0o755)
+    ninja.touch()
+    for program in (python, ninja):
+        program.chmod(0o755)
     environment = {
         **os.environ, "CALLS": str(calls), "BROKEN": broken, "TRANSFORMER_ENGINE": required,
         "WHEEL_CACHE": str(folder / "wheels"),
