@@ -5,6 +5,7 @@
 #   BAPO_NODE_ADDRESS    this node's address, or BAPO_INTERFACE, the network interface that has it; by default the address
 #                        that reaches the head (in a Slurm job from BAPO_NODE_ADDRESSES, one line "node address" per node)
 #   BAPO_ROLE            role of the node: trainer, rollout or any (default)
+#   BAPO_OBJECT_STORE_BYTES  shared memory of this node's object store (default 2 GB); a fuller one writes to disk
 #   BAPO_JOB_PORT        port of Ray's job server on the head's loopback interface, for `ray job submit`; none by default
 #   BAPO_HEAD_TIMEOUT_S  seconds without a reply from the head after which Ray on this node is ended (default 60)
 # Start it in the same directory on every node, because relative paths of a run start there.

@@ -32,6 +32,7 @@ _LOGS = "slurm"
 _RUN_DIR_DEPTH = 3
 """Levels of folders below the current one that are searched for a log."""
 _UNKNOWN_JOB = "Invalid job id specified"
+_UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
 _RUNNING = ("CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
 _FIELDS = {
     "JobState": "state",
@@ -275,5 +276,8 @@ def _slurm(*command: str, environment: dict[str, str] | None = None) -> str:
             f"Slurm did not reply to {command[0]} within {_COMMAND_TIMEOUT_S:.0f} s; see `scontrol ping`"
         ) from None
     if done.returncode != 0:
-        raise UserError(f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}")
+        said = f"{command[0]}: {done.stderr.strip() or done.stdout.strip()}"
+        if any(text in said for text in _UNREACHABLE):
+            raise RunError(f"this machine does not reach Slurm; see `scontrol ping`, or use a login node. {said}")
+        raise UserError(said)
     return done.stdout

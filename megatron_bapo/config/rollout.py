@@ -177,8 +177,9 @@ class RolloutConfig(SamplingConfig, EngineConfig):
     value, or ends its process twice. These prompts are quarantined and written to quarantined.jsonl; one more failure
     ends the run."""
     object_store_mib: Annotated[int, Field(ge=75)] = 256
-    """Shared memory of Ray's object store in MiB. Rollout batches pass through it; what does not fit is spilled to
-    Ray's temporary folder on disk."""
+    """Shared memory of Ray's object store in MiB, in a run on one machine. Rollout batches pass through it; what does
+    not fit is spilled to Ray's temporary folder on disk. On a cluster each node's store has BAPO_OBJECT_STORE_BYTES
+    (launch/ray_node.sh)."""
 
     def num_gpus(self, num_trainer_ranks: int, num_engine_ranks: int) -> int:
         """Return the number of GPUs that trainer ranks and engine ranks take together, on a machine or in the run."""

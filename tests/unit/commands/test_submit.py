@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ from megatron_bapo.commands import submit as submission
 from megatron_bapo.commands.submit import check_fits, num_nodes
 from megatron_bapo.config.cluster import ClusterConfig, load_cluster
 from megatron_bapo.config.loading import load_config
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import RunError, UserError
 from tests.unit.config.examples import config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -202,8 +203,21 @@ def test_the_message_about_a_missing_log_names_its_usual_place(fake_scontrol, tm
 
 
 def test_other_slurm_errors_are_passed_on(fake_scontrol):
-    fake_scontrol("slurm_load_jobs error: Unable to contact slurm controller", 1)
-    with pytest.raises(UserError, match="scontrol: slurm_load_jobs error: Unable to contact"):
+    fake_scontrol("slurm_load_jobs error: Access/permission denied", 1)
+    with pytest.raises(UserError, match="scontrol: slurm_load_jobs error: Access/permission denied"):
+        submission.status("7")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "scontrol: fatal: Could not establish a configuration source",
+    ],
+)
+def test_a_slurm_that_is_out_of_reach_is_no_error_of_the_input(fake_scontrol, said):
+    fake_scontrol(said, 1)
+    with pytest.raises(RunError, match=f"this machine does not reach Slurm; .* login node. .*{re.escape(said)}"):
         submission.status("7")
 
 
