@@ -20,6 +20,7 @@ from megatron_bapo.commands.rehearse import (
     rehearsed_config,
     stage_ranks,
 )
+from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
@@ -98,6 +99,11 @@ def test_stages_of_unequal_size_allocate_and_send_what_is_planned(
     architecture = replace(plan.architecture, num_hidden_layers=num_layers)
     for rank in stage_ranks(plan.config):
         assert rehearse_rank(plan.config, architecture, rank).differences == []
+
+
+def test_a_model_whose_gradients_are_as_small_as_the_sums_of_the_clip_bounds_agrees() -> None:
+    config = load_config(RECIPES.parent / "quickstart.yaml", [])
+    assert rehearse_rank(config, architecture_of(config.model)[0], 0).differences == []
 
 
 @pytest.mark.slow
