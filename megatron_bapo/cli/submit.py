@@ -35,7 +35,7 @@ def submit(
         typer.Option(metavar="NAME", help="Cluster of configs/clusters/NAME.yaml, or the path of such a file."),
     ] = "h100",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the configuration, but no files, and print the job without queueing it.")
+        bool, typer.Option("--dry-run", help="Check the configuration, but no files, and print the job.")
     ] = False,
 ) -> None:
     """Queue a training run with Slurm, after checking that it fits the cluster's GPUs.

@@ -39,8 +39,8 @@ LEARNING_RATE = 1e-6
 MEMORY_TOLERANCE, BYTES_TOLERANCE = 0.05, 0.01
 """Allowed relative differences between a rehearsal and the estimate."""
 UNPLANNED_BYTES = 1 << 20
-"""Difference of the bytes sent over an axis that is always allowed: metrics and sums of the search for clip bounds, whose
-size does not depend on the model."""
+"""Difference of the bytes sent over an axis that is always allowed: metrics and sums of the search for clip bounds,
+whose size does not depend on the model."""
 ONE_AXIS = {"all-to-all": "expert", "send": "pipeline", "receive": "pipeline"}
 """Kinds of communication of an update that cross only one axis."""
 

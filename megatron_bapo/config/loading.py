@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -79,6 +80,7 @@ def load_section(section: type[AnySection], path: str | Path, overrides: Sequenc
     except ValidationError as error:
         if section is Config:
             _refuse_foreign_file(path, document)
+        _refuse_other_command(section, path, document)
         problems = [f"  {problem}" for problem in problems_of(error, section, document)]
     source = " ".join([str(path), *(f"with {override}" for override in overrides)])
     plural = "s" if len(problems) > 1 else ""
@@ -197,6 +199,22 @@ def _refuse_foreign_file(path: str | Path, document: Mapping[str, Any]) -> None:
     if project is not None and "run_dir" not in document:
         title = projects()[project].title
         raise UserError(f"{path} is a configuration of {title}; `megatron-bapo translate {path}` prints it in our keys")
+
+
+def _refuse_other_command(section: type[Section], path: str | Path, document: Mapping[str, Any]) -> None:
+    """Raise UserError for an evaluation where a training run is expected, and the reverse."""
+    from megatron_bapo.config.evaluation import EvalConfig
+
+    ways_out = {
+        Config: (EvalConfig, f"an evaluation; run it with `megatron-bapo eval {path}`"),
+        EvalConfig: (Config, "a training run; evaluate its model with configs/eval/paper.yaml and model.path=RUN_DIR"),
+    }
+    other, way_out = ways_out.get(section, (None, ""))
+    if other is None:
+        return
+    with suppress(ValidationError):
+        other.model_validate(document)
+        raise UserError(f"{path} configures {way_out}")
 
 
 def problems_of(error: ValidationError, root: type[Section], document: Mapping[str, Any]) -> list[str]:

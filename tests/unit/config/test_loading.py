@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bapo.config.loading import RENAMED, dump_config, load_config
+from megatron_bapo.config.evaluation import EvalConfig
+from megatron_bapo.config.loading import RENAMED, dump_config, load_config, load_section
 from megatron_bapo.errors import UserError
 
 BASE = """
@@ -228,6 +229,15 @@ def test_a_file_that_is_not_a_config_is_refused_with_the_reason(tmp_path: Path, 
     message = problems(file)
     assert message.startswith(str(file))
     assert expected in message
+
+
+def test_a_file_of_another_command_is_named_as_such(tmp_path: Path) -> None:
+    text = "run_dir: runs/eval\nmodel: {path: m}\ndata: {validation: {path: p.jsonl}}\n"
+    file = write(tmp_path, text, "eval.yaml")
+    assert problems(file) == f"{file} configures an evaluation; run it with `megatron-bapo eval {file}`"
+    with pytest.raises(UserError, match=r"configures a training run; evaluate its model with configs/eval/paper\.yaml"):
+        load_section(EvalConfig, write(tmp_path, BASE))
+    assert "unknown key" in problems(write(tmp_path, BASE + "nonsense: 1\n"))
 
 
 def test_a_file_of_another_encoding_is_refused(tmp_path: Path) -> None:
