@@ -5,13 +5,20 @@
 #   BAPO_NODE_ADDRESS    this node's address, or BAPO_INTERFACE, the network interface that has it; by default the address
 #                        that reaches the head (in a Slurm job from BAPO_NODE_ADDRESSES, one line "node address" per node)
 #   BAPO_ROLE            role of the node: trainer, rollout or any (default)
-#   BAPO_OBJECT_STORE_BYTES  shared memory of this node's object store (default 2 GB); a fuller one writes to disk
+#   BAPO_FAILED_NODES  file that gets this node's name if Ray on it fails; none by default
 #   BAPO_JOB_PORT        port of Ray's job server on the head's loopback interface, for `ray job submit`; none by default
+#   BAPO_OBJECT_STORE_BYTES  shared memory of the node's object store (default 2 GB); what does not fit goes to disk
 #   BAPO_HEAD_TIMEOUT_S  seconds without a reply from the head after which Ray on this node is ended (default 60)
 # Start it in the same directory on every node, because relative paths of a run start there.
 set -euo pipefail
 # shellcheck source=shared.sh
 source "${BASH_SOURCE[0]%/*}/shared.sh"
+
+# shellcheck disable=SC2329  # called by the traps
+note_failure() { # EXIT_CODE
+    (($1 == 0)) || [[ -z ${BAPO_FAILED_NODES:-} ]] || echo "${SLURMD_NODENAME:-$(uname -n)}" >>"$BAPO_FAILED_NODES"
+}
+trap 'note_failure $?' EXIT
 
 [[ ${RAY_ADDRESS:-} == ?*:* ]] || fail "RAY_ADDRESS=${RAY_ADDRESS:-} must be HOST:PORT of the head"
 port=${RAY_ADDRESS##*:} head=${RAY_ADDRESS%:*}
@@ -68,6 +75,7 @@ remove_abandoned() { # folders of killed owners: a running owner holds the lock
 ray='' folder=''
 # shellcheck disable=SC2329  # called by the trap
 end() {
+    note_failure $?
     trap '' TERM INT HUP USR2
     if [[ -n $ray ]]; then
         kill -TERM "$ray" 2>/dev/null || true

@@ -27,4 +27,10 @@ if ! command -v "$python" >/dev/null; then
     [[ -z ${BAPO_PYTHON:-} ]] || fail "BAPO_PYTHON=$BAPO_PYTHON is not an executable file"
     python=python3
 fi
+
+# A trainer rank has a gloo connection to every other rank of each of its groups, about 3,000 in all of 512 ranks. Slurm
+# passes on the limit of the shell that submits, usually 1,024.
+most_files=$(ulimit -Hn)
+[[ $most_files != unlimited ]] && ((most_files < 65536)) || most_files=65536
+[[ $(ulimit -Sn) == unlimited ]] || (($(ulimit -Sn) >= most_files)) || ulimit -Sn "$most_files"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -309,6 +309,11 @@ class RunDirectory:
             raise UserError(
                 f"{self.root} is in use by another run; wait for it, stop it, or choose run_dir=<another folder>"
             ) from None
+        except OSError as error:
+            raise UserError(
+                f"{self.root} cannot be locked: {error.strerror}. Mount its file system with locks (Lustre: the option "
+                "flock), or choose run_dir=<another folder>"
+            ) from None
         else:
             yield
         finally:

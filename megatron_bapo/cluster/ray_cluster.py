@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 # Ray reads these variables when its library is loaded.
@@ -68,6 +68,7 @@ DIED = (
 )
 """Ray's errors of a call whose actor has ended or cannot be reached."""
 START_TRIES = 3
+_END_TIMEOUT_S = 10.0
 START_TIMEOUT = "timed out during startup"
 """Part of Ray's message when a node's processes have not started in time."""
 MAX_CALLS = 100_000
@@ -89,7 +90,8 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
     os.environ["RAY_AUTH_TOKEN"] = _token()
     os.environ.pop("RAY_ADDRESS", None)
     with ray_folder() as folder:
-        _start(
+        start = partial(
+            _init,
             address="local",  # starts a new cluster even if another one runs on this machine
             num_cpus=num_actors,
             object_store_memory=object_store_mib << 20,
@@ -100,22 +102,24 @@ def local_cluster(num_actors: int, object_store_mib: int, namespace: str) -> Ite
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
         )
+        start_repeatedly(start)
         try:
             yield head_address()
         finally:
             ray.shutdown()
 
 
-def _start(**options: Any) -> None:
-    """Start Ray's processes, which may take Ray's 30 s on a busy machine, so this is tried again."""
+def start_repeatedly(start: Callable[[], None]) -> None:
+    """Start Ray's processes. Ray gives them 30 s, which they may exceed on a busy machine, so this is tried again."""
     own, others = psutil.Process(), psutil.Process().children(recursive=True)
     for _ in range(START_TRIES):
         try:
-            _init(**options)
+            start()
         except Exception as error:  # Ray raises this very class
-            for process in own.children(recursive=True):
-                if process not in others:
-                    process.kill()
+            started = [process for process in own.children(recursive=True) if process not in others]
+            for process in started:
+                process.kill()
+            psutil.wait_procs(started, _END_TIMEOUT_S)
             if START_TIMEOUT not in str(error):
                 raise
         else:

@@ -1,4 +1,4 @@
-"""`ray start` without the servers that a run does not use; launch/ray_node.sh calls it.
+"""`ray start` without the servers that a run does not use, repeated if they are too slow; launch/ray_node.sh calls it.
 
 Metrics would answer on every interface without the token. The dashboard's agent and the server for Ray clients are not
 used. Ray 2.60 has no options against these two, but leaves them out where their packages are not installed, so the
@@ -18,8 +18,14 @@ def main() -> None:
         sys.modules["ray.dashboard.optional_deps"] = None  # pyright: ignore[reportArgumentType]
     from ray.scripts import scripts
 
+    from megatron_bapo.cluster.ray_cluster import start_repeatedly
+    from megatron_bapo.errors import RunError
+
     scripts.get_ray_client_dependency_error = lambda: ImportError("not used by runs")  # pyright: ignore[reportPrivateImportUsage]
-    scripts.main()
+    try:
+        start_repeatedly(scripts.main)
+    except RunError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def start_trainer(node: TrainerNode, store: Path, log_file: Path) -> psutil.Pope
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
-            env={**_DEFAULTS, **os.environ, **_environment(node)},
+            env={**_DEFAULTS, **_inherited_environment(), **_environment(node)},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
@@ -106,6 +106,11 @@ def _rendezvous_options(node: TrainerNode, store: Path) -> Sequence[str]:
     )
 
 
+def _inherited_environment() -> dict[str, str]:
+    """Return this process's variables without torchrun's options (PET_NNODES, …), which Kubeflow sets in pods."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+
+
 def _environment(node: TrainerNode) -> dict[str, str]:
     environment = network_environment(node.address)
     if node.rendezvous is None:
@@ -123,7 +128,7 @@ def network_environment(address: str) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": interface}
     return {
         "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface),
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={interface}"),  # without "=" a prefix
     }
 
 

@@ -34,6 +34,8 @@ _RUN_DIR_DEPTH = 3
 _UNKNOWN_JOB = "Invalid job id specified"
 _UNREACHABLE = ("Unable to contact slurm controller", "Could not establish a configuration source")
 _RUNNING = ("CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING")
+_CLIENT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT")
+"""Variables that Slurm's commands read anywhere; the other SLURM_* variables in a job describe that job."""
 _FIELDS = {
     "JobState": "state",
     "Reason": "reason",
@@ -260,6 +262,19 @@ def cancel(job: str, *, now: bool) -> str:
     )
 
 
+def _client_environment() -> dict[str, str]:
+    """Return this process's variables without those of a Slurm job that it runs in.
+
+    sbatch passes SLURM_NTASKS, SLURM_HET_SIZE and others on to the new job, whose srun takes them for its own options.
+    """
+    in_job = "SLURM_JOB_ID" in os.environ
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not (in_job and name.startswith("SLURM_")) or name in _CLIENT_VARIABLES
+    }
+
+
 def _slurm(*command: str, environment: dict[str, str] | None = None) -> str:
     try:
         done = subprocess.run(
@@ -267,7 +282,7 @@ def _slurm(*command: str, environment: dict[str, str] | None = None) -> str:
             capture_output=True,
             text=True,
             timeout=_COMMAND_TIMEOUT_S,
-            env={**os.environ, **(environment or {})},
+            env={**_client_environment(), **(environment or {})},
         )
     except FileNotFoundError:
         raise UserError(f"{command[0]} is not installed here: log in to a node with Slurm's commands") from None

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,44 @@ def test_ray_is_started_again_if_its_processes_are_too_slow():
     assert started[:2] == ["started", "1"]
     assert len(started) == 3
     assert stopped[1] != started[2]
+
+
+NODE = """
+import socket, sys, threading, time
+import psutil
+from tests.processes import is_alive, title
+from megatron_bapo.cluster.ray_folder import ray_folder
+from megatron_bapo.cluster.ray_start import main
+
+def raylets():
+    return [p.pid for p in psutil.Process().children(recursive=True) if title(p) == "raylet" and is_alive(p)]
+
+def stop_the_first_raylet_and_end_after_the_second():
+    while not (first := raylets()):
+        time.sleep(0.001)
+    psutil.Process(first[0]).suspend()
+    while not (second := raylets()) or second == first:
+        time.sleep(0.1)
+    print("tried again", flush=True)
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+threading.Thread(target=stop_the_first_raylet_and_end_after_the_second, daemon=True).start()
+with ray_folder() as folder:
+    sys.argv[1:] = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--block"]
+    sys.argv += ["--include-dashboard=false", f"--temp-dir={folder}"]
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_a_node_of_a_cluster_starts_ray_again_if_its_processes_are_too_slow():
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    run = subprocess.run([sys.executable, "-c", NODE], capture_output=True, text=True, timeout=300, env=environment)
+    assert "tried again" in run.stdout, run.stderr
 
 
 ASKED_TO_STOP = """

@@ -13,6 +13,7 @@ from megatron_bapo.cluster.trainer_process import (
     end_all,
     interface_of,
     kill,
+    start_trainer,
     torchrun,
 )
 from megatron_bapo.errors import UserError
@@ -33,6 +34,17 @@ def test_torchruns_files_are_in_the_weight_store_and_the_rendezvous_of_several_m
     assert "node=1" in second
     assert second[second.index("--nnodes") + 1] == "2"
     assert second[-3:] == ["--engine-hosts", "2,3", "3,4"]
+
+
+def test_torchruns_options_in_the_environment_do_not_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PET_NNODES", "PET_MAX_RESTARTS"):
+        monkeypatch.setenv(name, "2")
+    started = start_trainer(node(), tmp_path, tmp_path / "trainer.log")
+    try:
+        assert not [name for name in started.environ() if name.startswith("PET_")]
+    finally:
+        end_all([started])
+        started.wait(timeout=60)
 
 
 def test_the_interface_of_an_address_is_found_and_a_foreign_address_is_refused() -> None:

@@ -177,6 +177,19 @@ def fake_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return install
 
 
+def test_a_job_submitted_from_within_a_job_gets_none_of_its_variables(fake_scontrol, tmp_path, monkeypatch):
+    fake_scontrol("")
+    script = f"#!/bin/sh\nenv >{tmp_path}/environment\necho 8\n"
+    (tmp_path / "bin" / "sbatch").write_text(script)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_HET_SIZE", "SLURM_CONF"):
+        monkeypatch.setenv(name, "4")
+    job = submission.Submission(("sbatch",), {"BAPO_PYTHON": "python"}, tmp_path / "logs")
+    assert submission.submit(job) == "8"
+    found = (tmp_path / "environment").read_text().splitlines()
+    assert [line for line in found if line.startswith(("SLURM_", "BAPO_"))] == ["BAPO_PYTHON=python", "SLURM_CONF=4"]
+
+
 UNKNOWN_JOB = ("slurm_load_jobs error: Invalid job id specified", 1)
 
 

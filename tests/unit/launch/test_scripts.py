@@ -31,6 +31,13 @@ def test_there_are_no_hyperparameters_in_scripts() -> None:
         assert not [key for key in ("batch_size", "world_size=", "lr=", "total_steps", "rollout.") if key in text]
 
 
+@pytest.mark.parametrize(("limit", "expected"), [("-Sn 256", "4096"), ("-Sn 4096", "4096")])
+def test_scripts_raise_the_limit_of_open_files_that_they_inherit(limit: str, expected: str) -> None:
+    shell = f"ulimit {limit}; ulimit -Hn 4096; source {LAUNCH}/shared.sh; ulimit -Sn"
+    found = subprocess.run(["bash", "-euc", shell], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, f"{expected}\n"), found.stderr
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [

@@ -236,6 +236,28 @@ def test_a_job_ends_soon_after_ray_on_its_head_has_ended(tmp_path: Path) -> None
         assert "Ray has ended before the run" in started.stderr.read()
 
 
+def test_a_job_names_a_node_whose_ray_has_failed_although_its_step_goes_on(tmp_path: Path) -> None:
+    srun = SRUN.replace("trap 'exit 0' USR2; while", 'trap "exit 0" USR2; echo node-7 >>"$BAPO_FAILED_NODES"; while')
+    with job(tmp_path, is_saved=True, srun=srun) as started:
+        wait_for(tmp_path / "run" / "slurm" / "runs")
+        assert started.stderr is not None
+        assert "Ray has ended on node-7 before the run" in started.stderr.readline()
+        started.send_signal(signal.SIGUSR1)
+        started.wait(timeout=LIMIT_S)
+    assert not (tmp_path / "run" / "slurm" / ".failed-nodes-7").exists()
+
+
+def test_a_node_whose_ray_does_not_start_is_noted(tmp_path: Path) -> None:
+    environment = {
+        "PATH": os.environ["PATH"],
+        "BAPO_FAILED_NODES": str(tmp_path / "failed"),
+        "SLURMD_NODENAME": "node-7",
+    }
+    refused = subprocess.run([LAUNCH / "ray_node.sh"], env=environment, capture_output=True, timeout=60)
+    assert refused.returncode == 2
+    assert (tmp_path / "failed").read_text() == "node-7\n"
+
+
 def test_only_the_secret_of_a_job_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
     with job(tmp_path, is_saved=True) as started:
         logs = tmp_path / "run" / "slurm"
