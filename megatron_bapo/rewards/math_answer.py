@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from typing import Any
 
@@ -20,11 +21,14 @@ from megatron_bapo.rewards.number_form import is_result, kinds_of_constants
 # math-verify's own timeouts use SIGALRM, which does not stop some computations (verl PR #5635). They are disabled, and
 # the scorer kills the process instead. The log level hides math-verify's warning about this.
 NO_TIMEOUT = 0
+SMALL_TOLERANCE = 1e-3
+"""Relative difference of two numbers below 1 that may count as equal."""
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Spellings that math-verify 0.9 misreads or cannot read.
 _CORRECTIONS = [
     (r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|\s)\d{3}(?!\d))+", lambda match: re.sub(r"\D", "", match[0])),  # 12\,345
+    (r"(?<![A-Za-z0-9.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)(?![\d.A-Za-z])", r"\1 \\times 10^{\2}"),  # 3e8
     (r"\\pmod\s*(?:\d+|\{[^{}]*\})|\((?:\\?[bp]?mod|\\text\{mod\s*\})[^()]*\)", ""),  # 46 \pmod{100}
     (r"^\s*(?:\\approx|≈)", ""),
     (r"(?<!\^)°", r"^\\circ"),
@@ -100,9 +104,23 @@ def _corrected(text: str) -> str:
 def _is_right(gold: list[Any], answer: list[Any]) -> bool:
     try:
         # math-verify's comparison is asymmetric; the ground truth must come first.
-        return bool(answer) and _is_finished(gold, answer) and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
+        return (
+            bool(answer)
+            and _is_finished(gold, answer)
+            and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
+            and _is_close_if_small(gold[0], answer[0])
+        )
     except RecursionError:  # a thousand nested brackets
         return False
+
+
+def _is_close_if_small(gold: Any, answer: Any) -> bool:
+    """Return False for numbers that are alike only in math-verify's six decimals, such as 1e-19 and 2e-19."""
+    try:
+        expected, found = float(gold), float(answer)
+    except (TypeError, ValueError, OverflowError):  # no real number
+        return True
+    return not 0 < abs(expected) < 1 or math.isclose(expected, found, rel_tol=SMALL_TOLERANCE)
 
 
 def _is_finished(gold: list[Any], answer: list[Any]) -> bool:

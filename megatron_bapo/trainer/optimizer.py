@@ -84,6 +84,7 @@ class Optimizer:
         self._clip_grad = settings.clip_grad
         self._chain = _create(self._chunks, settings)
         self._members: list[Any] = self._chain.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]
+        shrink_main_parameters(self._members)
         self._moments_dtype = DTYPES[settings.moments_dtype]
         if self._moments_dtype == torch.bfloat16:
             for member in self._members:  # the groups stay the same objects, which Megatron refers to
@@ -308,6 +309,18 @@ def _create(chunks: list[DistributedDataParallel], settings: OptimizerSettings) 
     )
     with torch.no_grad():  # otherwise fp32 pieces are non-leaf views, which torch's optimizers reject
         return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+def shrink_main_parameters(members: Sequence[Any]) -> None:
+    """Give each piece of the main parameters a storage of its own size, in place.
+
+    Megatron takes that of an FP8 weight as a view of the whole weight in fp32, which would stay allocated on every rank
+    (megatron/core/optimizer/distrib_optimizer.py, _build_model_and_main_param_groups).
+    """
+    for member in members:
+        for piece in chain.from_iterable(getattr(member, "shard_fp32_from_float16_groups", ())):
+            if piece is not None and piece.untyped_storage().nbytes() > piece.nbytes:
+                piece.data = piece.detach().clone()
 
 
 def _pieces(member: Any, chunks: list[DistributedDataParallel]) -> Iterator[tuple[torch.nn.Parameter, _Piece]]:

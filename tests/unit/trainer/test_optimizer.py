@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from megatron_bapo.model.build import ddp_config
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.megatron import DistributedDataParallel, TransformerConfig, parallel_state
 from megatron_bapo.parallel.platform import local_device, start_distributed
-from megatron_bapo.trainer.optimizer import STATES, Optimizer
+from megatron_bapo.trainer.optimizer import STATES, Optimizer, shrink_main_parameters
 
 # Megatron-Core calls collectives by names that are deprecated in torch 2.13.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning")
@@ -168,3 +169,11 @@ def test_a_tensor_of_another_shape_is_refused(groups: ParallelGroups) -> None:
 
     with pytest.raises(AssertionError, match=r"exp_avg has shape .*35.*parameter .*7, 5"):
         case.optimizer.write(case.parameters[0], "exp_avg", torch.zeros(35))
+
+
+def test_main_parameters_keep_no_whole_fp8_weight_alive_and_stay_the_same_objects():
+    whole, own = torch.arange(100.0), torch.arange(3.0)
+    piece = whole[10:15]
+    shrink_main_parameters([SimpleNamespace(shard_fp32_from_float16_groups=[[piece, None], [own]]), SimpleNamespace()])
+    assert (piece.tolist(), piece.untyped_storage().nbytes()) == ([10, 11, 12, 13, 14], piece.nbytes)
+    assert own.untyped_storage().data_ptr() == own.data_ptr()
