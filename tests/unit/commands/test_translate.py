@@ -264,7 +264,7 @@ def test_a_configuration_of_nemo_rl_loads_in_our_keys(tmp_path: Path) -> None:
     assert (config.data.train.prompt_key, config.data.train.label_key) == ("question", "expected")
     assert (algorithm.objective, algorithm.adv_estimator, algorithm.behaviour_policy) == ("ppo", "grpo", "recomputed")
     assert (algorithm.rollout_correction.rollout_is, algorithm.overlong.mode) == ("token", "filter")
-    assert (algorithm.kl_loss_coef, algorithm.loss_agg_mode) == (0.01, "token-mean")
+    assert (algorithm.kl_loss_coef, algorithm.kl_loss_type, algorithm.loss_agg_mode) == (0.01, "k2", "token-mean")
     assert (rollout.quantization, rollout.kv_cache_dtype, rollout.top_k) == ("fp8_per_block", "fp8_e4m3", -1)
     assert config.fp8 is not None
     assert (config.model.transformer_impl, config.fp8.recipe) == ("transformer_engine", "blockwise")
