@@ -5,6 +5,7 @@ python tools/coming_from.py > docs/guides/coming_from.md
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,4 +117,5 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(page(), end="")

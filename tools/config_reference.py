@@ -5,6 +5,7 @@ python tools/config_reference.py > docs/reference/configuration.md
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import textwrap
@@ -104,23 +105,26 @@ def _row(key: str, field: FieldInfo, meaning: str) -> str:
     return f"| `{key}` | {_cell(values)} | {_cell(default)} | {_cell(meaning)} |"
 
 
-def _values(annotation: Any, limits: Sequence[Any] = ()) -> str:
-    """Describe the values of a key, such as `whole number > 0`, `a or b`, `list of text`."""
+def _values(annotation: Any, limits: Sequence[Any] = (), *, in_list: bool = False) -> str:
+    """Describe the values of a key, such as `whole number > 0`, `a or b`, or `list of texts` with those `in_list`."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _values(inner[0], [limit for found in inner[1:] for limit in getattr(found, "metadata", [found])])
+        limits = [limit for found in inner[1:] for limit in getattr(found, "metadata", [found])]
+        return _values(inner[0], limits, in_list=in_list)
     if origin is Literal:
         return ", ".join(f"`{_as_yaml(value)}`" for value in inner)
     if origin is tuple:
-        return f"list of {_values(inner[0])}"
+        return f"list of {_values(inner[0], in_list=True)}"
     if origin is dict:
         return "mapping"
     if inner:
-        return " or ".join(_values(arg) for arg in inner if arg is not NoneType)
+        described = [_values(arg, in_list=in_list) for arg in inner if arg is not NoneType]
+        # A null outside of lists is the default, which the next column shows.
+        return " and ".join([*described, *["`null`"] * (NoneType in inner)]) if in_list else " or ".join(described)
     bounds = [
         f"{sign} {getattr(limit, name):g}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
     ]
-    return " ".join([NAMES[annotation], ", ".join(bounds)]).strip()
+    return " ".join([NAMES[annotation] + "s" * in_list, ", ".join(bounds)]).strip()
 
 
 def _as_yaml(value: Any) -> str:
@@ -139,4 +143,5 @@ def _section_of(field: FieldInfo) -> type[Section] | None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(reference(), end="")

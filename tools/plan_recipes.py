@@ -5,6 +5,7 @@ python tools/plan_recipes.py > docs/guides/recipes.md
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from megatron_bapo.config.loading import load_config
@@ -28,17 +29,20 @@ The table shows what `plan` prints for each recipe on H100 (79.2 GiB) and H200 (
 GPU yet.
 
 - *Layout* has the parallel sizes above 1. `offload` is `optimizer.cpu_offload`, `trainer offload` is `trainer.offload`,
-  and `uneven stages` is `parallel.pipeline_model_parallel_layout`. *Tokens per GPU* is `trainer.max_tokens_per_gpu`.
+  `uneven stages` is `parallel.pipeline_model_parallel_layout`, and `TE` is `model.transformer_impl: transformer_engine`;
+  recipes without it use `local` layers. *Tokens per GPU* is `trainer.max_tokens_per_gpu`.
 - *Engines*: their number and their tensor-parallel size; `1 x 8` is one engine of eight GPUs. They share the trainer's
   GPUs and take turns with it. `separate` engines have GPUs of their own and generate when the trainer asks for a batch
   (`sync`) or also while it trains (`async`).
 - *GiB*: memory of the fullest H100 during training and during generation.
-- *s/step* is an estimate for one rollout batch with its updates, under the assumptions that `plan` prints.
+- *s/step* is an estimate for one rollout batch, whose size is in *trajectories*, with its updates, under the assumptions
+  that `plan` prints. Without context parallelism it is the same for `local` layers as for Transformer Engine's, because
+  `plan` does not know how their speeds differ.
 
 [Layouts](layouts.md) explains the numbers, and [Data](data.md#the-data-of-the-recipes) shows how to get the prompts.
 """
-HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB training, generating | s/step H100 | H200 |
-| --- | --- | --- | --- | --- | --- | --- | --- |"""
+HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB training, generating | trajectories | s/step H100 | H200 |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def row(recipe: Path) -> str:
@@ -53,10 +57,11 @@ def row(recipe: Path) -> str:
     cells = [
         f"`{recipe.stem}`",
         str(h100.num_gpus),
-        layout_name(config),
+        layout_name(config) + " TE" * (config.model.transformer_impl == "transformer_engine"),
         f"{config.trainer.max_tokens_per_gpu:,}",
         f"{rollout.num_engines} x {rollout.tensor_parallel_size}" + ("" if shared else f" separate, {rollout.mode}"),
         ", ".join(f"{num / GIB:.0f}" for num in gib),
+        f"{config.trainer.train_batch_size:,}",
         *(f"{plan.time.total:,.0f}" for plan in (h100, h200)),
     ]
     return f"| {' | '.join(cells)} |"
@@ -67,4 +72,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(INTRODUCTION, table(), sep="\n")

@@ -126,9 +126,9 @@ def plan(
 ) -> None:
     """Estimate memory and step time of CONFIG without a GPU, and say whether it fits.
 
-    Only the model's config.json is read; published Qwen, GLM-4.5-Air and
-    DeepSeek-R1-Distill-Qwen models are known by name. Without --search and
-    --weights, the memory of every pipeline stage, engine and host is shown.
+    Only the model's config.json is read; many published Qwen, DeepSeek and
+    GLM models are known by name. Without --search and --weights, the memory
+    of every pipeline stage, engine and host is shown.
     """
     with messages():
         _check_plan_options(context, ranked=ranked, weights=weights, as_json=as_json)

@@ -27,7 +27,7 @@ _STARTS = "What is started"
     cls=KeyCommand,
     epilog="Check the quickstart, and show its plan, one prompt and the reward's scores of it:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml --dry-run[/]\n\n"
-    "Train it, in about six minutes on two CPU cores; the same command continues after an interruption:\n"
+    "Train it, in about five minutes on two CPU cores; the same command continues after an interruption:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml[/]\n\n"
     "Train a variant in a run directory of its own:\n"
     "[bold]megatron-bapo train configs/quickstart.yaml seed=2 run_dir=runs/seed2[/]\n\n"
