@@ -29,19 +29,19 @@ The table shows what `plan` prints for each recipe on H100 (79.2 GiB) and H200 (
 GPU yet.
 
 - *Layout* has the parallel sizes above 1. `offload` is `optimizer.cpu_offload`, `trainer offload` is `trainer.offload`,
-  `uneven stages` is `parallel.pipeline_model_parallel_layout`. `TE` is `model.transformer_impl: transformer_engine`; the
-  other recipes have `local` layers. *Tokens per GPU* is `trainer.max_tokens_per_gpu`.
+  `uneven stages` is `parallel.pipeline_model_parallel_layout`. `TE` is `model.transformer_impl: transformer_engine`;
+  the others have `local` layers. *Tokens per GPU* is `trainer.max_tokens_per_gpu`.
 - *Engines*: their number and their tensor-parallel size; `1 x 8` is one engine of eight GPUs. They share the trainer's
   GPUs and take turns with it. `separate` engines have GPUs of their own and generate when the trainer asks for a batch
   (`sync`) or also while it trains (`async`).
 - *GiB*: memory of the fullest H100 during training and during generation.
-- *s/step* is an estimate for one rollout batch, whose size is in *trajectories*, and its updates, under the
-  assumptions that `plan` prints. Without context parallelism it is the same for `local` layers as for Transformer Engine's, because
-  `plan` does not know how their speeds differ.
+- *s* are the estimated seconds for one rollout batch, whose size is in *trajectories*, and its updates, under the
+  assumptions that `plan` prints. Without context parallelism they are the same for `local` layers as for Transformer
+  Engine's, because `plan` does not know how their speeds differ.
 
 [Layouts](layouts.md) explains the numbers, and [Data](data.md#the-data-of-the-recipes) shows how to get the prompts.
 """
-HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB train, generate | trajectories | s/step H100 | H200 |
+HEADER = """| recipe | GPUs | layout | tokens per GPU | engines | GiB train, generate | trajectories | s: H100 | H200 |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
