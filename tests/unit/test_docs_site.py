@@ -35,8 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_of_docs_is_in_the_site(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     built = {path.relative_to(site) for path in site.rglob("*.html")}
-    tables = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs/studies").glob("*/*.md")}
-    assert pages - built == tables
+    assert pages <= built
 
 
 def test_nothing_is_loaded_from_the_internet(site: Path) -> None:
