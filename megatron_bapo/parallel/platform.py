@@ -23,9 +23,9 @@ from megatron_bapo.errors import RunError
 SNAPSHOT_ENTRIES = 1_000_000
 """Number of the latest allocations and frees in a memory snapshot; each takes about 100 bytes of stack trace."""
 
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NCCL_TIMEOUT_FACTOR = 4
-"""torch ends a process whose NCCL operation takes longer than this many times the limit of a transfer, which is given
-up before."""
+"""A wait for an NCCL operation fails after this many times the limit of a transfer, which is given up before."""
 GIVE_UP_TAG = 1
 """Tag of a message that nobody sends."""
 
@@ -261,7 +261,26 @@ def transfer_group(store: Store, rank: int, size: int, address: str, timeout_s: 
         return host_group(store, rank, size, address, timeout_s)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_TIMEOUT_FACTOR * timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _waits_raise_errors():
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+@contextmanager
+def _waits_raise_errors() -> Iterator[None]:
+    """Let waits of a group that is created in this context raise the error of a lost rank.
+
+    By default the group's watchdog thread ends the whole process a minute later. The constructor reads the variable and
+    then starts no watchdog (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, blockingWait_).
+    """
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def give_up(group: Any) -> None:
