@@ -157,7 +157,9 @@ class EngineActor:
         """Send a request; a cancelled call ends when the engine has released the request."""
         call = self.handle.generate.remote(request)
         try:
-            return await self._call(call, self._settings.request_limit_s + _GRACE_S)
+            reply: Generated = await self._call(call, self._settings.request_limit_s + _GRACE_S)
+            # Ray's views would occupy its object store until the whole group has ended.
+            return reply.with_own_arrays()
         except asyncio.CancelledError:
             with suppress(TimeoutError):
                 async with answered_within(self._settings.health_check_timeout_s):

@@ -283,7 +283,9 @@ def _require(theirs: _Source, result: Translation) -> None:
         ]
         result.to_set.setdefault(key, "; ".join(concerning) or f"{result.title}'s file does not say")
     # A setting that has another of our keys in its place is told with that key.
-    seen = {name for name in theirs.leaves if (row := find(theirs.project, name)) is not None and row.see}
+    seen = {
+        name for name in theirs.leaves if (row := find(theirs.project, name)) is not None and row.see in result.to_set
+    }
     result.without = [each for each in result.without if each.setting.partition("=")[0] not in seen]
 
 

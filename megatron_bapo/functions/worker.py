@@ -89,7 +89,7 @@ async def _serve_many(connection: socket.socket, target: Target, function: Loade
         try:
             async with answered_within(call["limit_s"]) as limit:
                 reply = {"kind": "result", "value": checked(target, await function.call(**call["arguments"]))}
-        except Exception as error:  # The user's code may raise anything.
+        except (Exception, asyncio.CancelledError) as error:  # The user's code may raise anything.
             reply = {"kind": "late"} if limit is not None and limit.expired() else _failure(error, target)
         writer.write(_line({"number": call["number"], **reply}))
 
@@ -100,7 +100,7 @@ async def _serve_many(connection: socket.socket, target: Target, function: Loade
     os._exit(0)  # nothing waits for the remaining calls
 
 
-def _failure(error: Exception, target: Target) -> dict[str, Any]:
+def _failure(error: BaseException, target: Target) -> dict[str, Any]:
     trace = "\n".join(traceback.format_exc().splitlines()[-TRACE_LINES:])
     if isinstance(error, MemoryError) and target.memory_gib is not None:
         return {"kind": "memory", "message": trace}

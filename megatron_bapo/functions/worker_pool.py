@@ -153,9 +153,9 @@ class FunctionPool:
 
         async def begin() -> None:
             await self._wait_until_ended(worker)
-            another = _Worker(self._target)
-            self._workers.add(another)
             try:
+                another = _Worker(self._target)
+                self._workers.add(another)
                 await asyncio.to_thread(another.wait_until_ready)
                 self._open(another)
             except (RunError, UserError) as error:
@@ -189,11 +189,15 @@ class _Worker:
     """One worker process and its supervisor."""
 
     def __init__(self, target: Target) -> None:
+        """Start the process. Raises RunError if the system refuses another one."""
         self._target = target
-        # When this process ends, however it does, the pipe closes and the supervisor kills the worker.
-        self._process, self._socket = start_process(
-            "megatron_bapo.functions.worker", stdin=subprocess.PIPE, withheld=target.withheld
-        )
+        try:
+            # When this process ends, however it does, the pipe closes and the supervisor kills the worker.
+            self._process, self._socket = start_process(
+                "megatron_bapo.functions.worker", stdin=subprocess.PIPE, withheld=target.withheld
+            )
+        except OSError as error:
+            raise RunError(f"no worker process for {target.name} could be started: {error}") from error
         self.is_concurrent = False
         self._arguments = frozenset[str]()
         """Arguments that the function takes; others are not sent, because a response may have a megabyte."""

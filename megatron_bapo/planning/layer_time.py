@@ -65,7 +65,7 @@ class Kernels:
 
     @property
     def flops_per_s(self) -> float:
-        if self.fp8_recipe is None:
+        if self.fp8_recipe is None or not self.gpu.fp8_tflops:  # without FP8 products the plan does not fit anyway
             return self.gpu.bf16_tflops * 1e12 * self.assumptions.compute_efficiency
         slower = BLOCKWISE_SPEED if self.fp8_recipe == "blockwise" else 1.0
         return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower

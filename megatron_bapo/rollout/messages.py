@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -68,6 +68,11 @@ class Completion:
     """float32 [P - 1] log-prob of each token of the context but the first, at the engine's scoring temperature, in
     nats; None without `scores_context`."""
 
+    def with_own_arrays(self) -> Completion:
+        """Return the same completion without views of memory that belongs to others."""
+        arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return replace(self, **{name: array.copy() for name, array in arrays.items()})
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -75,6 +80,10 @@ class Generated:
 
     policy_version: int
     completions: tuple[Completion, ...]
+
+    def with_own_arrays(self) -> Generated:
+        """Return the same output without views of memory that belongs to others."""
+        return replace(self, completions=tuple(completion.with_own_arrays() for completion in self.completions))
 
 
 class EngineLost(RunError):

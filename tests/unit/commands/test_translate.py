@@ -523,3 +523,10 @@ def test_the_command_writes_the_result_and_reports_to_stderr(tmp_path: Path) -> 
     assert "--from verl or --from nemo-rl" in wrong.stderr
     forced = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml")), "--from", "verl"])
     assert forced.exit_code == 0
+
+
+def test_a_setting_whose_counterpart_is_not_asked_for_is_reported(tmp_path: Path) -> None:
+    lora = NEMO_RL.replace("{enabled: false, tensor_parallel_size: 8}", "{enabled: true, lora_cfg: {enabled: true}}")
+    lora = lora.replace("  megatron_cfg:\n    enabled: true", "  megatron_cfg:\n    enabled: false")
+    without = translate(write(tmp_path, lora)).without
+    assert ("policy.dtensor_cfg.lora_cfg.enabled=true", "set model.lora") in [each[:2] for each in without]

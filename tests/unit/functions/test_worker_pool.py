@@ -97,6 +97,10 @@ async def obey_at_once(answer):
     if command == "wait":
         await asyncio.sleep(float(argument))
         return 1.0
+    if command == "await_cancelled":
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
     return obey(answer)
 
 def runs_its_own_loop(answer):
@@ -288,6 +292,23 @@ def test_a_worker_killed_between_two_calls_is_replaced(module):
             for worker_id in children():
                 with suppress(ProcessLookupError):
                     os.kill(worker_id, signal.SIGKILL)
+
+    in_pool(use, f"{module}:obey")
+
+
+def test_a_coroutine_that_awaits_a_cancelled_task_has_raised_and_is_not_late(module):
+    with pytest.raises(FunctionFailed, match="CancelledError"):
+        results(f"{module}:obey_at_once", "await_cancelled")
+
+
+def test_a_worker_that_cannot_be_replaced_fails_the_calls_that_wait(module, monkeypatch):
+    async def use(pool: FunctionPool) -> None:
+        def refused(*_: object, **__: object) -> None:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr("megatron_bapo.functions.worker_pool.start_process", refused)
+        with pytest.raises(RunError, match=r"no worker process for .* could be started: .*temporarily unavailable"):
+            await pool.call({"answer": "exit 1"}, "")
 
     in_pool(use, f"{module}:obey")
 

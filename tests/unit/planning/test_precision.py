@@ -105,3 +105,9 @@ def test_a_plan_refuses_fp8_where_the_gpu_has_none(plan: Plan, expected: str) ->
 def test_a_probe_that_fp8_rounding_would_fail_is_warned_of(values: dict, tolerance: float | None, warned: bool) -> None:
     warnings = check_config(config(**values, model__dtype="bfloat16", weight_sync__probe_tolerance=tolerance))
     assert any("so the probe may end the run. Remove probe_tolerance" in line for line in warnings) == warned
+
+
+def test_fp8_on_a_gpu_without_it_is_a_problem_and_no_error() -> None:
+    on_a100 = recipe(FP8, gpu="A100")
+    assert "needs GPUs of compute capability 9.0 or higher" in on_a100.problems[0]
+    assert on_a100.time.total > 0
