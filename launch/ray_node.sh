@@ -5,7 +5,7 @@
 #   BAPO_NODE_ADDRESS    this node's address, or BAPO_INTERFACE, the network interface that has it; by default the address
 #                        that reaches the head (in a Slurm job from BAPO_NODE_ADDRESSES, one line "node address" per node)
 #   BAPO_ROLE            role of the node: trainer, rollout or any (default)
-#   BAPO_FAILED_NODES  file that gets this node's name if Ray on it fails; none by default
+#   BAPO_FAILED_NODES    file that gets this node's name if Ray on it fails; none by default
 #   BAPO_JOB_PORT        port of Ray's job server on the head's loopback interface, for `ray job submit`; none by default
 #   BAPO_OBJECT_STORE_BYTES  shared memory of the node's object store (default 2 GB); what does not fit goes to disk
 #   BAPO_HEAD_TIMEOUT_S  seconds without a reply from the head after which Ray on this node is ended (default 60)
@@ -48,7 +48,6 @@ export RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # start, no history of calls, one second before a call is retried, and no idle workers, by default one for each core.
 export RAY_worker_niceness=0 RAY_task_events_report_interval_ms=0 RAY_task_retry_delay_ms=1000
 export RAY_prestart_worker_first_driver=0
-unset RAY_AUTH_TOKEN
 
 # shellcheck disable=SC2016  # the inner shell expands its own arguments
 head_is_reachable() { timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$head" "$port" 2>/dev/null; }

@@ -6,6 +6,7 @@ script=${0##*/}
 fail() { echo "$script on $(uname -n): $*" >&2; exit 2; }
 
 check_token() { # the cluster's secret; a link to it, as in Kubernetes, has no permissions of its own
+    unset RAY_AUTH_TOKEN # of the shell; Ray would prefer it
     if [[ -z ${RAY_AUTH_TOKEN_PATH:-} || ! -s $RAY_AUTH_TOKEN_PATH ]]; then
         fail "RAY_AUTH_TOKEN_PATH must name a file with the cluster's secret: (umask 077; openssl rand -hex 32 > FILE)"
     fi

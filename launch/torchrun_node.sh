@@ -32,7 +32,6 @@ own_folder "$private"
 printf '%s\n' "$(pwd -P)" "$NNODES" "$@" | cat "$RAY_AUTH_TOKEN_PATH" - | sha256sum |
     (umask 077; cut -c1-64 >"$private/token")
 export RAY_AUTH_TOKEN_PATH=$private/token
-unset RAY_AUTH_TOKEN # of the shell; Ray would prefer it
 # megatron_bapo/cluster/run_end.py writes the run's exit code to this file, and reads the wish to end it beside it.
 export BAPO_RUN_END=$private/run-end
 

@@ -151,7 +151,7 @@ def _too_many_teachers(engines: RolloutConfig, num_fitting: int, nodes: Sequence
 def _trainer_nodes(config: Config, nodes: Sequence[Node]) -> list[Node]:
     world_size = config.parallel.world_size
     if not nodes:
-        raise UserError("no node of the cluster may have trainer ranks; start some with --role trainer or any")
+        raise UserError("no node of the cluster may have trainer ranks; start some with BAPO_ROLE=trainer or any")
     ranks_per_node = min(node.num_gpus for node in nodes)
     num_nodes = -(-world_size // ranks_per_node) if ranks_per_node else min(len(nodes), world_size)
     if num_nodes > len(nodes) or world_size % num_nodes:

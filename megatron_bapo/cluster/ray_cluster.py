@@ -68,9 +68,10 @@ DIED = (
 )
 """Ray's errors of a call whose actor has ended or cannot be reached."""
 START_TRIES = 3
-_END_TIMEOUT_S = 10.0
 START_TIMEOUT = "timed out during startup"
 """Part of Ray's message when a node's processes have not started in time."""
+_END_TIMEOUT_S = 10.0
+"""Time for killed processes to end, which frees their ports."""
 MAX_CALLS = 100_000
 """Concurrent calls of one actor whose methods are coroutines."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -205,16 +204,17 @@ def _refuse_other_command(section: type[Section], path: str | Path, document: Ma
     """Raise UserError for an evaluation where a training run is expected, and the reverse."""
     from megatron_bapo.config.evaluation import EvalConfig
 
-    ways_out = {
-        Config: (EvalConfig, f"an evaluation; run it with `megatron-bapo eval {path}`"),
-        EvalConfig: (Config, "a training run; evaluate its model with configs/eval/paper.yaml and model.path=RUN_DIR"),
-    }
-    other, way_out = ways_out.get(section, (None, ""))
-    if other is None:
+    if section is Config:
+        other, found = EvalConfig, f"an evaluation; run it with `megatron-bapo eval {path}`"
+    elif section is EvalConfig:
+        other, found = Config, "a training run; evaluate its model with configs/eval/paper.yaml and model.path=RUN_DIR"
+    else:
         return
-    with suppress(ValidationError):
+    try:
         other.model_validate(document)
-        raise UserError(f"{path} configures {way_out}")
+    except ValidationError:
+        return
+    raise UserError(f"{path} configures {found}")
 
 
 def problems_of(error: ValidationError, root: type[Section], document: Mapping[str, Any]) -> list[str]:
