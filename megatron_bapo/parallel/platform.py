@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_bapo.environment_variable import environment_variable
 from megatron_bapo.errors import RunError
 
 SNAPSHOT_ENTRIES = 1_000_000
 """Number of the latest allocations and frees in a memory snapshot; each takes about 100 bytes of stack trace."""
 
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 NCCL_TIMEOUT_FACTOR = 4
 """A wait for an NCCL operation fails after this many times the limit of a transfer, which is given up before."""
 GIVE_UP_TAG = 1
@@ -261,26 +261,10 @@ def transfer_group(store: Store, rank: int, size: int, address: str, timeout_s: 
         return host_group(store, rank, size, address, timeout_s)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=NCCL_TIMEOUT_FACTOR * timeout_s)
-    with _waits_raise_errors():
+    # By default the group's watchdog thread ends the whole process a minute after a rank is lost. With this variable,
+    # which the constructor reads, waits raise the error (blockingWait_ in torch's ProcessGroupNCCL.cpp).
+    with environment_variable("TORCH_NCCL_BLOCKING_WAIT", "1"):
         return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _waits_raise_errors() -> Iterator[None]:
-    """Let waits of a group that is created in this context raise the error of a lost rank.
-
-    By default the group's watchdog thread ends the whole process a minute later. The constructor reads the variable and
-    then starts no watchdog (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, blockingWait_).
-    """
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
 
 
 def give_up(group: Any) -> None:

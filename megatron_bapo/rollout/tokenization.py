@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_bapo.config.data import DataConfig
+from megatron_bapo.environment_variable import environment_variable
 from megatron_bapo.errors import UserError
 from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.records import Prompt
@@ -41,17 +41,12 @@ def transformers_without_torch() -> Iterator[None]:
     if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
-    advice = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # against the one that torch was not found
-    before = os.environ.get(advice)
-    os.environ[advice] = "1"
-    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
-    try:
-        yield
-    finally:
-        del sys.modules["torch"]
-        del os.environ[advice]
-        if before is not None:
-            os.environ[advice] = before
+    with environment_variable("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):  # against the one that torch was not found
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+        try:
+            yield
+        finally:
+            del sys.modules["torch"]
 
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from megatron_bapo.environment_variable import environment_variable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.engine_adapters import adapter_request
 from megatron_bapo.rollout.engine_args import engine_args
@@ -301,15 +301,12 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
     vLLM leaves its rendezvous files behind, and its sockets if it is killed.
     """
-    cached, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = cached
-        del os.environ["TMPDIR"]
-        if variable is not None:
-            os.environ["TMPDIR"] = variable
+    with environment_variable("TMPDIR", str(folder)):
+        cached, tempfile.tempdir = tempfile.tempdir, str(folder)
+        try:
+            yield
+        finally:
+            tempfile.tempdir = cached
 
 
 class _SampledCompletion(PartialCompletion):
