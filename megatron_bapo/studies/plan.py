@@ -105,7 +105,7 @@ def expand(study: Study) -> list[StudyRun]:
         bounds_of = None if source is None else runs.get(cell.of_arm(source))
         if source is not None and bounds_of is None:
             raise UserError(
-                f"arms.{cell.arm}.bounds_of={source}: the run {_name(cell)} needs {_name(cell.of_arm(source))}, which "
+                f"arms.{cell.arm}.bounds_of={source}: the run {cell.name} needs {cell.of_arm(source).name}, which "
                 "is not among the runs before it; add it to a block of `order` before"
             )
         runs[cell] = _continued(study, starts[cell.seed], cell, table, bounds_of)
@@ -126,16 +126,12 @@ def _start(study: Study, seed: int) -> StudyRun:
     return StudyRun(name, config, config.warm_start.num_steps if config.warm_start else 0)
 
 
-def _name(cell: Cell) -> str:
-    return "-".join(part for part in (cell.arm, cell.variant, f"{cell.updates_per_step}x-seed{cell.seed}") if part)
-
-
 def _continued(
     study: Study, start: StudyRun, cell: Cell, table: StudyTable | None, bounds_of: StudyRun | None
 ) -> StudyRun:
     fixed = {
         "seed": cell.seed,
-        "run_dir": str(study.run_dir / _name(cell)),
+        "run_dir": str(study.run_dir / cell.name),
         "model": {"create": None, "path": str(start.directory.export)},
         "warm_start": None,
         "trainer": {
@@ -144,7 +140,7 @@ def _continued(
         },
     }
     return StudyRun(
-        _name(cell),
+        cell.name,
         _config(study, study.continued, study.variants[cell.variant], study.arms[cell.arm].overrides, fixed),
         study.num_updates,
         start.name,

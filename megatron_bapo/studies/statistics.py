@@ -11,6 +11,7 @@ from itertools import product
 
 import numpy as np
 
+from megatron_bapo.errors import UserError
 from megatron_bapo.studies.study import Collapse, Statistics, Study
 from megatron_bapo.studies.table import Cell, StudyTable
 
@@ -37,17 +38,19 @@ class Comparison:
 
 
 def compare(study: Study, table: StudyTable) -> list[Comparison]:
-    """Return all comparisons that the table has pairs for: first those over all cells, then those of each cell."""
+    """Return all comparisons that the table has pairs for: first those over all cells, then those of each cell.
+
+    Raises UserError if a run of a pair has no outcome and the study does not say what it counts with.
+    """
     settings = study.statistics
     if settings is None:
         return []
     over_all, by_cell = list[Comparison](), list[Comparison]()
     for reference, arms in settings.reference.items():
         for arm in arms:
-            pairs = _pairs(study, table, arm, reference)
             differences = {
-                cell: table.last(cell, settings.outcome) - table.last(cell.of_arm(reference), settings.outcome)
-                for cell in pairs
+                cell: _outcome(settings, table, cell) - _outcome(settings, table, cell.of_arm(reference))
+                for cell in _pairs(study, table, arm, reference)
             }
             stale = [d for cell, d in differences.items() if cell.updates_per_step > 1]
             over_all += _comparison(arm, reference, None, None, stale, settings)
@@ -137,6 +140,20 @@ def _pairs(study: Study, table: StudyTable, arm: str, reference: str) -> Iterato
             for cell in table.cells(arm, updates, variant):
                 if table.has(cell.of_arm(reference)):
                     yield cell
+
+
+def _outcome(settings: Statistics, table: StudyTable, cell: Cell) -> float:
+    """Return the last value of the outcome in the run's last step, which is NaN in a run that diverged."""
+    values = table.column(cell, settings.outcome)[-cell.updates_per_step :]
+    known = values[~np.isnan(values)]
+    if len(known):
+        return float(known[-1])
+    if settings.diverged is None:
+        raise UserError(
+            f"the run {cell.name} has no {settings.outcome} in its last step, as if it had diverged; set "
+            "statistics.diverged to the value that such a run counts with, such as 0 for an accuracy"
+        )
+    return settings.diverged
 
 
 def _comparison(

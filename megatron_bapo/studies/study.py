@@ -64,6 +64,9 @@ class Statistics(Section):
     level: Fraction = 0.95
     """Level of the bootstrap intervals."""
     num_resamples: PositiveInt = 10_000
+    diverged: float | None = None
+    """Outcome that a run counts with if it has none in its last step because it diverged to NaN, such as 0 for an
+    accuracy. Without it such a run is refused: leaving it out would favour the arm that diverges."""
 
 
 class Collapse(Section):
@@ -157,6 +160,8 @@ def _problems(study: Study) -> Iterator[str]:
                 f"num_updates={study.num_updates} must be a multiple of updates_per_step={updates}: all runs take "
                 f"equally many updates"
             )
+    if study.window > study.num_updates:
+        yield f"window={study.window} must be at most num_updates={study.num_updates}, or no curve has a point"
     for name, arm in study.arms.items():
         for updates in set(arm.updates_per_step or ()) - set(study.updates_per_step):
             yield f"arms.{name}.updates_per_step={updates} must be one of the study's, {list(study.updates_per_step)}"

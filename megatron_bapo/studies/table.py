@@ -22,6 +22,11 @@ class Cell:
     seed: int
     variant: str = ""
 
+    @property
+    def name(self) -> str:
+        """Name of the cell's run."""
+        return "-".join(part for part in (self.arm, self.variant, f"{self.updates_per_step}x-seed{self.seed}") if part)
+
     def columns(self) -> dict[str, str | int]:
         variant = {"variant": self.variant} if self.variant else {}
         return {"arm": self.arm, **variant, "updates_per_step": self.updates_per_step, "seed": self.seed}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.metrics.sinks import read_new_rows
+from megatron_bapo.metrics.sinks import read_new_rows, read_rows
 
 _MAX_READ, _MAX_LINE = 1 << 24, 1 << 27
 """Bytes of the file that are read at a time, and of its longest line."""
@@ -52,7 +52,8 @@ class Follower:
             try:
                 rows, offset = read_new_rows(self._path, self._offset, limit)
             except ValueError as error:
-                raise RunError(f"{self._path} has a line after byte {self._offset} that is not JSON: {error}") from None
+                read_rows(self._path)  # its error has the number of the line
+                raise RunError(f"{self._path} was changed while it was read: {error}") from None
             is_all = self._path.stat().st_size < self._offset + limit
             if rows or is_all:
                 break
@@ -60,7 +61,9 @@ class Follower:
             if limit > _MAX_LINE:
                 raise RunError(f"{self._path} has a line of more than {_MAX_LINE // 2} bytes after byte {self._offset}")
         if not all(isinstance(row, dict) for row in rows):
-            raise RunError(f"{self._path} has a line after byte {self._offset} that is not a JSON object")
+            raise RunError(
+                f"{self._path} has a line after byte {self._offset} that is not a JSON object; repair or delete it"
+            )
         self._offset = offset
         self._tail = self._before(offset)
         return NewRows(rows, from_start, is_all)

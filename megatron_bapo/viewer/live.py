@@ -113,7 +113,7 @@ class LiveRun:
             self._last = {name: row[name] for name in ("step", "phase", "time_s")}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise RunError(
-                f"{self._directory.metrics} has a row that is none of metrics: {error!r}"[:_MAX_TEXT]
+                f"{self._directory.metrics} has a row that is none of metrics ({error!r}); delete it"[:_MAX_TEXT]
             ) from None
         metrics = row["metrics"].items()
         counts = {name: value for name, value in metrics if name.startswith(_ACCOUNTING) and value is not None}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ _FIGURES = {"rollout": "rollout_log_probs", "trainer": "log_probs", "proximal": 
 }
 _EXCERPT, _MAX_TOKEN, _MAX_ID, _MAX_TEXT, _MAX_STEPS = 160, 2000, 200, 100_000, 100
 """Characters of an excerpt, a token, a prompt's id and a prompt, and steps of a comparison, at most."""
+_SEEN, _SHORTEST = 40, 12
+"""Characters of an excerpt that the list has room for, and of a beginning that an excerpt leaves out, at least."""
 NO_SAMPLES = (
     "no sampled rollouts; logging.rollouts.every_steps turns them on: a run writes them in its first step and in every "
     "step that this number divides, unless it is 0"
@@ -67,10 +70,12 @@ class Samples:
         table = _rows(file, rows, [*_LISTED, "prompt_id", "messages"])
         columns = {name: _values(table[name]) for name in _LISTED}
         columns["prompt_id"] = [text[:_MAX_ID] for text in table["prompt_id"].to_pylist()]
+        path = sample_files(self._folder)[step]
+        starts = _excerpt_starts(path, path.stat().st_mtime_ns)
         excerpts, groups = [], columns["group"]
         for index, messages in enumerate(table["messages"].to_pylist()):
             first = index == 0 or groups[index] != groups[index - 1]
-            excerpts.append(_excerpt(messages) if first else "")
+            excerpts.append(_excerpt(messages, starts) if first else "")
         return {
             "header": header,
             "step": step,
@@ -108,14 +113,17 @@ class Samples:
     def search(self, step: int, text: str) -> dict[str, Any]:
         """Return the rows whose response, prompt or ground truth has the text, in any case."""
         file, _ = self._open(step)
-        escaped, found = json.dumps(text)[1:-1], list[int]()
+        wanted, prompts, found = text.lower(), dict[str, bool](), list[int]()
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["text", "messages", "ground_truth"])
             masks = [
-                pc.match_substring(table[name], pattern, ignore_case=True)  # pyright: ignore[reportAttributeAccessIssue]
-                for name, pattern in (("text", text), ("messages", escaped), ("ground_truth", text))
+                pc.match_substring(table[name], text, ignore_case=True).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+                for name in ("text", "ground_truth")
             ]
-            hits = np.logical_or.reduce([mask.to_numpy() for mask in masks])
+            messages = table["messages"].to_pylist()
+            for each in set(messages) - prompts.keys():
+                prompts[each] = any(wanted in content.lower() for content in _contents(each))
+            hits = np.logical_or.reduce([*masks, [prompts[each] for each in messages]])
             found += (ROWS_PER_GROUP * group + np.flatnonzero(hits)).tolist()
         return {"rows": found[: MAX_BYTES // 10]}
 
@@ -183,11 +191,52 @@ def _numbers(values: np.ndarray) -> list[Any]:
     return values.tolist() if values.dtype.kind in "iu" else [number(value) for value in values.tolist()]
 
 
-def _excerpt(messages: str) -> str:
-    """Return the beginning of the last message."""
-    found = json.loads(messages)
-    content = " ".join(str(found[-1]["content"]).split()) if found else ""
-    return content if len(content) <= _EXCERPT else content[: _EXCERPT - 1] + "…"
+def _contents(messages: str) -> list[str]:
+    return [str(message["content"]) for message in json.loads(messages)]
+
+
+def _last_line(messages: str) -> str:
+    """Return the last message on one line."""
+    return " ".join(" ".join(_contents(messages)[-1:]).split())
+
+
+def _excerpt(messages: str, starts: Mapping[str, int]) -> str:
+    """Return a part of the last message, from the place in `starts` on."""
+    line = _last_line(messages)
+    start = starts.get(line, 0)
+    shown = f"…{line[start:]}" if start else line
+    return shown if len(shown) <= _EXCERPT else shown[: _EXCERPT - 1] + "…"
+
+
+def excerpt_starts(lines: Collection[str]) -> dict[str, int]:
+    """Return where the excerpt of each line starts, so that different lines have different excerpts.
+
+    That is after what all lines begin with. A line that differs from each other one only later than a reader sees
+    starts there.
+    """
+    ordered = sorted(lines)
+    if len(ordered) < 2:
+        return {}
+    shared = [_num_shared(*pair) for pair in pairwise(ordered)]
+    nearest = map(max, [0, *shared], [*shared, 0])
+    common = _whole_words(ordered[0], min(shared))
+    starts = [
+        common if same - common < _SEEN else _whole_words(line, same)
+        for line, same in zip(ordered, nearest, strict=True)
+    ]
+    return dict(zip(ordered, starts, strict=True))
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return how many first characters the lines share."""
+    differing = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
+
+def _whole_words(line: str, length: int) -> int:
+    """Return how much to cut of the first characters of a line: whole words, and 0 if it is not worth it."""
+    end = line.rfind(" ", max(0, length - _SEEN // 2), length) + 1 or length
+    return end if end >= _SHORTEST else 0
 
 
 @lru_cache(maxsize=32)
@@ -199,6 +248,12 @@ def _metadata(path: Path, modified_ns: int) -> tuple[pq.FileMetaData, dict[str, 
 @lru_cache(maxsize=32)
 def _row_group(path: Path, modified_ns: int, group: int, columns: tuple[str, ...] | None) -> pa.Table:
     return pq.ParquetFile(path).read_row_group(group, columns=columns)
+
+
+@lru_cache(maxsize=32)
+def _excerpt_starts(path: Path, modified_ns: int) -> dict[str, int]:
+    messages = pq.read_table(path, columns=["messages"])["messages"].unique().to_pylist()
+    return excerpt_starts({_last_line(each) for each in messages})
 
 
 @lru_cache(maxsize=1024)

@@ -121,7 +121,7 @@ class Timeline:
                 self._engines.setdefault(str(row["engine"]), Requests()).add(row)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             path = self._directory.requests
-            raise RunError(f"{path} has a row that is none of a request: {error!r}"[:_MAX_TEXT]) from None
+            raise RunError(f"{path} has a row that is none of a request ({error!r}); delete it"[:_MAX_TEXT]) from None
 
     def _steps(self) -> list[dict[str, Any]]:
         """Return the training steps with the times at which they began and ended; the warm start is step 0."""

@@ -41,11 +41,12 @@ function logTicks(low, high) {
   return many ? found.filter((_, i) => i % Math.ceil(found.length / 6) === 0) : found;
 }
 
-let isDragging = false;
+/** The plot of which a part is being chosen. */
+let dragged = null;
 
 /** Wait until no part of a plot is being chosen, because a plot that is drawn anew would end that. */
 export async function released() {
-  while (isDragging) await new Promise((resolve) => setTimeout(resolve, 100));
+  while (dragged?.isConnected) await new Promise((resolve) => setTimeout(resolve, 100));
 }
 
 /** Drag over a plot to choose a part of its x axis; `value` maps pixels to the axis. */
@@ -60,7 +61,7 @@ export function draggable(root, { left, right }, value, choose, reset) {
   root.onpointerdown = (event) => {
     if (event.button) return;
     from = place(event);
-    isDragging = true;
+    dragged = root;
     root.setPointerCapture(event.pointerId);
   };
   root.addEventListener("pointermove", (event) => {
@@ -74,16 +75,36 @@ export function draggable(root, { left, right }, value, choose, reset) {
     if (from === null) return;
     const [a, b] = [from, place(event)].sort((x, y) => x - y);
     from = null;
-    isDragging = false;
+    dragged = null;
     shade.setAttribute("visibility", "hidden");
     if (b - a > 5) choose(value(a), value(b));
   };
   root.onpointercancel = () => {
     from = null;
-    isDragging = false;
+    dragged = null;
     shade.setAttribute("visibility", "hidden");
   };
   root.ondblclick = reset;
+}
+
+/** Let the keyboard reach a figure: `act(key)` returns whether the key does something, `leave` is called in the end. */
+export function readable(box, label, act, leave) {
+  box.tabIndex = 0;
+  box.setAttribute("role", "group");
+  box.setAttribute("aria-label", label);
+  box.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Escape") leave();
+    else if (act(event.key)) event.preventDefault();
+  });
+  box.addEventListener("blur", leave);
+}
+
+/** The half of a range that is around a place. */
+export function half(place, low, high) {
+  const width = (high - low) / 2;
+  const start = Math.min(Math.max(place - width / 2, low), high - width);
+  return [start, start + width];
 }
 
 export class Chart {
@@ -92,10 +113,12 @@ export class Chart {
     this.tooltip = tooltip;
     this.zoom = zoom;
     this.spec = spec;
+    this.chosen = null;
     this.element = element("figure", "card");
     const title = element("h3", "", spec.title);
     this.unit = element("p", "unit", `${spec.y_label} over ${spec.x_label}`);
     this.box = element("div", "plot");
+    readable(this.box, `${spec.title}; arrow keys show the numbers, + zooms in and - shows all`, (key) => this.key(key), () => this.leave());
     this.legend = element("div", "legend");
     this.element.append(title, element("p", "healthy", spec.healthy), this.unit, this.box, this.legend);
   }
@@ -128,6 +151,7 @@ export class Chart {
     draggable(root, sides, (px) => this.value(px), (a, b) => this.zoom(spec.x_label, a, b), () => this.zoom(spec.x_label));
     this.box.replaceChildren(root);
     this.showLegend();
+    if (this.chosen !== null) this.choose(this.chosen);
   }
 
   scale(width, range) {
@@ -211,8 +235,32 @@ export class Chart {
   }
 
   hover(event) {
-    const px = event.clientX - this.box.getBoundingClientRect().left;
-    const wanted = this.value(px);
+    this.showNumbers(this.value(event.clientX - this.box.getBoundingClientRect().left), event);
+  }
+
+  /** Do what a key says; return whether it says something. */
+  key(name) {
+    const xs = [...new Set(this.curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+    const [low, high] = this.range;
+    const shown = xs.filter((x) => x >= low && x <= high);
+    const place = shown.length ? nearest(shown, this.chosen ?? low) : -1;
+    const moved = { ArrowLeft: place - 1, ArrowRight: place + (this.chosen !== null), Home: 0, End: shown.length - 1 }[name];
+    if (name === "+") this.zoom(this.spec.x_label, ...half(this.chosen ?? (low + high) / 2, low, high));
+    else if (name === "-") this.zoom(this.spec.x_label);
+    else if (moved === undefined) return false;
+    else if (shown.length) this.choose(shown[Math.min(Math.max(moved, 0), shown.length - 1)]);
+    return true;
+  }
+
+  /** Show the numbers of a step that the keys have chosen. */
+  choose(x) {
+    const box = this.box.getBoundingClientRect();
+    this.showNumbers(x, { clientX: box.left + this.x(x), clientY: box.top + HEIGHT / 2 });
+    this.chosen = x;
+  }
+
+  /** Show the numbers of the step that is nearest, at a place of the page. */
+  showNumbers(wanted, place) {
     const near = this.curves.map((curve) => nearest(curve.x, wanted));
     const xs = near.map((i, k) => this.curves[k].x[i]).filter((x) => x >= this.range[0] && x <= this.range[1]);
     if (!xs.length) return this.leave();
@@ -234,12 +282,13 @@ export class Chart {
       const y = this.y(curve.y[i]);
       if (!Number.isNaN(y)) this.dots.append(svg("circle", { cx: this.x(curve.x[i]), cy: y, r: 3.5, fill: curve.colour }, "dot"));
     });
-    this.tooltip.show(`${this.spec.x_label} ${x}`, list, event);
+    this.tooltip.show(`${this.spec.x_label} ${x}`, list, place);
   }
 
   leave() {
-    this.cross.setAttribute("visibility", "hidden");
-    this.dots.replaceChildren();
+    this.chosen = null;
+    this.cross?.setAttribute("visibility", "hidden");
+    this.dots?.replaceChildren();
     this.tooltip.hide();
   }
 

@@ -1,7 +1,7 @@
 // The page: reads the state from the URL, loads what it names, and draws it again when it changes.
 
 import { LEVELS, limitOf, MARKS, MEASURES, number } from "./measures.js";
-import { PromptList, shownGroups, SORTS } from "./prompts.js";
+import { PromptList, shownGroups, SORTS, wholeRows } from "./prompts.js";
 import { ResponseView } from "./response.js";
 import { openSource } from "./source.js";
 import { DEFAULTS, otherTheme, readState, showTheme, writeState } from "./state.js";
@@ -49,11 +49,10 @@ async function loadStep() {
     if (load !== loads) return;
     if (!data) data = { ...page, loaded: 0, columns: {} };
     for (const [name, values] of Object.entries(page.columns)) (data.columns[name] ??= []).push(...values);
-    const first = data.loaded === 0;
     data.loaded = page.end;
     // A search needs the whole step; everything else is drawn as it comes.
-    if (first && !state.text) await showAll();
-    else showList();
+    if (data.isShown || state.text) showList();
+    else await showAll();
   }
   if (state.text) await search();
   showList();
@@ -73,9 +72,10 @@ function chosenGroup() {
 
 function showList() {
   if (!data) return;
-  groups = shownGroups(data.columns, data.loaded, state, found);
+  const rows = wholeRows(data);
+  groups = shownGroups(data.columns, rows, state, found);
   const responses = groups.reduce((sum, group) => sum + group.passing.length, 0);
-  const more = data.loaded < data.total ? `, ${number(data.total - data.loaded)} more loading` : "";
+  const more = rows < data.total ? `, ${number(data.total - rows)} more loading` : "";
   byId("count").textContent = `${number(groups.length)} prompts, ${number(responses)} responses${more}`;
   const chosen = chosenGroup();
   list.show(data.columns, groups, chosen);
@@ -84,12 +84,16 @@ function showList() {
   byId("next").disabled = chosen < 0 || chosen >= groups.length - 1;
 }
 
+/** Draw the page, unless what it shows is yet to be loaded. */
 async function showAll() {
   showList();
   const { header } = data;
   byId("step-facts").textContent =
     `policy version ${number(header.policy_version)} · ${header.objective} · ` +
     `${number(data.total)} of ${number(header.num_groups * header.n)} responses`;
+  const mayCome = data.loaded < data.total && (!groups.length || Number(state.row) >= wholeRows(data));
+  data.isShown = chosenGroup() >= 0 || !mayCome;
+  if (!data.isShown) return;
   if (groups.length && chosenGroup() < 0) set({ row: String(groups[0].passing[0]), token: "" });
   showList();
   await showGroup();
@@ -132,7 +136,7 @@ async function showHistory(step, group, draw) {
   for (const { step: each, rows } of seen) {
     let columns = data.columns;
     let start = 0;
-    if (each !== step) {
+    if (each !== step || rows.at(-1) >= data.loaded) {
       start = rows[0];
       ({ columns } = await source.rows(each, start, rows.at(-1) - start + 1));
     }
@@ -213,6 +217,7 @@ function pick(view, index) {
 
 const chooseGroup = guarded(async (index) => {
   if (index < 0 || index >= groups.length) return;
+  data.isShown = true;
   set({ row: String(groups[index].passing[0]), token: "" });
   showList();
   await showGroup();
@@ -256,6 +261,7 @@ function viewOf(target) {
 }
 
 function onKey(event) {
+  if (byId("help").open) return;
   const typing = event.target.matches?.("input, select");
   if (event.key === "Escape") {
     tooltip.hide();

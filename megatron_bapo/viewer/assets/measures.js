@@ -2,19 +2,29 @@
 
 export const LEVELS = 6;
 
-const log = (ratio) => (ratio === null ? null : Math.log(Math.max(ratio, 1e-9)));
-const difference = (t) => (t.trainer === null || t.rollout === null ? null : t.trainer - t.rollout);
+/** The figure of a token in a column; null without one. */
+const at = (columns, name, index) => columns[name]?.[index] ?? null;
+
+function logRatio(columns, index) {
+  const ratio = at(columns, "ratio", index);
+  return ratio === null ? null : Math.log(Math.max(ratio, 1e-9));
+}
+
+function difference(columns, index) {
+  const [trainer, rollout] = [at(columns, "trainer", index), at(columns, "rollout", index)];
+  return trainer === null || rollout === null ? null : trainer - rollout;
+}
 
 /**
- * `diverging` measures have a sign; the others start at 0. `value` is what is coloured, `show` what a legend writes, and
- * `least` the smallest end of a scale, so that rounding errors have no colour.
+ * `diverging` measures have a sign; the others start at 0. `value` is what is coloured, of a token by its index in the
+ * columns, `show` what a legend writes, and `least` the smallest end of a scale, so that rounding errors have no colour.
  */
 export const MEASURES = {
-  ratio: { label: "ratio", diverging: true, least: Math.log(1.01), value: (t) => log(t.ratio), show: (x) => number(Math.exp(x)) },
+  ratio: { label: "ratio", diverging: true, least: Math.log(1.01), value: logRatio, show: (x) => number(Math.exp(x)) },
   difference: { label: "trainer − engine log-prob", diverging: true, least: 0.001, value: difference, show: (x) => number(x) },
-  entropy: { label: "entropy", diverging: false, value: (t) => t.entropy, show: (x) => `${number(x)} nats` },
-  advantage: { label: "advantage", diverging: true, value: (t) => t.advantage, show: (x) => number(x) },
-  staleness: { label: "staleness", diverging: false, value: (t) => t.staleness, show: (x) => number(x) },
+  entropy: { label: "entropy", diverging: false, value: (c, i) => at(c, "entropy", i), show: (x) => `${number(x)} nats` },
+  advantage: { label: "advantage", diverging: true, value: (c, i) => at(c, "advantage", i), show: (x) => number(x) },
+  staleness: { label: "staleness", diverging: false, value: (c, i) => at(c, "staleness", i), show: (x) => number(x) },
   none: { label: "nothing", diverging: false, value: () => null, show: () => "" },
 };
 

@@ -35,10 +35,17 @@ export function passes(columns, row, state, found) {
   );
 }
 
-/** The groups with a response that passes, in order: `{rows, passing}` each. */
-export function shownGroups(columns, total, state, found) {
+/** The rows from the first one on whose groups are loaded to their ends; a page of rows may end within a group. */
+export function wholeRows({ columns, loaded, total }) {
+  let rows = loaded;
+  if (loaded < total) while (rows > 0 && columns.group[rows - 1] === columns.group[loaded - 1]) rows--;
+  return rows;
+}
+
+/** The groups of the first `rows` rows with a response that passes, in order: `{rows, passing}` each. */
+export function shownGroups(columns, rows, state, found) {
   const groups = [];
-  for (let row = 0; row < total; row++) {
+  for (let row = 0; row < rows; row++) {
     if (row === 0 || columns.group[row] !== columns.group[row - 1]) groups.push({ rows: [], passing: [] });
     groups.at(-1).rows.push(row);
     if (passes(columns, row, state, found)) groups.at(-1).passing.push(row);
@@ -54,22 +61,6 @@ export function shownGroups(columns, total, state, found) {
   return shown;
 }
 
-const SHORTEST = 12;
-
-/** The length of the common beginning of the texts, up to a space; 0 if it is short. */
-function commonBeginning(texts) {
-  if (texts.length < 2) return 0;
-  let [common] = texts;
-  for (const text of texts) {
-    let length = 0;
-    while (length < common.length && common[length] === text[length]) length++;
-    common = common.slice(0, length);
-    if (common.length < SHORTEST) return 0;
-  }
-  const end = common.lastIndexOf(" ") + 1;
-  return end < SHORTEST ? 0 : end;
-}
-
 /** A list of which only the rows in sight are elements. */
 export class PromptList {
   constructor(list, runway, choose) {
@@ -80,7 +71,6 @@ export class PromptList {
 
   show(columns, groups, chosen) {
     Object.assign(this, { columns, groups, chosen });
-    this.common = commonBeginning(columns.excerpt.filter((excerpt) => excerpt));
     this.runway.style.height = `${HEIGHT * groups.length}px`;
     const top = HEIGHT * chosen;
     const { scrollTop, clientHeight } = this.list;
@@ -110,9 +100,7 @@ export class PromptList {
     item.setAttribute("aria-posinset", String(index + 1));
     item.setAttribute("aria-setsize", String(this.groups.length));
     item.style.top = `${HEIGHT * index}px`;
-    const excerpt = columns.excerpt[rows[0]];
-    const text = this.common && excerpt ? `…${excerpt.slice(this.common)}` : excerpt || columns.prompt_id[rows[0]];
-    item.append(appendText(element("div", "excerpt"), text));
+    item.append(appendText(element("div", "excerpt"), columns.excerpt[rows[0]] || columns.prompt_id[rows[0]]));
     const strip = element("div", "strip");
     const rewards = passing.map((row) => columns.reward[row]).filter((reward) => reward !== null);
     const mean = rewards.length ? rewards.reduce((sum, each) => sum + each, 0) / rewards.length : null;

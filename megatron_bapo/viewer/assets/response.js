@@ -48,7 +48,7 @@ function facts(columns, row) {
 export class ResponseView {
   /** `place` is `{step, row, index}`, with the index of the row in `columns`; `told` gets called when tokens came. */
   constructor(source, columns, place, told) {
-    Object.assign(this, { source, place, told, columns: {}, spans: [], total: 1, loading: null });
+    Object.assign(this, { source, place, told, columns: {}, spans: [], names: [], total: 1, loading: null });
     this.element = element("article", "response");
     const title = element("h2", "", `Response ${columns.response[place.index] + 1}`);
     this.body = element("div", "tokens");
@@ -124,21 +124,26 @@ export class ResponseView {
     this.chunk.append(span);
   }
 
+  /** What the tokens are coloured by; computed once for each token, because each page of tokens changes the scale. */
   values(measure) {
-    const { value } = MEASURES[measure];
-    return this.spans.map((_, index) => value(tokenAt(this.columns, index)));
+    if (this.measured?.measure !== measure) this.measured = { measure, values: [] };
+    const { values } = this.measured;
+    while (values.length < this.spans.length) values.push(MEASURES[measure].value(this.columns, values.length));
+    return values;
   }
 
   colour(measure, limit) {
-    const { value, diverging } = MEASURES[measure];
+    const { diverging } = MEASURES[measure];
     const { marks } = this.columns;
-    this.spans.forEach((span, index) => {
+    this.values(measure).forEach((value, index) => {
       let name = "t";
-      const own = level(value(tokenAt(this.columns, index)), limit, diverging);
+      const own = level(value, limit, diverging);
       if (own) name += ` ${own}`;
       const bits = marks?.[index] ?? 0;
       if (bits) for (const mark of MARKS) if (bits & mark.bit) name += ` ${mark.name}`;
-      if (span.className !== name) span.className = name;
+      if (this.names[index] === name) return;
+      this.names[index] = name;
+      this.spans[index].className = name;
     });
   }
 }

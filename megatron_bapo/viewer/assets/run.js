@@ -2,12 +2,14 @@
 
 import { Chart, released } from "./chart.js";
 import { number } from "./measures.js";
-import { ask } from "./source.js";
+import { ask, Refused } from "./source.js";
 import { otherTheme, readState, showTheme, writeState } from "./state.js";
+import { table } from "./table.js";
 import { appendText, element, plainText } from "./text.js";
 import { clock, describe, Timeline } from "./timeline.js";
 
 const POLL_MS = 2000;
+const NO_METRICS = "No metrics yet: a run writes a row after its first step.";
 const NOTHING = { steps: "", warm: "", time: "", hidden: "", timeline: "0", theme: "" };
 const AXES = { step: "steps", "warm-start step": "warm" };
 const byId = (id) => document.getElementById(id);
@@ -82,13 +84,37 @@ let unread = false;
 async function poll() {
   let isNew = false;
   unread = false;
+  const problems = [];
   for (const [index, run] of runs.entries()) {
-    isNew = (await loadFigures(run, index)) || isNew;
-    unread ||= !run.is_all;
+    await reported(problems, run, async () => {
+      isNew = (await loadFigures(run, index)) || isNew;
+      unread ||= !run.is_all;
+    });
   }
   await released();
   if (isNew) showFigures();
-  await loadTimeline();
+  const run = runs[Number(state.timeline)];
+  await reported(problems, run, loadTimeline);
+  say(problems);
+}
+
+/** Add what the server says against a run to the problems, so that the other runs are shown; nobody there is an error. */
+async function reported(problems, run, load) {
+  try {
+    await load();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    problems.push(runs.length > 1 ? `${run.name}: ${error.message}` : error.message);
+  }
+}
+
+let said = "";
+
+function say(lines) {
+  const text = [...new Set(lines)].map(plainText).join("\n");
+  if (text === said) return; // so that it is not read out again
+  said = text;
+  byId("message").textContent = text;
 }
 
 async function loadTimeline() {
@@ -121,10 +147,9 @@ async function soon() {
       isWanted = false;
       await poll();
     }
-    byId("message").textContent = "";
   } catch (error) {
     unread = false;
-    byId("message").textContent = error instanceof TypeError ? "The viewer does not answer any more." : plainText(String(error.message));
+    say([error instanceof TypeError ? "The viewer does not answer any more." : String(error.message)]);
   }
   isPolling = false;
   timer = setTimeout(soon, POLL_MS);
@@ -159,6 +184,9 @@ function total(curves) {
   return { ...curves[0], name: "total", y, dash: 0 };
 }
 
+/** The titles of the figures on the page. */
+let laidOut = null;
+
 function showFigures() {
   const sections = new Map();
   for (const run of runs) {
@@ -172,9 +200,9 @@ function showFigures() {
     }
   }
   byId("whole").hidden = !(state.steps || state.warm);
-  const keep = new Set([...sections.values()].flatMap((figures) => [...figures.keys()]));
-  if (keep.size && ![...charts.keys()].every((key) => keep.has(key))) charts.clear();
-  if (charts.size !== keep.size) layOut(sections);
+  const wanted = [...sections.values()].flatMap((figures) => [...figures.keys()]);
+  if (wanted.join("\n") !== laidOut) layOut(sections);
+  laidOut = wanted.join("\n");
   for (const figures of sections.values()) {
     for (const [key, figure] of figures) {
       const curves = curvesOf(key);
@@ -189,16 +217,19 @@ function showFigures() {
 
 function layOut(sections) {
   const box = byId("figures");
+  const known = new Map(charts);
+  charts.clear();
   box.replaceChildren();
   for (const [title, figures] of sections) {
     if (!figures.size) continue;
     const grid = element("div", "grid");
     for (const [key, figure] of figures) {
-      if (!charts.has(key)) charts.set(key, new Chart(figure, tooltip, zoom));
+      charts.set(key, known.get(key) ?? new Chart(figure, tooltip, zoom));
       grid.append(charts.get(key).element);
     }
     box.append(element("h2", "", title), grid);
   }
+  if (!charts.size) box.append(element("p", "hint", NO_METRICS));
 }
 
 function showPrompts() {
@@ -242,25 +273,6 @@ function quarantine(rows, total) {
   return more;
 }
 
-/** A table of foreign text; each cell is its class and its text. */
-function table(heads, rows) {
-  const made = element("table");
-  const head = made.createTHead().insertRow();
-  for (const name of heads) head.append(appendText(element("th"), name));
-  const body = made.createTBody();
-  for (const cells of rows) {
-    const row = body.insertRow();
-    for (const [kind, text] of cells) {
-      const cell = element("td", kind);
-      cell.append(appendText(element(kind === "pre" ? "pre" : "span"), text));
-      row.append(cell);
-    }
-  }
-  const box = element("div", "table card");
-  box.append(made);
-  return box;
-}
-
 function showTimeline(found) {
   const hint = byId("timeline-hint");
   const events = byId("events");
@@ -289,15 +301,22 @@ async function showConfigs() {
     box.append(element("p", "hint", "There is one run. megatron-bapo view RUN_DIR RUN_DIR compares several."));
     return;
   }
-  const { rows, total } = await ask("configs");
+  let found;
+  try {
+    found = await ask("configs");
+  } catch (error) {
+    box.append(element("p", "hint", plainText(String(error.message))));
+    return;
+  }
+  const { rows, total } = found;
   const about = total ? `${total} keys differ${rows.length < total ? `; the first ${rows.length} are shown` : ""}.` : "The runs have the same configuration.";
   box.append(element("p", "hint", about));
   if (!total) return;
   box.append(table(["key", ...runs.map((run) => run.name)], rows.map(([key, values]) => [["key", key], ...values.map((value) => ["", value])])));
 }
 
-function redraw() {
-  if (!runs.every((run) => run.figures)) return;
+async function redraw() {
+  await released();
   showFigures();
   shownTime = "";
   soon();
@@ -372,5 +391,5 @@ async function start() {
 }
 
 start().catch((error) => {
-  byId("message").textContent = plainText(String(error.message ?? error));
+  say([String(error.message ?? error)]);
 });

@@ -2,11 +2,14 @@
 
 const PAGE = 2000;
 
+/** What the server says why it has no answer. */
+export class Refused extends Error {}
+
 /** Ask the server; the path is below `api/`. */
 export async function ask(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
   const response = await fetch(`api/${path}${query ? `?${query}` : ""}`);
-  if (!response.ok) throw new Error(`${response.status}: ${(await response.text()).trim()}`);
+  if (!response.ok) throw new Refused(`${response.status}: ${(await response.text()).trim()}`);
   return response.json();
 }
 

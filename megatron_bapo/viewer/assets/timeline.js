@@ -1,6 +1,6 @@
 // The timeline as SVG: a lane for the trainer and for each engine on one axis, with faults and restarts.
 
-import { draggable, svg, ticks } from "./chart.js";
+import { draggable, half, readable, svg, ticks } from "./chart.js";
 import { number } from "./measures.js";
 import { element, plainText } from "./text.js";
 
@@ -25,7 +25,9 @@ const percent = (share) => `${number(Math.round(1000 * share) / 10)}%`;
 export class Timeline {
   /** `zoom(start, stop)` is called with Unix times, or without to see all. */
   constructor(box, tooltip, zoom) {
-    Object.assign(this, { box, tooltip, zoom });
+    Object.assign(this, { box, tooltip, zoom, at: null, lane: 0 });
+    const label = "Timeline; arrow keys move through time and lanes, + zooms in and - shows all";
+    readable(box, label, (key) => this.key(key), () => this.leave());
   }
 
   draw(data) {
@@ -52,6 +54,7 @@ export class Timeline {
     const unix = (px) => data.origin + this.value(px);
     draggable(root, { left: LEFT, right: RIGHT }, unix, (a, b) => this.zoom(a, b), () => this.zoom());
     this.box.replaceChildren(root, this.legend());
+    if (this.at !== null) this.choose(this.at, this.lane);
   }
 
   top(lane) {
@@ -152,6 +155,29 @@ export class Timeline {
     }
   }
 
+  /** Do what a key says; return whether it says something. */
+  key(name) {
+    if (!this.data) return false;
+    const { origin, start, stop } = this.data;
+    const [along, down] = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[name] ?? [];
+    if (name === "+") this.zoom(...half(this.at ?? (start + stop) / 2, start, stop).map((s) => origin + s));
+    else if (name === "-") this.zoom();
+    else if (along === undefined) return false;
+    else this.choose(this.at === null ? start : this.at + (along * (stop - start)) / 100, this.lane + down);
+    return true;
+  }
+
+  /** Show what the lane has at a time. */
+  choose(at, lane) {
+    const { start, stop, engines } = this.data;
+    const [time, place] = [Math.min(Math.max(at, start), stop), Math.min(Math.max(lane, 0), engines.length)];
+    const box = this.box.querySelector("svg").getBoundingClientRect();
+    // Half a pixel more, so that rounding does not lead out of the lane's ends.
+    const x = Math.min(Math.max(this.x(time), LEFT + 0.5), this.width - RIGHT - 0.5);
+    this.hover({ clientX: box.left + x, clientY: box.top + this.top(place) + LANE / 2 });
+    Object.assign(this, { at: time, lane: place });
+  }
+
   hover(event) {
     const box = this.box.querySelector("svg").getBoundingClientRect();
     const px = event.clientX - box.left;
@@ -208,7 +234,8 @@ export class Timeline {
   }
 
   leave() {
-    this.cross.setAttribute("visibility", "hidden");
+    this.at = null;
+    this.cross?.setAttribute("visibility", "hidden");
     this.tooltip.hide();
   }
 

@@ -164,6 +164,7 @@ def test_finished_updates_are_counted_in_the_run_directory(tmp_path):
     ("values", "message"),
     [
         ({"num_updates": 10}, "num_updates=10 must be a multiple of updates_per_step=4"),
+        ({"window": 9}, "window=9 must be at most num_updates=8"),
         ({"armz": {}}, "armz: Extra inputs are not permitted"),
         ({"tokens_of": {"none": [4]}}, "tokens_of: no such arm none; there are fixed, moving"),
         ({"summary": ["loss"]}, "no such column loss; there are reward, accuracy, entropy"),

@@ -3,6 +3,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from megatron_bapo.errors import UserError
 from megatron_bapo.studies.statistics import (
     bootstrap_interval,
     collapse_reasons,
@@ -73,6 +74,38 @@ def test_arms_are_compared_by_the_seeds_that_both_have_and_over_stale_cells_toge
     assert (at_four.updates_per_step, at_four.num_pairs, at_four.mean) == (4, 2, pytest.approx(0.075))
     assert (over_all.mean, over_all.p, over_all.p_adjusted) == (pytest.approx(0.075), 0.5, 0.5)
     assert (at_four.p, at_four.p_adjusted) == (0.5, 1.0)
+
+
+def diverged(tmp_path, value: str, **statistics):
+    """Return a study and its table, in which BAPO's first run has `value` at the end and an accuracy before."""
+    study, _ = make_study(
+        tmp_path,
+        arms={"fixed": {"label": "PPO"}, "moving": {"label": "BAPO"}},
+        statistics={"outcome": "accuracy", "reference": {"fixed": ["moving"]}, **statistics},
+    )
+    cells = [Cell(arm, 4, seed) for arm in ("fixed", "moving") for seed in (1, 2)]
+    rows = [
+        {**cell.columns(), "update": update, "accuracy": value if (cell, update) == (Cell("moving", 4, 1), 8) else 0.5}
+        for cell in cells
+        for update in (4, *range(5, 9))
+    ]
+    for row in rows:
+        row["accuracy"] = row["accuracy"] if row["update"] in (4, 8) else None
+    write_csv(study.output / "updates.csv", rows)
+    return study, StudyTable(study.output / "updates.csv")
+
+
+@pytest.mark.parametrize("value", ["", "nan"])
+def test_a_run_without_an_outcome_in_its_last_step_is_named_and_not_compared(tmp_path, value):
+    with pytest.raises(UserError, match=r"run moving-4x-seed1 has no accuracy in its last step.*statistics\.diverged"):
+        compare(*diverged(tmp_path, value))
+
+
+def test_a_run_that_diverged_counts_with_the_value_that_the_study_names(tmp_path):
+    over_all, at_four = compare(*diverged(tmp_path, "", diverged=0.0))
+
+    assert (at_four.num_pairs, at_four.mean, at_four.p) == (2, -0.25, 1.0)
+    assert (over_all.mean, over_all.low, over_all.high) == (-0.25, -0.5, 0.0)
 
 
 def test_the_table_of_comparisons_has_the_labels_and_the_interval(compared):

@@ -171,11 +171,17 @@ def test_a_file_that_was_cut_and_written_on_is_read_anew(tmp_path: Path) -> None
     assert (follower.read().from_start, follower.read().rows) == (True, [])
 
 
-@pytest.mark.parametrize("line", ["{", "[1]"])
-def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r", line 2 is not JSON .*; repair or delete that line"),
+        ("[1]", " has a line after byte 0 that is not a JSON"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(RunError, match=r"metrics\.jsonl has a line after byte 0 that is not"):
+    with pytest.raises(RunError, match=rf"metrics\.jsonl{message}"):
         Follower(path).read()
 
 

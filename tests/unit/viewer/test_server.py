@@ -117,12 +117,46 @@ def test_a_response_that_no_update_used_has_no_figures(client: TestClient) -> No
         ("17 + 25?", [0, 1, 2, 3]),
         ("guess", [5, 7]),
         ("21, né? 😀", [4, 6]),
+        ("NÉ? 😀", [4, 6]),
+        ("numbers.\n17", [0, 1, 2, 3]),
         (HOSTILE, [8, 9, 10, 11]),
         ("absent", []),
+        ("u202e", []),  # is how the file writes a character of the hostile prompt, and
+        ("content", []),  # this is a key there
     ],
 )
 def test_texts_of_prompts_and_responses_are_searched(client: TestClient, text: str, rows: list[int]) -> None:
     assert client.get(f"/{SECRET}/api/runs/0/steps/1/search", params={"text": text}).json() == {"rows": rows}
+
+
+def test_a_prompt_is_searched_as_it_is_shown(tmp_path: Path) -> None:
+    made = sampled("ok", reward=1.0, advantage=1.0)
+    texts = 'Say "hi".\n\nWait', "Привет, Żółw?", "back\\slash", "plain"
+    write_step(tmp_path, 1, [group(i, prompt(i, text, "1"), [made]) for i, text in enumerate(texts)])
+    samples = Samples(RunDirectory(tmp_path))
+    for text, rows in {
+        '"hi"': [0],
+        ".\n\nw": [0],
+        "привет, żÓłw": [1],
+        "k\\s": [2],
+        "n": [3],
+        '"': [0],
+        "\\": [2],
+        "user": [],
+    }.items():
+        assert samples.search(1, text) == {"rows": rows}, text
+
+
+def test_prompts_that_differ_late_have_different_excerpts(tmp_path: Path) -> None:
+    made = sampled("ok", reward=1.0, advantage=1.0)
+    rules, more = "Follow these rules. " * 20, "Solve it. " * 10
+    texts = [f"{rules}Add {i} and 1" for i in range(3)] + [f"{rules}{more}Sort {word}" for word in ("b a", "d c")]
+    write_step(tmp_path, 1, [group(i, prompt(i, text), [made] * 2) for i, text in enumerate(texts)])
+    excerpts = Samples(RunDirectory(tmp_path)).step(1)["columns"]["excerpt"][::2]
+    assert excerpts == ["…Add 0 and 1", "…Add 1 and 1", "…Add 2 and 1", "…b a", "…d c"]
+    unbroken = ["句" * 300 + end for end in "甲乙"]
+    write_step(tmp_path, 2, [group(i, prompt(i, text), [made]) for i, text in enumerate(unbroken)])
+    assert Samples(RunDirectory(tmp_path)).step(2)["columns"]["excerpt"] == ["…甲", "…乙"]
 
 
 def test_the_steps_with_a_prompt_are_found(client: TestClient) -> None:
