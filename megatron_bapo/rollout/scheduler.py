@@ -38,7 +38,7 @@ from megatron_bapo.rollout.in_flight_group import (
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
 from megatron_bapo.rollout.messages import Generated, GenerationRequest
 from megatron_bapo.rollout.pass_rates import PassRates
-from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
+from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt, QuarantineStreak
 from megatron_bapo.rollout.replay_buffer import ReplayBuffer, staleness_metrics
 from megatron_bapo.rollout.scheduler_deps import SchedulerDeps
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
@@ -71,6 +71,7 @@ class RolloutScheduler:
         self._starts = TurnBudget(STARTS_PER_TURN, self._pump)
         self._oldest_versions: dict[int, int] = {}
         """Oldest versions of the groups that were in flight when the trainer began to wait; newer ones never expire."""
+        self._streak = QuarantineStreak()
         self._changed, self._num_scored = asyncio.Event(), 0
         self._open = asyncio.Event()
         """Set while trajectories may request another segment."""
@@ -284,33 +285,27 @@ class RolloutScheduler:
 
     async def _run_group(self, serial: int, group: InFlightGroup) -> None:
         """Generate and score a group, and put it into the buffer or drop it."""
-        settings = self._settings
         try:
-            await generate_group(
-                group,
-                self._send,
-                self._deps.decode,
-                self._deps.environment,
-                max_failures=settings.max_request_failures,
-                sticky=settings.on_weight_update == "keep",
-            )
-            scored = await self._deps.score(await group.group(self._deps.decode))
-            self._admit(serial, group.oldest_version, scored)
-        except QuarantinedPrompt as reason:
-            self._quarantine(serial, reason)
-        except FunctionFailed as error:
-            try:
-                self._quarantine(serial, self._failure_budget.use(group.prompt.prompt.prompt_id, error))
-            except FunctionFailed as over_budget:
-                self.fail(over_budget)
+            await self._generate(serial, group)
         except Exception as error:  # nobody awaits this task; `take` raises its error
             self.fail(error)
         self._counts.request_failures += group.num_failures
-        if settings.filter_groups.enable:
+        if self._settings.filter_groups.enable:
             still_open = (*self._in_flight, *(each for each, _ in self._returned))
             self._close_uniform(self._uniform.drop_before(min(still_open, default=math.inf)))
         self._changed.set()
         self._pump()
+
+    async def _generate(self, serial: int, group: InFlightGroup) -> None:
+        """Generate and score a group or quarantine its prompt. Raises the error that ends generation."""
+        deps, limit, sticky = self._deps, self._settings.max_request_failures, self._settings.on_weight_update == "keep"
+        try:
+            await generate_group(group, self._send, deps.decode, deps.environment, max_failures=limit, sticky=sticky)
+            self._admit(serial, group.oldest_version, await deps.score(await group.group(deps.decode)))
+        except QuarantinedPrompt as reason:
+            self._quarantine(serial, self._streak.add(reason, len(self._in_flight)))
+        except FunctionFailed as error:
+            self._quarantine(serial, self._failure_budget.use(group.prompt.prompt.prompt_id, error))
 
     async def _send(
         self, request: GenerationRequest, *, prompt_serial: int, prefer: str | None, alone: bool
@@ -322,6 +317,7 @@ class RolloutScheduler:
         (group,) = scored.groups
         assert oldest is not None, "a finished group has tokens"
         self._counts.reward_timeouts += scored.num_reward_timeouts
+        self._streak.clear()
         self._pass_rates.add(serial, group)
         if not self._buffer.admits(oldest, self._policy_version):
             self._counts.add_stale(self._in_flight[serial].lengths)

@@ -46,8 +46,9 @@ def names(batches: list[ScoredGroups]) -> list[str]:
     return [name for batch in prompt_ids(batches) for name in batch]
 
 
-def stream_order(num: int) -> list[str]:
-    return [p.prompt_id for p in PromptStream([p.prompt for p in prompts(40)], seed=3, shuffle=True).take(num)]
+def stream_order(num: int, num_prompts: int = 40) -> list[str]:
+    stream = PromptStream([p.prompt for p in prompts(num_prompts)], seed=3, shuffle=True)
+    return [p.prompt_id for p in stream.take(num)]
 
 
 def ages(batches: list[ScoredGroups]) -> list[int]:
@@ -364,19 +365,41 @@ def test_a_batch_may_take_any_time_while_groups_are_finished():
     run_in_virtual_time(main())
 
 
-def test_a_batch_whose_requests_all_fail_ends_the_run():
+@pytest.mark.parametrize("groups_per_batch", [6, 100])
+def test_requests_that_all_fail_end_the_run_with_the_first_cause(groups_per_batch: int):
     async def main() -> None:
-        world = World(settings(request_timeout_s=30.0, start_timeout_s=10.0))
+        limits = settings(request_timeout_s=30.0, start_timeout_s=10.0)
+        world = World(limits, groups_per_batch=groups_per_batch, num_prompts=1000)
 
         async def fails(request: GenerationRequest) -> Generated:
             await asyncio.sleep(1.0)
-            raise RunError("vLLM failed")
+            raise RunError(f"vLLM refused {request.request_id}")
 
         for engine in world.engines:
             engine.generate = fails
-        with pytest.raises(RunError, match=r"no group was scored for 100 s .* has 0 of 6 new groups"):
+        first = stream_order(1, num_prompts=1000)[0]
+        with pytest.raises(RunError, match=rf"First, prompt {first} failed 3 times, .*: vLLM refused") as error:
             await world.scheduler.take()
-        assert len(world.quarantined) > 6
+        assert f"the requests of {len(world.quarantined) + 1} prompts failed" in str(error.value)
+        assert 15 <= len(world.quarantined) < max(16, groups_per_batch)
+        assert asyncio.get_running_loop().time() < 15
+        await world.scheduler.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("values", [{}, {"mode": "async", "max_staleness": 4}], ids=["sync", "async"])
+def test_prompts_that_fail_at_once_while_others_are_generated_do_not_end_the_run(values: dict[str, Any]):
+    """A third of the prompts fails before any other prompt is generated, more than 16 in a row."""
+
+    async def main() -> None:
+        world = World(settings(**values), groups_per_batch=60, num_prompts=1000)
+        bad = {index for index in range(1000) if index % 3 == 0}
+        for engine in world.engines:
+            engine.fails_on = {index + 1 for index in bad}
+        batches = await world.train(2)
+        assert len(world.quarantined) > 32
+        assert not {int(name.split(":")[1]) for name in names(batches)} & bad
         await world.scheduler.close()
 
     run_in_virtual_time(main())
