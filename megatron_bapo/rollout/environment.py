@@ -7,7 +7,10 @@ continue on another worker or in a resumed run from its messages alone.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +49,10 @@ class FunctionEnvironment:
         self._config = config
         self.num_timeouts = 0
         """Number of calls that timed out since the start."""
-        self._encode = reply_encoder(tokenizer, config.role, chat_template=data.chat_template)
+        # A reply of 100,000 characters takes a tenth of a second, which would stop the event loop. The thread has a
+        # tokenizer of its own, because encoding sets options of the tokenizer.
+        self._encode = reply_encoder(deepcopy(tokenizer), config.role, chat_template=data.chat_template)
+        self._thread = ThreadPoolExecutor(1, "environment replies")
         self._pool = FunctionPool(
             environment_target(config, withheld),
             num_workers=config.num_workers,
@@ -60,6 +66,7 @@ class FunctionEnvironment:
 
     def close(self) -> None:
         self._pool.close()
+        self._thread.shutdown(cancel_futures=True)
 
     async def reply(self, prompt: Prompt, turns: Sequence[dict[str, str]]) -> Reply | None:
         """Return the reply to the last of `turns`, or None to end the trajectory; raises as `FunctionPool.call`."""
@@ -76,7 +83,8 @@ class FunctionEnvironment:
         content = self._config.timeout_reply if result.timed_out else result.value
         if content is None:
             return None
-        return Reply({"role": self._config.role, "content": content}, self._encode(content))
+        token_ids = await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, content)
+        return Reply({"role": self._config.role, "content": content}, token_ids)
 
 
 def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_template: bool) -> Callable[[str], np.ndarray]:

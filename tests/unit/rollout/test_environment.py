@@ -1,5 +1,10 @@
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,10 +51,18 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(params=["guess", "guess_later"])
 def environment(request, tmp_path, monkeypatch, tokenizer) -> Iterator[FunctionEnvironment]:
+    with guessing(tmp_path, monkeypatch, tokenizer, request.param) as environment:
+        yield environment
+
+
+@contextmanager
+def guessing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerBase, function: str = "guess"
+) -> Iterator[FunctionEnvironment]:
     (tmp_path / "environment_test_functions.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     config = EnvironmentConfig(
-        type="function", function=f"environment_test_functions:{request.param}", timeout_s=1.0, timeout_reply="late"
+        type="function", function=f"environment_test_functions:{function}", timeout_s=1.0, timeout_reply="late"
     )
     data = DataConfig.model_validate({"train": {"path": "unused.jsonl"}, "chat_template": False})
     environment = FunctionEnvironment(config, data, tokenizer)
@@ -77,6 +90,34 @@ def test_a_users_function_replies_or_ends_the_response_and_a_late_reply_is_repla
         environment.close()
 
     asyncio.run(main())
+
+
+def test_the_event_loop_goes_on_while_a_reply_is_tokenized(tmp_path, monkeypatch, tokenizer):
+    begun, may_end = Event(), Event()
+
+    class Slow(type(tokenizer)):
+        def encode(self, text: str, **options: Any) -> list[int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            if text == "3: not 41":
+                begun.set()
+                assert may_end.wait(10), "the event loop stands still"
+            return super().encode(text, **options)
+
+    slow = deepcopy(tokenizer)
+    slow.__class__ = Slow
+
+    async def main(environment: FunctionEnvironment) -> None:
+        turns = [{"role": "tool", "content": "no"}, {"role": "assistant", "content": "41"}]
+        work = asyncio.ensure_future(environment.reply(PROMPT, turns))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        may_end.set()
+        reply = await work
+        assert reply is not None
+        assert tokenizer.decode(reply.token_ids) == "3: not 41"
+        environment.close()
+
+    with guessing(tmp_path, monkeypatch, slow) as environment:
+        asyncio.run(main(environment))
 
 
 @pytest.mark.parametrize("chat_template", [False, True])
