@@ -3,13 +3,14 @@
 #
 #   tools/install_transformer_engine.sh PYTHON LOCK
 #
+# PYTHON is the environment's Python, as a path or as the name of a program, such as python3.12.
 # PyPI has its torch extension only as source. It is compiled once per versions of Python, torch and Transformer Engine
 # and kept in WHEEL_CACHE. If that fails, nothing of Transformer Engine is installed, because a part of it would break
 # the import of Megatron-Core, and model.transformer_impl=local still works; with TRANSFORMER_ENGINE=required it is an
 # error.
 set -euo pipefail
 
-python=$1
+python=$(command -v "$1") || { echo "error: there is no program $1; give the environment's Python" >&2; exit 2; }
 lock=$2
 extension=$(grep '^transformer-engine-torch==' "$lock")
 torch=$("$python" -c 'import importlib.metadata as m, sys; print(f"cp{sys.version_info[0]}{sys.version_info[1]}-torch-" + m.version("torch"))')
@@ -40,9 +41,22 @@ build() {
     wait "$building"
 }
 
+check_compiler() { # before ten minutes of compiling
+    local compiler=${CXX:-c++} include
+    include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+    if ! command -v "${compiler%% *}" >/dev/null; then # CXX may have arguments
+        echo "error: there is no C++ compiler $compiler; install g++, or set CXX"
+    elif [[ ! -e $include/Python.h ]]; then
+        echo "error: there is no $include/Python.h; install Python's headers (python3-dev or python3-devel)"
+    else
+        return 0
+    fi >"$cache/build.log"
+    return 1
+}
+
 if [[ ! -e ${wheel[0]} ]]; then
     mkdir -p "$cache"
-    if ! build; then
+    if ! check_compiler || ! build; then
         grep -m 2 'error: ' "$cache/build.log" >&2 || tail -n 5 "$cache/build.log" >&2
         echo "warning: $extension could not be compiled, so Transformer Engine is not installed; configurations with" \
             "model.transformer_impl=local work. To try again: $0 $python $lock" >&2

@@ -15,6 +15,7 @@ case "$*" in
     *"pip wheel"*) echo "$NVTE_BUILD_USE_NVIDIA_WHEELS $(command -v ninja) $*" >>"$CALLS"
         [[ -n $BROKEN ]] && echo "common.h:9: fatal error: cudnn.h: No such file or directory" && seq 9
         [[ -z $BROKEN ]] && touch "$WHEEL_CACHE/$(ls "$WHEEL_CACHE")/transformer_engine_torch-2.20.2-cp.whl" ;;
+    *'["include"]'*) echo "$INCLUDE" ;;
     *"pip install"*) echo "$*" >>"$CALLS" ;;
     *) exec {sys.executable} "$@" ;;
 esac
@@ -69,17 +70,51 @@ def test_the_extension_is_compiled_once_from_the_locks_headers(tmp_path: Path) -
     assert installed[-3].endswith(".whl")
 
 
-def install(folder: Path, *, broken: str, required: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"CXX": "no-such-compiler -O2"}, "error: there is no C++ compiler no-such-compiler -O2; install g++"),
+        ({"INCLUDE": "/no-such-folder"}, "error: there is no /no-such-folder/Python.h; install Python's headers"),
+    ],
+)
+def test_what_is_missing_for_the_build_is_named_before_it_starts(
+    variables: dict[str, str], problem: str, tmp_path: Path
+) -> None:
+    result, calls = install(tmp_path, broken="", required="required", **variables)
+    assert result.returncode == 1
+    assert problem in result.stderr
+    assert calls == []
+
+
+def test_the_environments_python_may_be_given_by_name(tmp_path: Path) -> None:
+    result, calls = install(tmp_path, "python", broken="", required="required", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert calls[0].startswith(f"1 {tmp_path / 'ninja'} ")
+    result, _ = install(tmp_path, "no-such-python", broken="", required="")
+    assert result.returncode == 2
+    assert "error: there is no program no-such-python" in result.stderr
+
+
+def install(
+    folder: Path, program: str = "", *, broken: str, required: str, **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the script; `program` is what it is given as Python, by default the path of the one that records calls."""
     python, ninja, calls = folder / "python", folder / "ninja", folder / "calls"
+    (folder / "Python.h").touch()
+    calls.touch()
     python.write_text(PYTHON)
     ninja.touch()
-    for program in (python, ninja):
-        program.chmod(0o755)
+    for executable in (python, ninja):
+        executable.chmod(0o755)
     environment = {
         **os.environ, "CALLS": str(calls), "BROKEN": broken, "TRANSFORMER_ENGINE": required,
-        "WHEEL_CACHE": str(folder / "wheels"),
+        "WHEEL_CACHE": str(folder / "wheels"), "INCLUDE": str(folder), **variables,
     }  # fmt: skip
     result = subprocess.run(
-        [SCRIPT, python, ROOT / "requirements.txt"], capture_output=True, text=True, timeout=60, env=environment
+        [SCRIPT, program or python, ROOT / "requirements.txt"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
     )
     return result, calls.read_text().splitlines()
