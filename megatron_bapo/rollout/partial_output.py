@@ -26,7 +26,6 @@ class PartialOutput:
     def __init__(self) -> None:
         self._policy_version = 0
         self._completions: list[PartialCompletion] = []
-        self._capacity = 0
 
     def extend(self, delta: Generated) -> None:
         """Append the tokens since the last report.
@@ -36,7 +35,7 @@ class PartialOutput:
         """
         if not any(completion.num_before for completion in delta.completions):
             self._policy_version = delta.policy_version
-            self._completions, self._capacity = [PartialCompletion() for _ in delta.completions], 0
+            self._completions = [PartialCompletion() for _ in delta.completions]
         if [partial.num for partial in self._completions] != [each.num_before for each in delta.completions]:
             return
         self._make_room(max((each.num_before + len(each.token_ids) for each in delta.completions), default=0))
@@ -45,10 +44,9 @@ class PartialOutput:
 
     def _make_room(self, num: int) -> None:
         """Make room for `num` tokens in each completion."""
-        if num <= self._capacity:
+        if all(num <= partial.capacity for partial in self._completions):
             return
-        self._capacity = int(num * _BLOCK_GROWTH)
-        block = np.empty((len(self._completions), 2, self._capacity), np.int32)
+        block = np.empty((len(self._completions), 2, int(num * _BLOCK_GROWTH)), np.int32)
         for partial, (token_ids, log_probs) in zip(self._completions, block, strict=True):
             partial.move_to(token_ids, log_probs.view(np.float32))
 
@@ -74,6 +72,11 @@ class PartialCompletion:
         self._finish_reason: SegmentEnd = "abort"
 
     @property
+    def capacity(self) -> int:
+        """Number of tokens for which there is memory."""
+        return len(self._token_ids)
+
+    @property
     def has_ended(self) -> bool:
         return self._finish_reason != "abort"
 
@@ -82,7 +85,7 @@ class PartialCompletion:
         new_ids, new_log_probs = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
         assert len(new_ids) == len(new_log_probs), "one log-prob per sampled token"
         self._finish_reason = finish_reason
-        if (num := self.num + len(new_ids)) > len(self._token_ids):
+        if (num := self.num + len(new_ids)) > self.capacity:
             size = int(num * _GROWTH)
             self.move_to(np.empty(size, np.int32), np.empty(size, np.float32))
         start, self.num = self.num, num
