@@ -28,7 +28,7 @@ from megatron_bapo.parallel.platform import (
     release_cached_memory,
     take_peak_memory,
 )
-from megatron_bapo.planning.flops import TRAINING_PASSES, forward_pass_flops
+from megatron_bapo.planning.flops import training_pass_flops
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import update_policy
@@ -100,7 +100,7 @@ def measure(
     gc.collect()
     release_cached_memory()
     lengths = [example.num_input_tokens for example in examples]
-    flops = TRAINING_PASSES * forward_pass_flops(architecture, lengths)
+    flops = training_pass_flops(architecture, lengths, lora=None)
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
 
 

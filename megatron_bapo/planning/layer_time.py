@@ -8,7 +8,7 @@ FLOPs of attention's backward pass. Tokens are those of a micro-batch on one con
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
@@ -58,10 +58,8 @@ class Kernels:
     assumptions: Assumptions
     fp8_recipe: str | None = None
     """Scaling recipe of the products in FP8; None: bfloat16."""
-    is_frozen: bool = False
-    """Whether weights have no gradients."""
-    has_adapters: bool = False
-    """Whether linear layers have low-rank adapters."""
+    adapted: tuple[str, ...] | None = None
+    """Linear layers that have low-rank adapters, while all weights are frozen; None: weights are trained."""
 
     @property
     def flops_per_s(self) -> float:
@@ -107,17 +105,19 @@ class Kernels:
         smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + self.tile_s
         return count * min(whole, max(smaller, whole / 4))
 
-    def linear(self, rows: float, columns: float, inner: float, count: float = 1.0) -> Passes:
+    def linear(
+        self, rows: float, columns: float, inner: float, count: float = 1.0, *, modules: tuple[str, ...] = ()
+    ) -> Passes:
         """Return the seconds of a linear layer: one product forward, and one each for input and weight backward.
 
-        A frozen weight has no gradient. Products with an adapter's few columns take as long as moving the layer's input
-        and output, which is read and written again.
+        `modules` are the Hugging Face names of what the layer fuses. A frozen weight has no gradient. Products with an
+        adapter's few columns take as long as moving the layer's input and output, which is read and written again.
         """
         once = Passes(self.product(rows, columns, inner, count), self.product(rows, inner, columns, count))
-        if not self.is_frozen:
-            once += Passes(0.0, self.product(columns, inner, rows, count))
-        adapter_bytes = BF16_BYTES * count * rows * (inner + 2 * columns) * self.has_adapters
-        return once + self.moved(adapter_bytes)
+        if self.adapted is None:
+            return once + Passes(0.0, self.product(columns, inner, rows, count))
+        is_adapted = not set(modules).isdisjoint(self.adapted)
+        return once + self.moved(BF16_BYTES * count * rows * (inner + 2 * columns) * is_adapted)
 
     def moved(self, num_bytes: float, backward: float = ELEMENTWISE_BACKWARD) -> Passes:
         """Return the seconds of kernels that move this many bytes forward."""
@@ -146,7 +146,7 @@ def attention_block(
     hidden = 10.0 * arch.hidden_size / sp
     return (
         _projections(kernels, arch, tp, sp, tokens, query, both)
-        + kernels.linear(tokens, arch.hidden_size, value)
+        + kernels.linear(tokens, arch.hidden_size, value, modules=("o_proj",))
         + Passes(score, ATTENTION_BACKWARD * score)
         + kernels.moved(2 * tokens * (hidden + heads))
         + kernels.quantised(tokens * (arch.hidden_size + query), tokens * (query + both + arch.hidden_size))
@@ -161,21 +161,22 @@ def _projections(
     Latent attention has whole down-projections on every rank, for the tokens that sequence parallelism gives it.
     """
     if not arch.kv_lora_rank:
-        return kernels.linear(tokens, query + both, arch.hidden_size)
-    down = kernels.linear(tokens / sp, arch.cached_dim, arch.hidden_size)
+        return kernels.linear(tokens, query + both, arch.hidden_size, modules=("q_proj", "k_proj", "v_proj"))
+    down = kernels.linear(tokens / sp, arch.cached_dim, arch.hidden_size, modules=("kv_a_proj_with_mqa",))
     if arch.q_lora_rank:
-        down += kernels.linear(tokens / sp, arch.q_lora_rank, arch.hidden_size)
+        down += kernels.linear(tokens / sp, arch.q_lora_rank, arch.hidden_size, modules=("q_a_proj",))
     up = arch.num_attention_heads / tp * (arch.qk_nope_head_dim + arch.v_head_dim)
-    queries = kernels.linear(tokens, query, arch.q_lora_rank or arch.hidden_size)
-    return down + queries + kernels.linear(tokens, up, arch.kv_lora_rank)
+    name = "q_b_proj" if arch.q_lora_rank else "q_proj"
+    queries = kernels.linear(tokens, query, arch.q_lora_rank or arch.hidden_size, modules=(name,))
+    return down + queries + kernels.linear(tokens, up, arch.kv_lora_rank, modules=("kv_b_proj",))
 
 
 @lru_cache(maxsize=65536)
 def mlp_block(kernels: Kernels, arch: Architecture, width: float, tokens: float) -> Passes:
     """Return the seconds of an MLP that all tokens pass, with this width on each tensor-parallel rank."""
     return (
-        kernels.linear(tokens, 2 * width, arch.hidden_size)
-        + kernels.linear(tokens, arch.hidden_size, width)
+        kernels.linear(tokens, 2 * width, arch.hidden_size, modules=("gate_proj", "up_proj"))
+        + kernels.linear(tokens, arch.hidden_size, width, modules=("down_proj",))
         + kernels.moved(2 * tokens * 3 * width)
         + kernels.quantised(tokens * (arch.hidden_size + width), tokens * (2 * width + arch.hidden_size))
     )
@@ -203,10 +204,10 @@ def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, to
     launched = KERNEL_S * kernels.quantising_kernels * QUANTISED_EXPERT_TENSORS / 2 * local
     moved = 2 * hidden * tokens * (copied + sorted_ + padded) + 2 * received * 3 * width
     return (
-        kernels.linear(received / local, 2 * width, hidden, local)
-        + kernels.linear(received / local, hidden, width, local)
+        kernels.linear(received / local, 2 * width, hidden, local, modules=("gate_proj", "up_proj"))
+        + kernels.linear(received / local, hidden, width, local, modules=("down_proj",))
         + kernels.moved(moved)
-        + Kernels(kernels.gpu, kernels.assumptions).linear(tokens, arch.num_experts, hidden)
+        + replace(kernels, fp8_recipe=None).linear(tokens, arch.num_experts, hidden)
         + kernels.quantised(received * (hidden + width), received * (2 * width + hidden))
         + Passes(launched, launched)
     )

@@ -155,6 +155,17 @@ def num_active_parameters(architecture: Architecture) -> int:
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
 
+def num_active_adapter_parameters(architecture: Architecture, lora: LoraConfig) -> int:
+    """Return the adapters' parameters that one token is multiplied with, without experts that it is not routed to.
+
+    The adapter of a fused layer, such as Megatron's QKV, has rows for all of its parts.
+    """
+    inactive = architecture.num_experts - architecture.num_experts_per_tok
+    expert = _mlp("", architecture.hidden_size, architecture.moe_intermediate_size, lora)
+    adapters = sum(parameter.numel for parameter in expert if ".adapter." in parameter.name)
+    return num_trained_parameters(architecture, lora) - len(architecture.moe_layers) * inactive * adapters
+
+
 def _outside_layers(
     architecture: Architecture, split: Split, chunk: ChunkShape, *, is_trained: bool
 ) -> tuple[list[Parameter], list[Parameter]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.flops import TRAINING_PASSES, forward_flops
+from megatron_bapo.planning.flops import forward_flops, training_flops
 from megatron_bapo.planning.generation_time import generation_seconds, teacher_seconds
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
@@ -91,9 +91,10 @@ def step_time(
 ) -> StepTime:
     """Return the estimated time of one step; `colocated` says whether the engines share the trainer's GPUs."""
     trainer, length = config.trainer, mean_length(config, assumptions)
-    passes = TRAINING_PASSES + scoring_passes(config)
     square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
-    model_flops = trainer.ppo_epochs * passes * sum(forward_flops(architecture, length, square))
+    model_flops = training_flops(architecture, length, square, config.model.lora)
+    model_flops += scoring_passes(config) * sum(forward_flops(architecture, length, square))
+    model_flops *= trainer.ppo_epochs
     if teacher is not None and config.algorithm.trainer_holds_teacher:
         model_flops += sum(forward_flops(teacher, length, square))
     sent = traffic(

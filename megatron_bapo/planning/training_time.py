@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
@@ -188,8 +188,8 @@ class _MicroBatchPasses:
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         sp = tp if parallel.sequence_parallel else 1
         self.tokens, self.links = tokens / cp, Links(gpu, assumptions)
-        has_adapters = config.model.lora is not None
-        wide = Kernels(gpu, assumptions, is_frozen=has_adapters, has_adapters=has_adapters)
+        lora = config.model.lora
+        wide = Kernels(gpu, assumptions, adapted=None if lora is None else lora.target_modules)
         num_moe, num_layers = len(arch.moe_layers), arch.num_hidden_layers
         num_bf16 = num_layers if config.fp8 is None else min(num_layers, sum(config.fp8.num_bf16_layers))
         narrow = Kernels(gpu, assumptions, None if config.fp8 is None else config.fp8.recipe)
@@ -216,7 +216,7 @@ class _MicroBatchPasses:
         attended, fed = mean(attention), (mean(mlp), mean(experts))
         self.layers = [attended + part for part in fed]
         """Of a dense layer and of one with experts."""
-        self.output = output_block(replace(wide, has_adapters=False), arch, tp, self.tokens)
+        self.output = output_block(wide, arch, tp, self.tokens)
         scores = 2.0 * arch.attention_width * square / (tp * cp)
         scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
         self.recomputed_collectives = float(parallel.recompute_granularity == "full")

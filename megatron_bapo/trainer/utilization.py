@@ -1,9 +1,10 @@
 """Model FLOPs of a training step and the resulting utilization of the trainer's devices.
 
-A forward and backward pass whose gradients are used counts as three forward passes, and a scoring pass as one. A
-training pass under mispredicted clip bounds also counts as one, because only its ratios are used. Extra work for
-recomputation, padding and masks is not counted as model FLOPs. Every sequence counts in full, also where a micro-batch
-shares its prompt with others.
+A forward and backward pass whose gradients are used counts as three forward passes, and a scoring pass as one. Linear
+layers whose weights are frozen beside adapters have no gradients of weights, and count as two. A training pass under
+mispredicted clip bounds counts as one forward pass, because only its ratios are used. Extra work for recomputation,
+padding and masks is not counted as model FLOPs. Every sequence counts in full, also where a micro-batch shares its
+prompt with others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from megatron_bapo.metrics.values import Last, Metric, Sum
 from megatron_bapo.model.build import PolicyModel
-from megatron_bapo.planning.flops import TRAINING_PASSES, forward_pass_flops
+from megatron_bapo.planning.flops import forward_pass_flops, training_pass_flops
 from megatron_bapo.planning.hardware import peak_flops
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.worker import Worker
@@ -31,9 +32,10 @@ def update_flops(worker: Worker, examples: Sequence[Example], *, scored: bool) -
 
     `scored` says that a scoring pass preceded the training pass.
     """
-    num_passes = TRAINING_PASSES + scored + worker.config.logging.entropy_clip_rule
-    flops = forward_pass_flops(worker.model.architecture, [example.num_input_tokens for example in examples])
-    return {MODEL_FLOPS: Sum(num_passes / worker.groups.data_context.size * flops)}
+    architecture, lengths = worker.model.architecture, [example.num_input_tokens for example in examples]
+    flops = training_pass_flops(architecture, lengths, worker.config.model.lora)
+    flops += (scored + worker.config.logging.entropy_clip_rule) * forward_pass_flops(architecture, lengths)
+    return {MODEL_FLOPS: Sum(flops / worker.groups.data_context.size)}
 
 
 def utilization_metrics(

@@ -20,6 +20,8 @@ from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors
 from megatron_bapo.model.lora_mapping import PEFT_PREFIX, adapter_table
 from megatron_bapo.model.peft_folder import ADAPTER_WEIGHTS, write_adapter_config
+from megatron_bapo.planning.flops import forward_flops
+from megatron_bapo.planning.parameters import num_active_adapter_parameters
 from megatron_bapo.trainer.checkpoint import checkpoints
 from megatron_bapo.trainer.conversion import hugging_face_from_checkpoint, peft_from_checkpoint
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -283,6 +285,18 @@ def loss_of(model: Any, folder: Path) -> torch.Tensor:
         known = LossTokens(behaviour, torch.full((size,), example.advantage), torch.full((size,), example.weight))
         losses.append(policy_loss(log_probs, torch.zeros(size), known, low, high, AlgorithmConfig()))
     return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize(("model", "layout"), [("qwen3", "one-process"), ("qwen3", "tp2-sp"), ("qwen3_moe", "ep2")])
+def test_frozen_weights_have_no_flops_of_their_gradients(results: Path, model: str, layout: str) -> None:
+    """A scoring pass and a training pass with two products of each frozen weight instead of three."""
+    architecture, examples = read_architecture(results / model), make_examples(126, replies=True, in_groups=False)
+    lengths = [example.num_input_tokens for example in examples]
+    products, attention = forward_flops(architecture, sum(lengths), sum(length**2 for length in lengths))
+    adapters = 2.0 * num_active_adapter_parameters(architecture, lora_of(**targets_of(model))) * sum(lengths)
+    expected = products + attention + 2 * products + 3 * (attention + adapters)
+    update = metrics_of(results / f"{model}-{layout}")["update-0"]
+    assert update["perf/model_flops"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "qwen2"])

@@ -6,35 +6,79 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture
-from megatron_bapo.planning.flops import forward_flops
+from megatron_bapo.config.lora import LoraConfig, TargetModule
+from megatron_bapo.planning.flops import forward_flops, training_flops
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block
 from megatron_bapo.planning.model_state import model_state
+from megatron_bapo.planning.parameters import num_active_adapter_parameters
 from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.planning.trainer_memory import num_micro_batches
 from tests.unit.planning.examples import recipe
 
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+ARCHITECTURE = Architecture(family=FAMILIES["llama"], head_dim=32, rms_norm_eps=1e-6, rope_theta=1e4, **SHAPE)
+
 
 def test_forward_flops_are_those_that_pytorch_counts() -> None:
     """PyTorch counts the attention scores that the causal mask discards, too: twice the causal half."""
-    shape = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 1000,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }
-    settings = LlamaConfig(**shape, attn_implementation="eager")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="eager"))
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(input_ids=torch.zeros(1, 512, dtype=torch.long))
-    architecture = Architecture(family=FAMILIES["llama"], head_dim=32, rms_norm_eps=1e-6, rope_theta=1e4, **shape)
-    products, attention = forward_flops(architecture, 512, 512**2)
+    products, attention = forward_flops(ARCHITECTURE, 512, 512**2)
     assert products + 2 * attention == pytest.approx(counter.get_total_flops(), rel=2e-3)
+
+
+@pytest.mark.parametrize("modules", [None, ("q_proj", "k_proj", "v_proj", "down_proj")])
+def test_training_flops_are_those_that_pytorch_counts(modules: tuple[TargetModule, ...] | None) -> None:
+    """With `modules` only these layers' adapters are trained, and the embeddings need a gradient, as in the trainer."""
+    lora = None if modules is None else LoraConfig(rank=16, target_modules=modules)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="eager"))
+        model.requires_grad_(lora is None)
+        for name, layer in list(model.named_modules()):
+            if name.rpartition(".")[2] in (modules or ()):
+                low, high = torch.nn.Linear(layer.in_features, 16, bias=False), torch.nn.Linear(16, layer.out_features)
+                layer.register_forward_hook(lambda _, inputs, out, low=low, high=high: out + high(low(inputs[0])))
+        with FlopCounterMode(display=False) as counter:
+            model(inputs_embeds=torch.zeros(1, 512, 256, requires_grad=True)).logits.sum().backward()
+    attention = forward_flops(ARCHITECTURE, 512, 512**2)[1]
+    masked = 3 * attention  # the other half of the scores
+    assert training_flops(ARCHITECTURE, 512, 512**2, lora) + masked == pytest.approx(
+        counter.get_total_flops(), rel=2e-3
+    )
+
+
+def test_a_token_passes_the_adapters_of_the_experts_that_it_is_routed_to() -> None:
+    plan = recipe("qwen3-30b-a3b_16gpus")
+    lora = LoraConfig(rank=16, target_modules=("gate_proj", "up_proj", "down_proj"))
+    halves = 2 * (2048 + 768) + (768 + 2048)  # gate and up, and down; a rank has as many rows of A and columns of B
+    assert num_active_adapter_parameters(plan.architecture, lora) == 48 * 8 * 16 * halves
+
+
+def test_only_adapted_layers_take_time_for_adapters_and_frozen_ones_less_for_gradients() -> None:
+    full, some, all_ = (
+        recipe("qwen2.5-7b_8gpus", "algorithm.objective=ppo", *overrides).time
+        for overrides in (
+            (),
+            ("model.lora.rank=16", "model.lora.target_modules=[q_proj,v_proj]"),
+            ("model.lora.rank=16",),
+        )
+    )
+    assert 2 / 3 < some.trainer.compute / full.trainer.compute < 0.8  # 2 of 3 products, and all of attention
+    assert some.trainer.compute < all_.trainer.compute < full.trainer.compute
+    assert some.model_flops < all_.model_flops < 0.75 * full.model_flops
+    assert all_.mfu < full.mfu
 
 
 @pytest.mark.parametrize(
