@@ -161,9 +161,11 @@ class Assumptions:
     broadcasts_weights: bool = False
     """Whether a weight transfer without a store gathers full tensors and broadcasts them from one rank per pipeline
     stage, instead of sending every shard to the ranks that need it."""
+    engines_receive_parts: bool = False
+    """Whether an engine rank then receives only its own part of each gathered tensor (miles' p2p mode)."""
     broadcast_gb_s: float = 10.0
     """Bandwidth of such a broadcast per pipeline stage, the gathering and loading of tensors included. Published ones
-    reach 2.6 to 23 GB/s."""
+    reach 2.6 to 23 GB/s. All stages together deliver no more than one GPU's network adapter receives."""
     tensor_overlap: float = 0.0
     """Fraction of tensor parallelism's collectives that computation hides (Megatron's tp_comm_overlap)."""
     expert_overlap: float = 0.0

@@ -108,7 +108,7 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
             "trainer": time.training_parts,
             "training": time.training,
             "total": time.total,
-            "range": step_range(plan.architecture, time.total),
+            "range": step_range(plan),
             "dominant": time.dominant[0],
         },
         "mfu": time.mfu,
@@ -265,7 +265,7 @@ def _time_rows(plan: Plan) -> Rows:
     work = f"the longer of {' and '.join(both)}" if time.overlapped else " + ".join(both)
     others = {"offload": time.offload, "between phases": time.between, "sync": time.weight_sync}
     added = "".join(f" + {name} {seconds:,.0f}" for name, seconds in others.items() if seconds >= 0.5)
-    low, high = step_range(plan.architecture, time.total)
+    low, high = step_range(plan)
     name, seconds = time.dominant
     return [
         ("seconds", f"{time.total:,.0f} = {work}{added}"),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from megatron_bapo.config.architecture import Architecture
+from dataclasses import replace
+from typing import Any
 
-STEP_SPREAD = {False: (0.87, 1.10), True: (0.74, 1.08)}
+from megatron_bapo.planning.plan import Plan
+
+STEP_SPREAD = {False: (0.87, 1.10), True: (0.74, 1.10)}
 """Lowest and highest planned over published seconds of an RL step, for models without and with experts, rounded to
-hundredths. They come from 8 and 6 published layouts of NeMo-RL on 8 to 256 H100s, each planned with efficiencies that
+hundredths. They come from 8 and 10 published layouts of NeMo-RL on 8 to 512 H100s, each planned with efficiencies that
 were estimated without any run of its model (bench.published_folds, whose test compares)."""
+PUBLISHED_MOVES: dict[str, Any] = {"broadcasts_weights": True, "reference_on_host": True, "unpinned_gb_s": 2.8}
+"""Assumptions about the moves of weights and optimizer state in the runs of `STEP_SPREAD`: every engine GPU receives
+all weights, and host memory is not pinned."""
 
 
-def step_range(architecture: Architecture, seconds: float) -> tuple[float, float]:
-    """Return the (shortest, longest) seconds of a step that is planned with `seconds`, if it is as far off as those."""
-    low, high = STEP_SPREAD[bool(architecture.moe_layers)]
-    return seconds / high, seconds / low
+def step_range(plan: Plan) -> tuple[float, float]:
+    """Return the (shortest, longest) seconds of the planned step, if it is as far off as those.
+
+    No published step moves its weights as this trainer does, so the longest step has `PUBLISHED_MOVES` where they take
+    longer.
+    """
+    low, high = STEP_SPREAD[bool(plan.architecture.moe_layers)]
+    published = replace(plan, assumptions=replace(plan.assumptions, **PUBLISHED_MOVES))
+    return plan.time.total / high, max(plan.time.total, published.time.total) / low

@@ -103,6 +103,7 @@ def step_time(
         assumptions.gpus_per_node,
         colocated=colocated,
         broadcasts=assumptions.broadcasts_weights,
+        receives_parts=assumptions.engines_receive_parts,
     )
     return StepTime(
         generation=max(
@@ -123,7 +124,11 @@ def step_time(
 
 def _offload_seconds(config: Config, architecture: Architecture, assumptions: Assumptions) -> float:
     """Return the seconds of moving parameters and optimizer state to host memory and back; gradients are dropped."""
-    state, pinned = model_state(config, architecture, 0, assumptions=assumptions), assumptions.host_copy_gb_s * 1e9
+    pinned = assumptions.host_copy_gb_s * 1e9
     unpinned = pinned if assumptions.unpinned_gb_s is None else assumptions.unpinned_gb_s * 1e9
-    slower = state.optimizer * (1 / unpinned - 1 / pinned)
-    return 2 * (state.on_device - state.gradients) / pinned + slower
+
+    def seconds(stage: int) -> float:
+        state = model_state(config, architecture, stage, assumptions=assumptions)
+        return 2 * (state.on_device - state.gradients) / pinned + state.optimizer * (1 / unpinned - 1 / pinned)
+
+    return max(map(seconds, range(config.parallel.pipeline_model_parallel_size)))

@@ -126,7 +126,9 @@ def training_time(config: Config, arch: Architecture, gpu: Gpu, assumptions: Ass
 def _swap_seconds(config: Config, arch: Architecture, assumptions: Assumptions) -> float:
     if not (assumptions.reference_on_host and config.has_reference_copy):
         return 0.0
-    return 3 * model_state(config, arch, 0, assumptions=assumptions).parameters / (assumptions.host_copy_gb_s * 1e9)
+    stages = range(config.parallel.pipeline_model_parallel_size)
+    largest = max(model_state(config, arch, stage, assumptions=assumptions).parameters for stage in stages)
+    return 3 * largest / (assumptions.host_copy_gb_s * 1e9)
 
 
 def _teacher_seconds(config: Config, gpu: Gpu, assumptions: Assumptions) -> float:

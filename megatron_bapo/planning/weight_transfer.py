@@ -65,6 +65,8 @@ class Traffic:
     """Bytes between one GPU and the other GPUs of its host in one direction, without a store."""
     broadcast: float = 0.0
     """Bytes that one pipeline stage broadcasts."""
+    received: float = 0.0
+    """Bytes of such broadcasts that one GPU receives from other hosts: each GPU receives the tensors of all stages."""
     sent: float = 0.0
     """Bytes between one GPU and those of other hosts in one direction, without a store."""
     num_layers: int = 0
@@ -73,7 +75,8 @@ class Traffic:
     def seconds(self, speed: TransferSpeed) -> float:
         """Return the time until every engine has loaded the version."""
         stored = (self.written + self.loaded) * (1 / speed.store + 1 / speed.copy)
-        direct = self.linked / speed.link + self.sent / speed.network + self.broadcast / speed.broadcast
+        direct = self.linked / speed.link + self.sent / speed.network
+        direct += max(self.broadcast / speed.broadcast, self.received / speed.network)
         return stored + self.crossing / min(speed.network, speed.connection) + direct + self.num_layers * LAYER_S
 
 
@@ -85,14 +88,24 @@ def sync_bytes(config: Config, architecture: Architecture) -> int:
 
 
 def traffic(
-    config: Config, architecture: Architecture, gpus_per_host: int, *, colocated: bool, broadcasts: bool = False
+    config: Config,
+    architecture: Architecture,
+    gpus_per_host: int,
+    *,
+    colocated: bool,
+    broadcasts: bool = False,
+    receives_parts: bool = False,
 ) -> Traffic:
-    """Return the bytes of one full transfer, if the ranks that hold the same parameters share the work evenly."""
+    """Return the bytes of one full transfer, if the ranks that hold the same parameters share the work evenly.
+
+    `broadcasts` and `receives_parts` are `broadcasts_weights` and `engines_receive_parts` of `Assumptions`.
+    """
     num_bytes, rollout, world = sync_bytes(config, architecture), config.rollout, config.parallel.world_size
-    engine_bytes = num_bytes / rollout.ranks_per_engine
+    engine_bytes, held = num_bytes / rollout.ranks_per_engine, held_bytes(config, architecture, gpus_per_host)
     if broadcasts:
-        return Traffic(broadcast=num_bytes / config.parallel.pipeline_model_parallel_size)
-    held = held_bytes(config, architecture, gpus_per_host)
+        is_on_one_host = world + (not colocated) * config.num_engine_ranks <= gpus_per_host
+        received = 0.0 if is_on_one_host else engine_bytes if receives_parts else num_bytes - held * colocated
+        return Traffic(broadcast=num_bytes / config.parallel.pipeline_model_parallel_size, received=received)
     if config.weight_sync.transport != "store":
         return _direct(config, num_bytes, held if colocated else 0.0, gpus_per_host, architecture.num_hidden_layers)
     if not colocated:

@@ -1,12 +1,15 @@
 """The planner against published runs of other trainers (bench/published_runs.yaml)."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
 
 from bench.published_folds import EFFICIENCIES, estimated, model_folds, model_spreads
-from bench.published_runs import PublishedRun, geometric_mean, published_runs, summary
-from megatron_bapo.planning.spread import STEP_SPREAD
+from bench.published_runs import Interval, PublishedRun, geometric_mean, published_runs, summary
+from megatron_bapo.planning.hardware import Assumptions
+from megatron_bapo.planning.model_state import model_state
+from megatron_bapo.planning.spread import PUBLISHED_MOVES, STEP_SPREAD, step_range
 
 RUNS = published_runs()
 PHASES = ("training_s", "generation_s", "sync_s")
@@ -35,6 +38,31 @@ def test_no_published_layout_is_refused_for_memory(run: PublishedRun) -> None:
 def test_the_spread_that_plans_print_is_that_of_models_that_no_efficiency_has_seen() -> None:
     rounded = {has_experts: tuple(round(r, 2) for r in ratios) for has_experts, ratios in model_spreads().items()}
     assert rounded == STEP_SPREAD
+
+
+RL_STEPS = [run for run in RUNS if "step_s" in run.fields["published"] and not run.trains_only]
+
+
+@pytest.mark.parametrize("run", RL_STEPS, ids=lambda run: run.name)
+def test_a_published_step_is_in_the_range_that_its_plan_prints(run: PublishedRun) -> None:
+    """Also if the plan has this trainer's own assumptions instead of those about the project that published it."""
+    assert PUBLISHED_MOVES.items() <= run.base["assumptions"].items()
+    plan, published = run.plan(), Interval.of(run.fields["published"]["step_s"])
+    lengths = {name: getattr(plan.assumptions, name) for name in ("mean_prompt_fraction", "mean_response_fraction")}
+    for each in (plan, replace(plan, assumptions=Assumptions(**lengths))):
+        shortest, longest = step_range(each)
+        assert shortest <= published.high
+        assert longest >= published.low
+
+
+def test_the_pipeline_stage_with_the_most_state_moves_it_the_longest() -> None:
+    """The first stage of DeepSeek-V3 has its three dense layers, and few parameters."""
+    plan = next(run for run in RUNS if run.name == "nemo-rl-deepseek-v3-sync").plan()
+    first, second = (model_state(plan.config, plan.architecture, n, assumptions=plan.assumptions) for n in (0, 1))
+    assert second.optimizer > 5 * first.optimizer
+    moved = 2 * (second.on_device - second.gradients) / 20e9 + second.optimizer * (1 / 2.8e9 - 1 / 20e9)
+    assert plan.time.offload == pytest.approx(moved)
+    assert plan.time.trainer.swap >= 3 * second.parameters / 20e9
 
 
 def test_efficiencies_of_some_runs_plan_the_others() -> None:

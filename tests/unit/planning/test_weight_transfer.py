@@ -10,6 +10,7 @@ from megatron_bapo.model.weight_layouts import (
     weight_plan,
 )
 from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.plan import Plan
 from megatron_bapo.planning.weight_transfer import LAYER_S, TransferSpeed, sync_bytes, traffic
 from megatron_bapo.weight_sync.plan_figures import direct_figures, store_figures
 from tests.unit.planning.examples import RECIPES, recipe
@@ -122,3 +123,27 @@ def test_with_adapters_the_bytes_of_a_version_are_those_of_what_is_sent(lora: st
     assert plan.store_bytes == 2 * exact.total_bytes
     full = recipe("qwen2.5-7b_8gpus").time.weight_sync
     assert (plan.time.weight_sync < 0.02 * full) == (lora == "adapters")
+
+
+def test_a_gpu_receives_the_broadcasts_of_all_stages_through_its_own_adapter() -> None:
+    """More stages broadcast more at a time, until what they send together is what one adapter receives."""
+    one, four = (
+        recipe("qwen2.5-32b_64gpus", f"parallel.pipeline_model_parallel_size={stages}", "rollout.colocate=false")
+        for stages in (1, 4)
+    )
+    weights = sync_bytes(one.config, one.architecture)
+
+    def seconds(plan: Plan, **changes: bool) -> float:
+        sent = traffic(plan.config, plan.architecture, 8, colocated=False, broadcasts=True, **changes)
+        return sent.seconds(SPEED)
+
+    assert seconds(one) == pytest.approx(weights / SPEED.broadcast)
+    assert seconds(four) == pytest.approx(weights / SPEED.network)  # 35 GB/s, not 4 x 10
+    assert seconds(four, receives_parts=True) == pytest.approx(weights / 4 / SPEED.broadcast)
+
+
+def test_broadcasts_within_a_host_do_not_pass_its_adapters() -> None:
+    plan = recipe("qwen2.5-7b_8gpus")
+    sent = traffic(plan.config, plan.architecture, 8, colocated=True, broadcasts=True)
+    assert sent.received == 0
+    assert sent.seconds(SPEED) == pytest.approx(sync_bytes(plan.config, plan.architecture) / SPEED.broadcast)
