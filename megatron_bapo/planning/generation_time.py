@@ -73,7 +73,7 @@ def decode_cost(
     read_share = 1.0 - (1.0 - arch.num_experts_per_tok / arch.num_experts) ** together if arch.num_experts else 1.0
     weights = num_stages * engine.weights - experts // size * engine_matrix_bytes(config) * (1.0 - read_share)
     bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency
-    flops_per_s = rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s = rollout.ranks_per_engine * gpu.bf16_flops * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     links = Links(gpu, assumptions)
     # Links asks for the GPUs of a host; a group on several nodes with fewer GPUs each crosses the network, too.
@@ -94,7 +94,7 @@ def prefill_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions, num_tokens: float
 ) -> float:
     """Return the seconds in which one engine prefills `num_tokens` prompt tokens, without attention."""
-    flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_tflops * 1e12 * assumptions.compute_efficiency
+    flops_per_s = config.rollout.ranks_per_engine * gpu.bf16_flops * assumptions.compute_efficiency
     flops_per_s *= engine_speedup(config, gpu, assumptions)
     return 2.0 * num_active_parameters(architecture) * num_tokens / flops_per_s
 

@@ -30,11 +30,22 @@ class Gpu:
     num_sms: int
     """Streaming multiprocessors, each of which computes one tile of a matrix product at a time."""
     source: str
+    sustained: float = 1.0
+    """Share of the bfloat16 peak that computation reaches over an H100's, whose power limit lowers the clocks further
+    than that of an A100. An A100's is estimated from MosaicML's llm-foundry (scripts/train/benchmarking/README.md),
+    which runs the same models with the same code on both: with it, 17 layouts on A100s and 44 on H100s with sequences
+    of 2,048 to 8,192 tokens are planned in 1.00 of the published seconds on average, and without it those on A100s in
+    1.23. No source has such pairs for the other GPUs."""
+
+    @property
+    def bf16_flops(self) -> float:
+        """FLOP/s in bfloat16 of which computation reaches the assumed efficiencies."""
+        return self.bf16_tflops * 1e12 * self.sustained
 
 
 GpuName = Literal["A100", "H100", "H200", "B200", "H20"]
 GPUS: dict[GpuName, Gpu] = {
-    "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, 108, "NVIDIA A100 80GB SXM and DGX A100 data sheets"),
+    "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, 108, "NVIDIA A100 80GB SXM and DGX A100 data sheets", 1.25),
     "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, 132, "NVIDIA H100 SXM and DGX H100 data sheets"),
     "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, 132, "NVIDIA H200 SXM and DGX H200 data sheets"),
     "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, 148, "NVIDIA HGX B200 and DGX B200 data sheets"),
@@ -68,8 +79,9 @@ class Assumptions:
     """
 
     compute_efficiency: float = 0.6
-    """Fraction of the dense bfloat16 peak that a large matrix product reaches in a training run, whose power limit
-    lowers the clocks; estimated over all published runs. Tiles and waves lower it further (`layer_time.Kernels`)."""
+    """Fraction of the dense bfloat16 peak that a large matrix product reaches in a training run on an H100, whose power
+    limit lowers the clocks; estimated over all published runs. `Gpu.sustained` multiplies it for other GPUs. Tiles and
+    waves lower it further (`layer_time.Kernels`)."""
     fp8_efficiency: float = 0.6
     """The same of the dense FP8 peak. Quantization counts apart."""
     attention_efficiency: float = 0.5

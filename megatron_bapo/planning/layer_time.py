@@ -64,7 +64,7 @@ class Kernels:
     @property
     def flops_per_s(self) -> float:
         if self.fp8_recipe is None or not self.gpu.fp8_tflops:  # without FP8 products the plan does not fit anyway
-            return self.gpu.bf16_tflops * 1e12 * self.assumptions.compute_efficiency
+            return self.gpu.bf16_flops * self.assumptions.compute_efficiency
         slower = BLOCKWISE_SPEED if self.fp8_recipe == "blockwise" else 1.0
         return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower
 
@@ -140,7 +140,7 @@ def attention_block(
     query, value = (arch.num_attention_heads * width / tp for width in (arch.head_dim, arch.value_dim))
     both = max(1.0, arch.num_key_value_heads / tp) * (arch.head_dim + arch.value_dim)
     flops = 2.0 * arch.attention_width / tp * square / cp
-    score = flops / (kernels.gpu.bf16_tflops * 1e12 * kernels.assumptions.attention_efficiency)
+    score = flops / (kernels.gpu.bf16_flops * kernels.assumptions.attention_efficiency)
     # Both norms and residual connections read and write the hidden states; rotary embeddings and QK norms the heads.
     heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2)
     hidden = 10.0 * arch.hidden_size / sp

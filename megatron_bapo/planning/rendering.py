@@ -15,7 +15,7 @@ from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.lora_transfer import reason_to_merge, sent_adapters
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.hardware import GIB, Assumptions
+from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.rollout_memory import EngineMemory
@@ -52,7 +52,7 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
         _print_section(console, _engine_title(teacher.rollout, "the teacher's engines"), rows)
     _print_section(console, "host memory and weight sync", _host_rows(plan))
     _print_section(console, "one step, estimated", _time_rows(plan))
-    _print_section(console, "assumed", _assumption_rows(plan.assumptions))
+    _print_section(console, "assumed", _assumption_rows(plan))
     _print_verdict(console, plan, overrides)
 
 
@@ -278,9 +278,11 @@ def _time_rows(plan: Plan) -> Rows:
     ]
 
 
-def _assumption_rows(assumptions: Assumptions) -> Rows:
+def _assumption_rows(plan: Plan) -> Rows:
+    assumptions, factor = plan.assumptions, plan.gpu.sustained
+    more = "" if factor == 1.0 else f", times {factor:g} for an {plan.gpu_name}"
     return [
-        ("--efficiency", f"{assumptions.compute_efficiency:g} of the peak FLOP/s"),
+        ("--efficiency", f"{assumptions.compute_efficiency:g} of the peak FLOP/s{more}"),
         ("--mean-response", f"{assumptions.mean_response_fraction:g} of rollout.max_response_length"),
         ("--host-gib", f"{assumptions.host_memory_gib:,g} in each node of {assumptions.gpus_per_node} GPUs"),
         ("others", "in planning/hardware.py; --json prints all"),

@@ -190,11 +190,11 @@ class _MicroBatchPasses:
         tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         sp = tp if parallel.sequence_parallel else 1
         self.tokens, self.links = tokens / cp, Links(gpu, assumptions)
-        lora = config.model.lora
-        wide = Kernels(gpu, assumptions, adapted=None if lora is None else lora.target_modules)
+        adapted = None if config.model.lora is None else config.model.lora.target_modules
+        wide = Kernels(gpu, assumptions, adapted=adapted)
         num_moe, num_layers = len(arch.moe_layers), arch.num_hidden_layers
         num_bf16 = num_layers if config.fp8 is None else min(num_layers, sum(config.fp8.num_bf16_layers))
-        narrow = Kernels(gpu, assumptions, None if config.fp8 is None else config.fp8.recipe)
+        narrow = Kernels(gpu, assumptions, None if config.fp8 is None else config.fp8.recipe, adapted)
         split, routed = ExpertSplit.of(parallel), self.tokens / sp
         if cp > 1 and config.model.transformer_impl == "local":
             square *= 2  # masked scores are computed and then discarded
@@ -220,7 +220,7 @@ class _MicroBatchPasses:
         """Of a dense layer and of one with experts."""
         self.output = output_block(wide, arch, tp, self.tokens)
         scores = 2.0 * arch.attention_width * square / (tp * cp)
-        scores /= gpu.bf16_tflops * 1e12 * assumptions.attention_efficiency
+        scores /= gpu.bf16_flops * assumptions.attention_efficiency
         self.recomputed_collectives = float(parallel.recompute_granularity == "full")
         self.recomputed = [layer.forward * self.recomputed_collectives for layer in self.layers]
         """Seconds of what the backward pass computes again, in the same layers."""
