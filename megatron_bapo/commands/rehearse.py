@@ -23,8 +23,8 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.build import build_policy
-from megatron_bapo.parallel.fake_ranks import FakeRank, fake_rank, process_group
-from megatron_bapo.parallel.groups import ParallelGroups, create_groups
+from megatron_bapo.parallel.fake_ranks import FakeRank, Group, fake_rank, process_group
+from megatron_bapo.parallel.groups import ParallelGroups, create_groups, embedding_group
 from megatron_bapo.planning.activations import MicroBatch
 from megatron_bapo.planning.collectives import sent_bytes
 from megatron_bapo.planning.hardware import Assumptions
@@ -41,8 +41,6 @@ MEMORY_TOLERANCE, BYTES_TOLERANCE = 0.05, 0.01
 UNPLANNED_BYTES = 1 << 20
 """Difference of the bytes sent over an axis that is always allowed: metrics and sums of the search for clip bounds,
 whose size does not depend on the model."""
-ONE_AXIS = {"all-to-all": "expert", "send": "pipeline", "receive": "pipeline"}
-"""Kinds of communication of an update that cross only one axis."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,10 @@ class RankRehearsal:
         found = []
         if abs(self.peak_bytes / self.planned_peak_bytes - 1) > MEMORY_TOLERANCE:
             found.append(f"peak memory {self.peak_bytes:,} bytes, planned {self.planned_peak_bytes:,}")
-        for axis, planned in self.planned_traffic.items():
-            if abs(self.sent_bytes[axis] - planned) > max(BYTES_TOLERANCE * planned, UNPLANNED_BYTES):
-                found.append(f"{axis} parallelism sends {self.sent_bytes[axis]:,} bytes, planned {planned:,}")
+        for axis in sorted(self.planned_traffic.keys() | self.sent_bytes.keys()):
+            sent, planned = self.sent_bytes[axis], self.planned_traffic.get(axis, 0)
+            if abs(sent - planned) > max(BYTES_TOLERANCE * planned, UNPLANNED_BYTES):
+                found.append(f"{sent:,} bytes are sent over {axis} ranks, planned {planned:,}")
         return found
 
 
@@ -150,6 +149,7 @@ def rehearse_rank(
         num_routed = tokens * architecture.num_experts_per_tok
         with fake_rank((tokens, 1, architecture.hidden_size), num_routed) as played:
             worker = _worker(config, architecture, groups, played)
+            played.forget_traffic()  # of the model's construction
             with _without_device_memory(worker, played):
                 update_policy(worker, _examples(config, batch, num), lr=LEARNING_RATE, on_policy=False)
             traffic = tuple(_traffic(played, groups))
@@ -236,21 +236,21 @@ def _examples(config: Config, batch: MicroBatch, num: int) -> list[Example]:
 def _traffic(played: FakeRank, groups: ParallelGroups) -> Iterator[Traffic]:
     """Name the groups of a rank's collectives.
 
-    Where axes have the same ranks, only experts exchange tokens. Only pipeline stages send to one rank; of two stages,
-    Megatron-Core lets one send in the group of all ranks.
+    Only pipeline stages send to one rank; of two stages, Megatron-Core lets one send in the group of all ranks.
     """
     named = {
-        "expert": groups.expert,
-        "expert data": groups.expert_data,
-        "data": groups.data_context,
-        "context": groups.context,
-        "pipeline": groups.pipeline,
-        "tensor": groups.tensor,
+        "tensor": groups.tensor.group,
+        "context": groups.context.group,
+        "pipeline": groups.pipeline.group,
+        "embedding": embedding_group(),
+        "expert": groups.expert.group,
+        "data": groups.data_context.group,
+        "expert data": groups.expert_data.group,
     }
-    axes = {tuple(axis.global_ranks): name for name, axis in named.items()}
-    for (ranks, kind), num_calls in sorted(played.calls.items()):
-        axis = ONE_AXIS.get(kind) or axes.get(ranks, "other")
-        yield Traffic(axis, kind, len(ranks), num_calls, played.sent_bytes[ranks, kind])
+    axes = {Group.of(group).name: axis for axis, group in named.items() if group is not None}
+    for (group, kind), num_calls in sorted(played.calls.items()):
+        axis = "pipeline" if kind in ("send", "receive") else axes.get(group.name, "other")
+        yield Traffic(axis, kind, len(group.ranks), num_calls, played.sent_bytes[group, kind])
 
 
 def all_differences(rehearsals: Sequence[RankRehearsal]) -> list[str]:

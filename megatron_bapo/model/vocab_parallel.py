@@ -179,6 +179,7 @@ def _run(
                 torch.mm(grad_CV, weight_VH, out=grad_hidden_TH[tokens])
             if grad_weight_VH is not None:
                 _multiply(grad_CV.T, hidden_TH[tokens], grad_weight_VH, add=True)
+            del grad_CV  # the next chunk's logits take its memory
     if grad_weight_VH is not None:
         grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
     return log_probs_T, entropy_T, grad_hidden_TH, grad_weight_VH

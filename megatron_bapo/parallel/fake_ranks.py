@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -27,11 +27,21 @@ from torch.utils._pytree import tree_map_only
 from megatron_bapo.errors import UserError
 from megatron_bapo.parallel.megatron import parallel_state
 
-Ranks = tuple[int, ...]
 FLOAT_SCALAR = 0.5
 """Value of every floating-point scalar that is read. It is finite, so that no update is skipped."""
 
 _type = torch.Tensor.type
+
+
+class Group(NamedTuple):
+    """A process group; several may have the same ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Group:
+        return cls(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
 
 class FakeRank(TorchDispatchMode):
@@ -45,9 +55,9 @@ class FakeRank(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.calls: Counter[tuple[Ranks, str]] = Counter()
-        """Number of calls by the ranks of the group and the kind of operation."""
-        self.sent_bytes: Counter[tuple[Ranks, str]] = Counter()
+        self.calls: Counter[tuple[Group, str]] = Counter()
+        """Number of calls by the group and the kind of operation."""
+        self.sent_bytes: Counter[tuple[Group, str]] = Counter()
         """Bytes that a ring sends from this rank, by the same keys."""
         self._hidden_shape, self._num_routed = tuple(hidden_shape), num_routed
         self._sizes: dict[int, int] = {}
@@ -62,6 +72,11 @@ class FakeRank(TorchDispatchMode):
             yield
         finally:
             self._on_device = True
+
+    def forget_traffic(self) -> None:
+        """Count communication from now on only."""
+        self.calls.clear()
+        self.sent_bytes.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -106,15 +121,15 @@ class FakeRank(TorchDispatchMode):
     def _communicate(self, func: Any, args: tuple[Any, ...]) -> Any:
         name = func.overloadpacket.__name__.strip("_")
         groups = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-        ranks = tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0])))
-        kind, sent = _sent(name, args, len(ranks))
+        group = Group.of(dist.ProcessGroup.unbox(groups[0]))
+        kind, sent = _sent(name, args, len(group.ranks))
         if kind == "receive" and args[0][0].dtype == torch.int64:
             storage = args[0][0].untyped_storage()
             self._shapes.add(storage._cdata)
             weakref.finalize(storage, self._shapes.discard, storage._cdata)  # another storage may get its address
-        if len(ranks) > 1:
-            self.calls[ranks, kind] += 1
-            self.sent_bytes[ranks, kind] += sent
+        if len(group.ranks) > 1:
+            self.calls[group, kind] += 1
+            self.sent_bytes[group, kind] += sent
         work = FakeWork().boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
@@ -202,6 +217,11 @@ def _flash_attention(
     return flash(query, key, value, is_causal=is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
+def _gpu_dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Replacement of `torch.nn.functional.dropout` that saves a mask of one byte per element, as the GPU kernel."""
+    return torch.native_dropout(hidden, p, training)[0]
+
+
 def _gpu_type(tensor: torch.Tensor, dtype: Any = None, **options: Any) -> Any:
     """Replacement of `torch.Tensor.type`, which Megatron's optimizers ask: as if the tensor was on a GPU."""
     return f"torch.cuda.{_type(tensor).rpartition('.')[2]}" if dtype is None else _type(tensor, dtype, **options)
@@ -255,6 +275,7 @@ def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[Fake
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
         stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention))
+        stack.enter_context(patch("torch.nn.functional.dropout", _gpu_dropout))
         stack.enter_context(patch.object(torch.Tensor, "type", _gpu_type))
         stack.enter_context(patch.object(torch.Tensor, "tolist", _numbers))
         stack.enter_context(patch.object(dist, "all_gather_object", _own_value))

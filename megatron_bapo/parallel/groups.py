@@ -101,6 +101,15 @@ def through(group: dist.ProcessGroup, groups: ParallelGroups) -> ParallelGroups:
     return replace(groups, **moved)
 
 
+def embedding_group() -> dist.ProcessGroup | None:
+    """Return the group in which the first and the last pipeline stage sum the gradients of tied embeddings.
+
+    It is None on other stages.
+    """
+    group: Any = parallel_state.get_embedding_group(check_initialized=False)
+    return group
+
+
 def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> ParallelGroups:
     """Create the mesh on the initialized process group and seed Megatron's RNG tracker.
 

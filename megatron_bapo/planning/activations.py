@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.planning.model_state import FP32
-from megatron_bapo.planning.parameters import ChunkShape
+from megatron_bapo.planning.parameters import Adapter, ChunkShape, Split, layer_adapters
 
 INDEX = 8
 """Bytes of an int64 index."""
@@ -61,7 +63,11 @@ class MicroBatch:
 
 
 def chunk_activations(
-    architecture: Architecture, parallel: ParallelConfig, chunk: ChunkShape, batch: MicroBatch
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    chunk: ChunkShape,
+    batch: MicroBatch,
+    lora: LoraConfig | None = None,
 ) -> Terms:
     """Return the activation bytes of one model chunk and one micro-batch under the layout's recompute settings."""
     terms: Terms = Counter()
@@ -71,7 +77,7 @@ def chunk_activations(
     num_moe = len(architecture.moe_layers.intersection(chunk.layers))
     for has_experts, count in (False, len(chunk.layers) - num_moe), (True, num_moe):
         if count:
-            of_layer = layer_activations(architecture, parallel, batch, has_experts=has_experts)
+            of_layer = layer_activations(architecture, parallel, batch, lora, has_experts=has_experts)
             terms += Counter({name: count * num_bytes for name, num_bytes in of_layer.items()})
     if parallel.recompute_granularity == "full":
         terms["rotary angles"] += tokens * architecture.rotary_dim * FP32
@@ -81,7 +87,12 @@ def chunk_activations(
 
 
 def layer_activations(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    batch: MicroBatch,
+    lora: LoraConfig | None = None,
+    *,
+    has_experts: bool,
 ) -> Terms:
     """Return the activation bytes of one layer under the layout's recompute settings."""
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
@@ -91,14 +102,22 @@ def layer_activations(
     attention = _latent_attention if architecture.kv_lora_rank else _attention
     terms = attention(architecture, parallel, batch, recompute="core_attn" in modules)
     terms["norms"] += _norm(batch.split_tokens(parallel), architecture.hidden_size, batch)
-    if ("moe" if has_experts else "mlp") in modules:
+    recomputes_mlp = ("moe" if has_experts else "mlp") in modules
+    if lora is not None:
+        hashable: Any = lora
+        terms["adapters"] += sum(
+            _adapter_bytes(adapter, architecture, parallel, batch, lora)
+            for adapter in layer_adapters(architecture, Split.of(parallel), hashable, has_experts=has_experts)
+            if not (recomputes_mlp and adapter.linear.startswith("mlp."))
+        )
+    if recomputes_mlp:
         terms["layer inputs"] += hidden
     elif has_experts:
         terms += _experts(architecture, parallel, batch)
     else:
         elements, b = _mlp_elements(architecture.intermediate_size, parallel, batch), batch.dtype_bytes
         terms["mlp"] += hidden // b * batch.input_bytes + elements * (batch.swiglu_bytes + batch.input_bytes)
-    return terms
+    return terms if lora is None else terms - _unsaved_inputs(architecture, parallel, batch, lora, has_experts)
 
 
 def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
@@ -127,20 +146,20 @@ def largest_temporaries(
 
 
 def output_layer_bytes(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, chunk_size: int
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, chunk_size: int, *, is_trained: bool
 ) -> tuple[int, int]:
     """Return the bytes of the log-probs and their gradients: (saved until the backward pass, peak workspace).
 
     `model/vocab_parallel.py` computes one chunk of tokens at a time. Its workspace is the chunk's logits and
-    exponentials in fp32, their gradient, and the weight's gradient in fp32 before it is rounded.
+    exponentials in fp32, their gradient, and the gradient in fp32 of a trained weight before it is rounded.
     """
     tokens, b = batch.tokens(parallel), batch.dtype_bytes
     tp = parallel.tensor_model_parallel_size
     rows = architecture.padded_vocab_size(tp) // tp
-    hidden, weight = tokens * architecture.hidden_size * b, rows * architecture.hidden_size
+    hidden, weight = tokens * architecture.hidden_size * b, rows * architecture.hidden_size * is_trained
     logits = min(chunk_size, tokens) * rows
     rounded = b != FP32
-    workspace = 2 * logits * FP32 + weight * FP32 + rounded * (logits + weight) * b
+    workspace = 2 * logits * FP32 + rounded * (weight * FP32 + logits * b)
     # All tensor-parallel ranks' tokens under sequence parallelism, and the tokens that have a label.
     gathered = hidden * (1 + parallel.sequence_parallel)
     return hidden + weight * b, workspace + gathered
@@ -219,6 +238,55 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
             terms["attention kernel"] += 2 * key * cp + _mask_elements(batch.lengths, parallel) * b
     terms["attention projections"] += projection * keeps_projection
     return terms
+
+
+def _adapter_bytes(
+    adapter: Adapter, arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, lora: LoraConfig
+) -> int:
+    """Return the bytes that an adapter saves beside its input: the products with A, and both halves as multiplied.
+
+    `model/lora.py` concatenates the A of fused modules, and spreads B over their columns. Dropout saves its mask.
+    """
+    tokens, split = batch.tokens(parallel), batch.split_tokens(parallel)
+    num_in, num_out = (tokens, split) if adapter.is_row_parallel else (split, tokens)
+    if adapter.is_whole:
+        num_out = split
+    if adapter.is_of_expert:
+        num_experts = arch.num_experts // parallel.expert_model_parallel_size
+        num_in = num_out = _routed_tokens(arch, parallel, batch)[1] // num_experts
+    mask = num_in * adapter.numel_A // (adapter.num_parts * lora.rank) if lora.dropout else 0
+    products = num_out * adapter.num_parts * lora.rank
+    halves = adapter.numel_A + adapter.num_parts * adapter.numel_B
+    return (products + halves) * batch.dtype_bytes + mask
+
+
+def _unsaved_inputs(
+    arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, lora: LoraConfig, has_experts: bool
+) -> Terms:
+    """Return the bytes of the inputs of frozen linear layers without an adapter, which nothing reads again."""
+    tokens, split, targets = batch.tokens(parallel), batch.split_tokens(parallel), set(lora.target_modules)
+    heads = tokens * arch.num_attention_heads // parallel.tensor_model_parallel_size
+    terms: Terms = Counter()
+    if targets.isdisjoint(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")):
+        terms["attention projections"] += split * arch.hidden_size
+    if "q_b_proj" not in targets:
+        terms["attention projections"] += split * arch.q_lora_rank
+    if "kv_b_proj" not in targets:
+        terms["attention projections"] += split * arch.kv_lora_rank
+    if "o_proj" not in targets and not batch.fused_attention:
+        terms["attention kernel"] += heads * arch.value_dim
+    mlp, routed = (_mlp_elements(arch.intermediate_size, parallel, batch), split) if not has_experts else (0, 0)
+    if has_experts:
+        routed = _routed_tokens(arch, parallel, batch)[1]
+        expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+        mlp = routed * arch.moe_intermediate_size // expert_tp
+        if "down_proj" not in targets:
+            terms["shared expert"] += _mlp_elements(arch.shared_expert_intermediate_size, parallel, batch)
+    if targets.isdisjoint(("gate_proj", "up_proj")):
+        terms["experts" if has_experts else "mlp"] += routed * arch.hidden_size
+    if "down_proj" not in targets:
+        terms["experts" if has_experts else "mlp"] += mlp
+    return Counter({name: num * batch.input_bytes for name, num in terms.items()})
 
 
 def _mask_elements(lengths: Sequence[int], parallel: ParallelConfig) -> int:

@@ -15,10 +15,18 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.activations import MicroBatch
 from megatron_bapo.planning.model_state import FP32, data_context_size, expert_data_size
-from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements, stage_chunks
+from megatron_bapo.planning.parameters import (
+    ChunkShape,
+    Split,
+    chunk_parameters,
+    count_elements,
+    layer_adapters,
+    stage_chunks,
+)
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
 OUTPUT_STATISTICS = 4
@@ -56,7 +64,8 @@ def sent_bytes(
 ) -> Counter[str]:
     """Return the bytes that a rank of a pipeline stage sends in one update, by axis.
 
-    The axes are tensor, context, pipeline, expert, data, and expert data, whose ranks share the same experts.
+    The axes are tensor, context, pipeline, embedding (the first and the last stage, if embeddings are tied), expert,
+    data, and expert data, whose ranks share the same experts.
     `num_scored` is the number of forward passes over each micro-batch beside the training pass. Counts the collectives
     of Megatron's `local` layers, without tensor parallelism of experts.
     """
@@ -70,7 +79,7 @@ def sent_bytes(
     lora: Any = config.model.lora
     chunks = stage_chunks(arch, parallel, stage)
     for chunk in chunks:
-        forward, backward = _widths(parallel, arch, chunk)
+        forward, backward = _widths(parallel, arch, chunk, lora)
         widths = num_scored * forward + forward + backward
         sent["tensor"] += num_micro_batches * (widths * tokens * b * (tp - 1) // tp)
         if chunk.has_output:
@@ -85,12 +94,18 @@ def sent_bytes(
         sent["expert"] += num_micro_batches * layers * _exchanged(arch, parallel, batch) * (num_scored + 2 + again)
     reduced = DTYPE_BYTES[config.optimizer.grads_dtype]
     gathered = b if parallel.use_distributed_optimizer else reduced
-    own = count_elements(arch, Split.of(parallel), chunks, lora)
+    split = Split.of(parallel)
+    own = count_elements(arch, split, chunks, lora)
     for num, name, size in (
         (own.dense, "data", data_context_size(parallel)),
         (own.experts, "expert data", expert_data_size(parallel)),
     ):
         sent[name] = num * (reduced + gathered) * (size - 1) // size
+    trained = [p for chunk in chunks for p in chunk_parameters(arch, split, chunk, lora) if p.is_trained]
+    sent["embedding"] = sum(p.numel for p in trained if p.shares_embedding) * reduced
+    if parallel.sequence_parallel:
+        replicated = sum(p.numel for p in trained if p.is_replicated)
+        sent["tensor"] += 2 * replicated * reduced * (tp - 1) // tp
     return +sent
 
 
@@ -111,26 +126,68 @@ def num_mlps(architecture: Architecture, layers: Sequence[int]) -> tuple[int, in
     return len(layers) - num_moe, num_moe * (architecture.shared_expert_intermediate_size > 0)
 
 
-def _widths(parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape) -> tuple[int, int]:
+def _widths(
+    parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape, lora: LoraConfig | None
+) -> tuple[int, int]:
     """Return the elements per token that tensor-parallel ranks exchange in a model chunk's (forward, backward) pass.
 
-    Recomputation is included in the latter. The key that latent attention rotates is not gathered again for gradients.
+    Recomputation is included in the latter. The key that latent attention rotates is not gathered again for gradients,
+    and nothing is where weights are frozen.
     """
     hidden, inputs = architecture.hidden_size, attention_inputs(architecture)
     sequence, modules = parallel.sequence_parallel, _modules(parallel)
     dense, shared = num_mlps(architecture, chunk.layers)
     num_layers, num_mlp = len(chunk.layers), dense + shared
-    forward = num_layers * (inputs + hidden) + BLOCK_UNITS * num_mlp * hidden
+    forward = num_layers * (inputs + hidden + _gathered_projection(architecture, parallel))
+    forward += BLOCK_UNITS * num_mlp * hidden
     again = num_layers * (inputs - architecture.qk_rope_head_dim) + num_mlp * hidden
     recomputed = BLOCK_UNITS * hidden * (dense * ("mlp" in modules) + shared * ("moe" in modules))
     if parallel.recompute_granularity == "full":
         recomputed = forward
-    backward = forward + sequence * again + recomputed
+    backward = forward + sequence * again * (lora is None) + recomputed
+    if lora is not None:
+        of_adapters = _adapter_widths(parallel, architecture, chunk, lora)
+        forward, backward = forward + of_adapters[0], backward + of_adapters[1]
     if chunk.has_embedding:  # the sum over shards of the vocabulary
-        forward, backward = forward + (1 if sequence else 2) * hidden, backward + sequence * hidden
+        forward, backward = forward + (1 if sequence else 2) * hidden, backward + sequence * hidden * (lora is None)
     if chunk.has_output:  # the gather of the hidden states, and the sum of their gradients
         forward, backward = forward + sequence * hidden, backward + (1 if sequence else 2) * hidden
     return forward, backward
+
+
+def _adapter_widths(
+    parallel: ParallelConfig, architecture: Architecture, chunk: ChunkShape, lora: LoraConfig
+) -> tuple[int, int]:
+    """Return the elements per token of products with A that ranks exchange in a (forward, backward) pass.
+
+    A pass with sequence parallelism gathers or scatters them. Without it, the forward pass of row-parallel and the
+    backward pass of column-parallel layers sum them. Experts and layers that every rank has whole exchange none.
+    """
+    full, modules = parallel.recompute_granularity == "full", _modules(parallel)
+    hashable: Any = lora
+    forward = backward = 0
+    for layer in chunk.layers:
+        has_experts = layer in architecture.moe_layers
+        recomputes_mlp = full or ("moe" if has_experts else "mlp") in modules
+        for adapter in layer_adapters(architecture, Split.of(parallel), hashable, has_experts=has_experts):
+            if adapter.is_whole or adapter.is_of_expert:
+                continue
+            width = adapter.num_parts * lora.rank
+            own = width if parallel.sequence_parallel else 2 * width * adapter.is_row_parallel
+            forward += own
+            backward += 2 * width - own
+            backward += own * (recomputes_mlp if adapter.linear.startswith("mlp.") else full)
+    return forward, backward
+
+
+def _gathered_projection(architecture: Architecture, parallel: ParallelConfig) -> int:
+    """Return the width of the queries, keys and values that ranks gather if there are fewer key/value heads than ranks.
+
+    Their gradients are reduced and scattered (megatron/core/transformer/attention.py, get_query_key_value_tensors).
+    """
+    if architecture.kv_lora_rank or architecture.num_key_value_heads >= parallel.tensor_model_parallel_size:
+        return 0
+    return (architecture.num_attention_heads + 2 * architecture.num_key_value_heads) * architecture.head_dim
 
 
 def _modules(parallel: ParallelConfig) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ built models.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,12 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
+
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
+"""Linear layers whose inputs tensor parallelism splits; of the others, it splits the outputs."""
+WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Linear layers that every tensor-parallel rank has whole."""
+REPLICATED = ("layernorm.weight", "router.weight", "gate_weight", *(f"{name}.weight" for name in WHOLE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,44 @@ class Parameter:
     """False for weights that are frozen because the model has adapters, and for routers' biases."""
     in_fp32: bool = False
     """True if the parameter is in fp32 whatever the model's dtype."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every tensor-parallel rank has all of it, so that sequence parallelism sums its gradients."""
+        linear, _, half = self.name.partition(".adapter.")
+        if ".local_experts." in self.name:
+            return False
+        if half:
+            return linear.endswith(WHOLE) or linear.endswith(ROW_PARALLEL) == (half == "lora_B")
+        return self.name.endswith(REPLICATED)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Sizes on one rank of the adapter of one linear layer."""
+
+    linear: str
+    """Megatron's name of the linear layer, without the decoder layer's in front."""
+    num_parts: int
+    """Hugging Face modules with an adapter that the linear layer fuses; each has its own A."""
+    numel_A: int
+    """Elements of all A, num_parts x rank x inputs."""
+    numel_B: int
+    """Elements of B, outputs x rank."""
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """True if tensor parallelism splits the inputs, and with them A, instead of the outputs and B."""
+        return self.linear.endswith(ROW_PARALLEL)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every tensor-parallel rank has all of the linear layer."""
+        return self.linear.endswith(WHOLE)
+
+    @property
+    def is_of_expert(self) -> bool:
+        return ".local_experts." in self.linear
 
 
 @dataclass(frozen=True)
@@ -83,6 +128,20 @@ def chunk_parameters(
     layers = (_layer(architecture, split, layer in architecture.moe_layers, hashable) for layer in chunk.layers)
     before, after = _outside_layers(architecture, split, chunk, is_trained=lora is None)
     return (*before, *chain.from_iterable(layers), *after)
+
+
+@lru_cache
+def layer_adapters(
+    architecture: Architecture, split: Split, lora: LoraConfig, *, has_experts: bool
+) -> tuple[Adapter, ...]:
+    """Return the adapters of a decoder layer on one rank."""
+    hashable: Any = lora
+    halves: dict[str, list[Parameter]] = defaultdict(list)
+    for parameter in _layer(architecture, split, has_experts, hashable):
+        linear, is_adapter, _ = parameter.name.partition(".adapter.")
+        if is_adapter:
+            halves[linear].append(parameter)
+    return tuple(Adapter(linear, len(a), sum(p.numel for p in a), b.numel) for linear, (*a, b) in halves.items())
 
 
 def whole_model(architecture: Architecture) -> ChunkShape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.padding import round_up
@@ -107,21 +108,24 @@ def in_flight(parallel: ParallelConfig, stage: int, num_micro_batches: int) -> t
 
 def _stage_memory(config: Config, architecture: Architecture, assumptions: Assumptions, stage: int) -> StageMemory:
     parallel, batch = config.parallel, largest_micro_batch(config, assumptions)
+    lora: Any = config.model.lora
     chunks = stage_chunks(architecture, parallel, stage)
     counts = in_flight(parallel, stage, num_micro_batches(config, assumptions))
     activations: Terms = Counter()
     for chunk, count in zip(chunks, counts, strict=True):
-        for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch).items():
+        for name, num_bytes in chunk_activations(architecture, parallel, chunk, batch, lora).items():
             activations[name] += count * num_bytes
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     for chunk, count in zip(chunks, counts, strict=True):
         # Megatron keeps the tensors that a chunk received and sent until its backward pass.
         activations["between stages"] += count * hidden * ((not chunk.has_embedding) + (not chunk.has_output))
     kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
-    backward = max(_backward_bytes(architecture, parallel, batch, kind) for kind in kinds)
+    backward = max(_backward_bytes(architecture, parallel, batch, lora, has_experts=kind) for kind in kinds)
     output_layer = 0
     if chunks[-1].has_output:
-        kept, workspace = output_layer_bytes(architecture, parallel, batch, config.trainer.logprob_chunk_size)
+        kept, workspace = output_layer_bytes(
+            *(architecture, parallel, batch, config.trainer.logprob_chunk_size), is_trained=lora is None
+        )
         # What the loss keeps is freed by its own backward pass, before that of the layers.
         output_layer = max(0, kept + workspace - backward)
     reserved = assumptions.reserved_gib * GIB + assumptions.fragmentation * sum(activations.values())
@@ -130,10 +134,12 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
     return StageMemory(stage, num_layers, state, counts, activations, backward, output_layer, int(reserved))
 
 
-def _backward_bytes(architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, has_experts: bool) -> int:
+def _backward_bytes(
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, lora: Any, *, has_experts: bool
+) -> int:
     """Return the bytes of a layer's recomputed activations and of what exists only while they are computed or used."""
     whole, kept = (
-        layer_activations(architecture, layout, batch, has_experts=has_experts)
+        layer_activations(architecture, layout, batch, lora, has_experts=has_experts)
         for layout in (without_recompute(parallel), parallel)
     )
     temporaries = largest_temporaries(architecture, parallel, batch, has_experts=has_experts)

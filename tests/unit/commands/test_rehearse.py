@@ -101,6 +101,40 @@ def test_stages_of_unequal_size_allocate_and_send_what_is_planned(
         assert rehearse_rank(plan.config, architecture, rank).differences == []
 
 
+TIED = "model.path=models/Qwen2.5-1.5B"
+ADAPTERS = "model.lora.rank=64"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("context_parallel_size=4",), id="context-without-data"),
+        pytest.param((TIED, "pipeline_model_parallel_size=2", "context_parallel_size=2"), id="tied-stages"),
+        pytest.param((TIED, "tensor_model_parallel_size=4", "sequence_parallel=true"), id="more-ranks-than-key-heads"),
+        pytest.param((ADAPTERS, "tensor_model_parallel_size=2", "sequence_parallel=true"), id="adapters-sequence"),
+        pytest.param((ADAPTERS, "tensor_model_parallel_size=2", "recompute_granularity=full"), id="adapters-recompute"),
+        pytest.param(
+            (ADAPTERS, "model.lora.target_modules=[q_proj,v_proj]", "model.lora.dropout=0.1"), id="few-adapters"
+        ),
+    ],
+)
+def test_a_layout_allocates_and_sends_what_is_planned(overrides: tuple[str, ...]) -> None:
+    plan = recipe(
+        "qwen2.5-7b_8gpus",
+        "parallel.world_size=4",
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.sequence_parallel=false",
+        "rollout.max_response_length=3072",
+        "trainer.max_tokens_per_gpu=4096",
+        *(value if value.startswith("model.") else f"parallel.{value}" for value in overrides),
+    )
+    architecture = replace(plan.architecture, num_hidden_layers=4)
+    for rank in stage_ranks(plan.config):
+        found = rehearse_rank(plan.config, architecture, rank)
+        assert found.differences == []
+        assert found.peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.02)
+
+
 def test_a_model_whose_gradients_are_as_small_as_the_sums_of_the_clip_bounds_agrees() -> None:
     config = load_config(RECIPES.parent / "quickstart.yaml", [])
     assert rehearse_rank(config, architecture_of(config.model)[0], 0).differences == []
@@ -184,7 +218,7 @@ def test_collectives_that_do_not_fit_their_group_fail() -> None:
     with process_group(rank=1, world_size=4), fake_rank((8, 1, 16)) as counted:
         dist.all_gather_single(torch.empty(8, 4), torch.empty(2, 4))
         (kind,) = counted.calls
-        assert kind == ((0, 1, 2, 3), "all-gather")
+        assert (kind[0].ranks, kind[1]) == ((0, 1, 2, 3), "all-gather")
         assert counted.sent_bytes[kind] == 3 * 2 * 4 * 4
         with pytest.raises(ValueError, match="are not 4 parts"):
             dist.all_gather_single(torch.empty(9, 4), torch.empty(2, 4))
