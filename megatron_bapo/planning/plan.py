@@ -20,7 +20,7 @@ from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
-from megatron_bapo.planning.weight_transfer import sync_bytes
+from megatron_bapo.planning.weight_transfer import loading_bytes, sync_bytes
 
 Placement = Literal["colocated", "separate"]
 """`colocated`: the engines share the trainer's GPUs. They sleep during training if rollout.sleep_level > 0; the
@@ -130,14 +130,25 @@ class Plan:
         reserved = int(self.assumptions.reserved_gib * GIB)
         if self.placement == "separate":
             return stage.resident + reserved
-        peak = stage.resident + self.engine.total
+        peak = stage.resident + max(self.engine.total, self.engine_while_loading)
         if self.offloads_for_generation:
             # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
             # with them; in FP8 it makes their copies again.
             state = stage.state
             trainer_weights = state.parameters + state.quantised + state.frozen
-            peak = max(self.engine.total, trainer_weights + self.engine.weights)
+            peak = max(self.engine.total, trainer_weights + self.engine_while_loading)
         return peak + self._engine_base + reserved
+
+    @property
+    def engine_while_loading(self) -> int:
+        """Bytes of an engine on one of its GPUs while it loads new weights.
+
+        An engine that has slept has only weights by then; others have a KV cache, and a workspace that is not in use.
+        """
+        engine, loading = self.engine, loading_bytes(self.config, self.architecture)
+        if self.placement == "colocated" and self.config.rollout.sleep_level > 0:
+            return engine.weights + loading
+        return engine.weights + engine.kv_cache + max(engine.workspace, loading)
 
     @property
     def worst_stage(self) -> StageMemory:
@@ -273,6 +284,13 @@ class Plan:
                     f"{name}'s GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
                     f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
                 )
+        if self.placement == "separate" and (needed := self.engine_while_loading) > self.gpu_bytes:
+            yield (
+                f"an engine's GPU needs {gib(needed)} while it loads new weights, "
+                f"{gib(loading_bytes(self.config, self.architecture))} of it for the whole tensors of a layer; an "
+                f"{self.gpu_name} has {gib(self.gpu_bytes)}; lower rollout.gpu_memory_utilization="
+                f"{rollout.gpu_memory_utilization} or set weight_sync.transport=store, which keeps them in host memory"
+            )
         teacher = self.config.algorithm.teacher_engines
         if teacher is not None and teacher.ranks_per_engine > self.assumptions.gpus_per_node:
             yield (

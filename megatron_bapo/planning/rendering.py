@@ -22,7 +22,7 @@ from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.search import NEAR_BEST, changes
 from megatron_bapo.planning.spread import step_range
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
-from megatron_bapo.planning.weight_transfer import sync_bytes
+from megatron_bapo.planning.weight_transfer import loading_bytes, sync_bytes
 
 NUM_SHOWN = 8
 """Number of a search's layouts that are printed."""
@@ -244,6 +244,7 @@ def _engine_rows(engine: EngineMemory) -> Rows:
 def _host_rows(plan: Plan) -> Rows:
     offloaded, copied = max(map(plan.offloaded, plan.stages)), max(map(plan.checkpoint_copy, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
+    loaded = loading_bytes(plan.config, plan.architecture)
     routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
     if plan.service_route_bytes:
         served, cached = gib(plan.service_route_bytes), gib(plan.engine_route_bytes)
@@ -254,7 +255,7 @@ def _host_rows(plan: Plan) -> Rows:
         ("checkpoint", f"{gib(copied)} of each rank, a copy to write in the background" if copied else "no copy"),
         ("weight store", f"{gib(plan.store_bytes)} in each node's shared memory" if plan.store_bytes else "none"),
         *routes,
-        ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s"),
+        ("each sync", f"{gib(moved)}, {plan.time.weight_sync:.1f} s; {gib(loaded)} of an engine's GPU while it loads"),
     ]
 
 

@@ -12,7 +12,13 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora_transfer import sent_adapters
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.hardware import Assumptions, Gpu
-from megatron_bapo.planning.parameters import num_parameters, num_trained_parameters
+from megatron_bapo.planning.parameters import (
+    ChunkShape,
+    Split,
+    count_elements,
+    num_parameters,
+    num_trained_parameters,
+)
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
 LAYER_S = 0.01
@@ -85,6 +91,31 @@ def sync_bytes(config: Config, architecture: Architecture) -> int:
     lora = sent_adapters(config, architecture)
     num_sent = num_parameters(architecture) if lora is None else num_trained_parameters(architecture, lora)
     return num_sent * DTYPE_BYTES[config.model.dtype]
+
+
+def loading_bytes(config: Config, architecture: Architecture) -> int:
+    """Return the bytes of GPU memory that an engine rank needs beside its weights while it loads a version.
+
+    vLLM keeps a layer's tensors until the last one arrives, and then builds the rank's part of the layer a second time
+    (vllm/model_executor/model_loader/reload/layerwise.py). The tensors are whole (`weight_sync/whole_tensors.py`): they
+    have room for the parts of all tensor-parallel ranks; only of experts does expert parallelism give a rank no more
+    than its own. A weight store maps them in host memory. The largest layer counts, or the embedding.
+    """
+    if sent_adapters(config, architecture) is not None:
+        return 0
+    size = config.rollout.tensor_parallel_size
+    expert = size if config.rollout.enable_expert_parallel else 1
+    whole, own = Split(expert=expert), Split(tensor=size, expert=expert, expert_tensor=size // expert)
+    last = architecture.num_hidden_layers
+    first_layer, last_layer, embedding = (
+        (ChunkShape(layers, has_embedding=not layers, has_output=False),)
+        for layers in (range(1), range(last - 1, last), range(0))
+    )
+    on_gpu = (own,) if config.weight_sync.transport == "store" else (own, whole)
+    return DTYPE_BYTES[config.model.dtype] * max(
+        sum(count_elements(architecture, split, part).total for split in on_gpu)
+        for part in (first_layer, last_layer, embedding)
+    )
 
 
 def traffic(

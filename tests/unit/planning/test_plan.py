@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.planning.weight_transfer import LAYER_S
+from megatron_bapo.planning.weight_transfer import LAYER_S, loading_bytes
 from tests.unit.planning.examples import recipe
 
 NAME = "qwen2.5-7b_8gpus"
@@ -148,8 +148,40 @@ def test_trainer_and_engine_both_hold_weights_during_a_weight_update() -> None:
     plan = recipe(NAME, "trainer.offload=true", "rollout.kv_cache_gib=1", "parallel.tensor_model_parallel_size=1",
                   "parallel.sequence_parallel=false")  # fmt: skip
     (stage,) = plan.stages
-    assert plan.while_generating(stage) == stage.state.parameters + plan.engine.weights + 4.5 * 2**30
+    embedding = 2 * 152064 * 3584
+    loading = stage.state.parameters + plan.engine.weights + embedding // plan.config.rollout.tensor_parallel_size
+    assert plan.while_generating(stage) == loading + 4.5 * 2**30
     assert plan.while_generating(stage) > plan.engine.total + 4.5 * 2**30
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_an_engine_holds_whole_tensors_of_a_layer_of_experts_while_it_loads_them(expert_parallel: bool) -> None:
+    settings = ("rollout.colocate=false", f"rollout.enable_expert_parallel={expert_parallel}")
+    stored, sent = (
+        recipe("qwen3-30b-a3b_16gpus", *settings, f"weight_sync.transport={transport}", placement="separate")
+        for transport in ("store", "nccl")
+    )
+    experts = 2 * 128 * 3 * 2048 * 768  # bytes of all of a layer
+    num_ranks = sent.config.rollout.tensor_parallel_size
+    one, all_tensors = loading_bytes(stored.config, stored.architecture), loading_bytes(sent.config, sent.architecture)
+    assert one == pytest.approx(experts / num_ranks, rel=0.05)
+    embedding = 2 * 151936 * 2048  # larger than a rank's own experts
+    expected = embedding * (1 + 1 / num_ranks) if expert_parallel else experts * (1 + 1 / num_ranks)
+    assert all_tensors == pytest.approx(expected, rel=0.05)
+
+
+def test_separate_engines_of_a_large_mixture_of_experts_need_gpu_memory_for_a_whole_layer() -> None:
+    """16 GPUs per engine: a layer's 256 experts take 21 GiB on each, though only a sixteenth of them stays there."""
+    settings = ("rollout.colocate=false", "model.path=models/DeepSeek-V3", "rollout.tensor_parallel_size=16")
+    settings += ("rollout.nodes_per_engine=2", "rollout.gpu_memory_utilization=0.9")
+    (problem,) = [
+        problem
+        for problem in recipe(NAME, *settings, "weight_sync.transport=nccl", placement="separate").problems
+        if "while it loads new weights" in problem
+    ]
+    assert "set weight_sync.transport=store" in problem
+    stored = recipe(NAME, *settings, "weight_sync.transport=store", placement="separate")
+    assert not any("loads new weights" in problem for problem in stored.problems)
 
 
 def test_overlapped_generation_and_training_take_as_long_as_the_longer_of_the_two() -> None:
