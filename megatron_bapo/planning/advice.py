@@ -4,16 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from megatron_bapo.config.checks import planned_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.known_models import teacher_of
-from megatron_bapo.planning.plan import Plan
-from megatron_bapo.planning.search import TOKEN_ROUNDING, changes, largest_engine, search, with_settings
+from megatron_bapo.planning.plan import Plan, gib
+from megatron_bapo.planning.search import (
+    TOKEN_ROUNDING,
+    Settings,
+    changes,
+    largest_engine,
+    nearest,
+    search,
+    with_settings,
+)
 
-Settings = dict[str, dict[str, Any]]
+LESS_HOST_MEMORY = {
+    "offloaded state": "more GPUs share it, or hold it without optimizer.cpu_offload and trainer.offload",
+    "checkpoint copies": "checkpoint.async_save=false does without them",
+    "sleeping weights": "engines on GPUs of their own (rollout.colocate=false) do not sleep",
+    "weight store": "weight_sync.transport=nccl, or cuda_ipc on one machine, does without it",
+    "processes": "use fewer GPUs of each node",
+    "recorded routes": "smaller rollout batches have fewer",
+}
+"""What reduces each of `Plan.host_parts`."""
 
 
 def advice(plan: Plan) -> list[str]:
@@ -25,6 +40,23 @@ def advice(plan: Plan) -> list[str]:
             return changes(plan.config, candidate.config)
     found = search(plan, plan.num_gpus)
     return changes(plan.config, found[0].config) if found else []
+
+
+def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
+    """Return the layout that comes nearest to fitting where none does, and its problems with the ways out."""
+    near = nearest(plan, num_gpus)
+    if near is None:
+        return None, [f"no sizes of the axes that divide {num_gpus} GPUs keep the rules; take another number of GPUs"]
+    lines = [*near.problems]
+    if near.problems_of_gpus:
+        lines.append("Take more or larger GPUs, or shorter responses.")
+    if near.exceeds_host_memory:
+        part = max(near.host_parts, key=near.host_parts.__getitem__)
+        lines.append(
+            "Take nodes with more host memory (--host-gib says how much they have). Its largest part there is "
+            f"{gib(near.host_parts[part])} of {part}; {LESS_HOST_MEMORY[part]}."
+        )
+    return near, lines
 
 
 def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> Iterator[Settings]:

@@ -175,17 +175,25 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory in bytes of the node with the most processes."""
+        return sum(self.host_parts.values())
+
+    @property
+    def host_parts(self) -> dict[str, int]:
+        """The parts of `host_bytes` by their names."""
         assumptions = self.assumptions
         trainers = min(self.config.parallel.world_size, assumptions.gpus_per_node)
         workers = min(self.num_engine_gpus, assumptions.gpus_per_node) if self.placement == "colocated" else 0
-        offloaded = trainers * max(self.offloaded(stage) for stage in self.stages)
-        copies = trainers * max(self.checkpoint_copy(stage) for stage in self.stages)
-        # At sleep level 2 the weights are in host memory only briefly.
-        asleep = workers * self.engine.weights * (self.config.rollout.sleep_level > 0)
-        processes = (trainers + workers) * assumptions.process_gib * GIB
         routes = trainers * self.route_bytes + self.service_route_bytes
         routes += -(-workers // self.config.rollout.ranks_per_engine) * self.engine_route_bytes
-        return int(offloaded + copies + asleep + self.store_bytes + processes + routes)
+        return {
+            "offloaded state": trainers * max(self.offloaded(stage) for stage in self.stages),
+            "checkpoint copies": trainers * max(self.checkpoint_copy(stage) for stage in self.stages),
+            # At sleep level 2 the weights are in host memory only briefly.
+            "sleeping weights": workers * self.engine.weights * (self.config.rollout.sleep_level > 0),
+            "weight store": self.store_bytes,
+            "processes": int((trainers + workers) * assumptions.process_gib * GIB),
+            "recorded routes": routes,
+        }
 
     @property
     def route_bytes(self) -> int:
@@ -237,12 +245,16 @@ class Plan:
     @cached_property
     def problems(self) -> list[str]:
         """Reasons why the configuration does not fit, one line each; empty if it fits."""
-        return [
-            *self._hardware_problems(),
-            *self._trainer_problems(),
-            *self._engine_problems(),
-            *self._host_problems(),
-        ]
+        return [*self._hardware_problems(), *self.problems_of_gpus, *self._host_problems()]
+
+    @property
+    def problems_of_gpus(self) -> list[str]:
+        """Reasons why the GPUs do not suffice."""
+        return [*self._trainer_problems(), *self._engine_problems()]
+
+    @property
+    def exceeds_host_memory(self) -> bool:
+        return self.host_bytes > self.assumptions.host_memory_gib * GIB
 
     def _hardware_problems(self) -> Iterator[str]:
         fp8 = self.config.fp8
@@ -312,7 +324,7 @@ class Plan:
 
     def _host_problems(self) -> Iterator[str]:
         yield from host_problems(self.config, -(-self.num_gpus // self.assumptions.gpus_per_node))
-        if self.host_bytes > self.assumptions.host_memory_gib * GIB:
+        if self.exceeds_host_memory:
             yield (
                 f"a node needs {gib(self.host_bytes)} of host memory; it is assumed to have "
                 f"{self.assumptions.host_memory_gib:,.0f} GiB"

@@ -15,6 +15,7 @@ from megatron_bapo.config.arithmetic import batch_arithmetic
 from megatron_bapo.config.lora_transfer import reason_to_merge, sent_adapters
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.advice import obstacles
 from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.parameters import num_active_parameters, num_parameters, num_trained_parameters
 from megatron_bapo.planning.plan import Plan, gib
@@ -59,7 +60,7 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
 def print_search(console: Console, plan: Plan, found: Sequence[Plan], num_gpus: int) -> None:
     """Print the best layouts of a search, and the overrides that select the first one."""
     if not found:
-        console.print(f"No layout of the search fits on {num_gpus} {plan.gpu_name}; take more or larger GPUs.")
+        _print_obstacles(console, plan, num_gpus)
         return
     console.print(
         Text(f"{len(found)} layouts fit on {num_gpus} {plan.gpu_name}; the best {min(len(found), NUM_SHOWN)}", "bold")
@@ -328,4 +329,13 @@ def _print_verdict(console: Console, plan: Plan, overrides: Sequence[str]) -> No
         console.print("this would fit:", style="bold")
         _print_line(console, " ".join(overrides))
     else:
-        console.print("No layout of the search fits on so many; take more or larger GPUs, or shorter responses.")
+        _print_obstacles(console, plan, plan.num_gpus)
+
+
+def _print_obstacles(console: Console, plan: Plan, num_gpus: int) -> None:
+    """Print why no layout fits: the problems of the nearest one, and the way out."""
+    near, lines = obstacles(plan, num_gpus)
+    name = f"; the nearest is {layout_name(near.config) or 'one rank'}" if near else ""
+    console.print(f"No layout of the search fits on {num_gpus} {plan.gpu_name}{name}:", soft_wrap=True)
+    for line in lines:
+        _print_line(console, line)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from megatron_bapo.config.checks import planned_problems, refuse
@@ -17,8 +17,13 @@ from megatron_bapo.planning.hardware import GIB
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.plan import Plan
 
+Settings = dict[str, dict[str, Any]]
+"""New values of keys, by section."""
 SIZES = (1, 2, 4, 8)
-EXPERT_SIZES = (1, 2, 4, 8, 16, 32)
+"""GPUs of an engine, by its tensor parallelism."""
+USUAL_SIZE, USUAL_EXPERT_SIZE = 8, 32
+"""Largest sizes of the trainer's axes, and of expert parallelism, that are tried first."""
+LARGEST_TENSOR_SIZE = 16
 VIRTUAL_SIZES = (1, 2, 4)
 RECOMPUTE = (None, "selective", "full")
 """`selective` recomputes the MLPs or experts, whose activations are the largest; FlashAttention recomputes its own."""
@@ -34,13 +39,18 @@ NEAR_BEST = 0.02
 def search(plan: Plan, num_gpus: int) -> list[Plan]:
     """Return every layout of the trainer and its engines that fits beside the teacher's engines, if it has any.
 
-    The model, the batch, the lengths and the teacher's engines are kept.
+    The model, the batch, the lengths and the teacher's engines are kept. The sizes of the axes are divisors of the
+    number of ranks. Those up to `USUAL_SIZE` are tried first, and larger ones only if none of them fits.
 
     Layouts whose estimated step time is within `NEAR_BEST` of the best come first: those that leave more GPU memory
     free while training before others, and at equal memory those with fewer parallel dimensions. The rest follows by
     step time.
     """
-    found = sorted(_fitting(plan, num_gpus - plan.config.num_teacher_ranks), key=lambda candidate: candidate.time.total)
+    num_own = num_gpus - plan.config.num_teacher_ranks
+    fitting = [*_fitting(plan, _layouts(plan, num_own), num_own)] or _fitting(
+        plan, _wide_layouts(plan, num_own), num_own
+    )
+    found = sorted(fitting, key=lambda candidate: candidate.time.total)
     num_near = sum(candidate.time.total <= (1 + NEAR_BEST) * found[0].time.total for candidate in found)
     return [*sorted(found[:num_near], key=_preference), *found[num_near:]]
 
@@ -58,6 +68,26 @@ def _preference(plan: Plan) -> tuple[int, int]:
     return round(plan.while_training(plan.worst_stage) / GIB), sum(size > 1 for size in sizes)
 
 
+def nearest(plan: Plan, num_gpus: int) -> Plan | None:
+    """Return the layout of the search that comes nearest to fitting; None if every one breaks a rule.
+
+    Of the layouts that take the least GPU memory for training, it is the one whose trainer exceeds the GPUs the least,
+    and then the one with the fewest problems and the least host memory.
+    """
+    num_own, candidates = num_gpus - plan.config.num_teacher_ranks, list[Plan]()
+    for settings in chain(_layouts(plan, num_own), _wide_layouts(plan, num_own)):
+        if settings["parallel"]["recompute_granularity"] != "full":
+            continue
+        trainer = _allowed(plan, settings)
+        candidates += [] if trainer is None else map(largest_engine, _engines(trainer, num_own))
+    return min(candidates, key=_distance, default=None)
+
+
+def _distance(plan: Plan) -> tuple[int, int, int]:
+    excess = max(0, plan.while_training(plan.worst_stage) - plan.gpu_bytes)
+    return excess, len(plan.problems), plan.host_bytes
+
+
 def check_searched(plan: Plan, num_gpus: int) -> None:
     """Raise UserError with the rules that every layout of a search breaks; no number of GPUs would help."""
     broken = [
@@ -72,7 +102,7 @@ def changes(old: Config, new: Config) -> list[str]:
     return list(_changes("", old, new))
 
 
-def with_settings(config: Config, settings: dict[str, dict[str, Any]]) -> Config:
+def with_settings(config: Config, settings: Settings) -> Config:
     """Return the configuration with some keys of some sections replaced, validated again."""
     sections = {
         name: getattr(config, name).__class__.model_validate(getattr(config, name).model_dump() | values)
@@ -92,14 +122,19 @@ def largest_engine(plan: Plan) -> Plan:
     return _with_same_trainer(plan, {"rollout": {"gpu_memory_utilization": free, "kv_cache_gib": None}})
 
 
-def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
-    for settings in _layouts(plan, num_gpus):
-        config = with_settings(plan.config, settings)
-        if planned_problems(config, plan.architecture, "the model", teacher_of(config)):
+def _allowed(plan: Plan, settings: Settings) -> Plan | None:
+    """Return the plan with these settings, or None if they break a rule."""
+    config = with_settings(plan.config, settings)
+    broken = planned_problems(config, plan.architecture, "the model", teacher_of(config))
+    return None if broken else replace(plan, config=config)
+
+
+def _fitting(plan: Plan, layouts: Iterator[Settings], num_gpus: int) -> Iterator[Plan]:
+    for settings in layouts:
+        trainer = _allowed(plan, settings)
+        if trainer is None or trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:
             continue
-        trainer = replace(plan, config=config)
-        if trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:
-            continue
+        config = trainer.config
         engines = [largest_engine(candidate) for candidate in _engines(trainer, num_gpus)]
         fitting = [candidate for candidate in engines if candidate.fits]
         if not fitting and config.checkpoint.async_save:  # whose copy needs host memory
@@ -109,15 +144,41 @@ def _fitting(plan: Plan, num_gpus: int) -> Iterator[Plan]:
             yield min(fitting, key=lambda candidate: candidate.time.generation)
 
 
-def _layouts(plan: Plan, num_gpus: int) -> Iterator[dict[str, dict[str, Any]]]:
-    config, has_experts = plan.config, bool(plan.architecture.moe_layers)
-    modules = ("mlp",) * plan.architecture.has_dense_layers + ("moe",) * has_experts
+def _wide_layouts(plan: Plan, num_gpus: int) -> Iterator[Settings]:
+    """Yield the layouts in which an axis is larger than `_layouts` has it."""
+    for settings in _layouts(plan, num_gpus, usual=False):
+        parallel = settings["parallel"]
+        sizes = [parallel[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context")]
+        if max(sizes) > USUAL_SIZE or parallel["expert_model_parallel_size"] > USUAL_EXPERT_SIZE:
+            yield settings
+
+
+def _layouts(plan: Plan, num_gpus: int, *, usual: bool = True) -> Iterator[Settings]:
+    config, arch, has_experts = plan.config, plan.architecture, bool(plan.architecture.moe_layers)
+    modules = ("mlp",) * arch.has_dense_layers + ("moe",) * has_experts
     worlds = [num_gpus] if plan.placement == "colocated" else [int(num_gpus * share) for share in TRAINER_SHARES]
-    expert_sizes = EXPERT_SIZES if has_experts else (1,)
-    for world, tp, pp, vpp, cp, ep, granularity, offload in product(
-        worlds, SIZES, SIZES, VIRTUAL_SIZES, SIZES, expert_sizes, RECOMPUTE, (False, True)
-    ):
-        if world < 1 or world % (tp * pp * cp) or (vpp > 1 and pp == 1):
+    most = USUAL_SIZE if usual else num_gpus
+    most_tensor, most_experts = (USUAL_SIZE, USUAL_EXPERT_SIZE) if usual else (LARGEST_TENSOR_SIZE, num_gpus)
+    for world in filter(None, worlds):
+        tensor_sizes = [size for size in _divisors(world, most_tensor) if arch.num_attention_heads % size == 0]
+        stages = _divisors(world, min(most, arch.num_hidden_layers))
+        context_sizes = _divisors(world, min(most, max(1, config.max_model_len // TOKEN_ROUNDING)))
+        expert_sizes = [size for size in _divisors(world, most_experts) if has_experts and arch.num_experts % size == 0]
+        axes = product(
+            tensor_sizes, stages, VIRTUAL_SIZES, context_sizes, expert_sizes or [1], RECOMPUTE, (False, True)
+        )
+        yield from _layouts_of(plan, world, modules, axes)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _layouts_of(plan: Plan, world: int, modules: tuple[str, ...], axes: Iterable[Any]) -> Iterator[Settings]:
+    """Yield the settings of a trainer of `world` ranks with those of the axes' sizes that divide it."""
+    config = plan.config
+    for tp, pp, vpp, cp, ep, granularity, offload in axes:
+        if world % (tp * pp * cp) or (vpp > 1 and pp == 1) or world // pp % ep:
             continue
         parallel = {
             "world_size": world,
@@ -156,7 +217,7 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
             yield _with_same_trainer(plan, {"rollout": sizes})
 
 
-def _with_same_trainer(plan: Plan, settings: dict[str, dict[str, Any]]) -> Plan:
+def _with_same_trainer(plan: Plan, settings: Settings) -> Plan:
     changed = replace(plan, config=with_settings(plan.config, settings))
     vars(changed)["stages"] = plan.stages  # the trainer's memory is unchanged, and takes the longest to compute
     return changed

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from megatron_bapo.config.checks import check_planned
-from megatron_bapo.planning.advice import advice
+from megatron_bapo.planning.advice import advice, obstacles
+from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.rendering import layout_name
 from megatron_bapo.planning.search import changes, search
 from tests.unit.planning.examples import changed, recipe
@@ -135,3 +138,33 @@ def test_a_search_lets_training_wait_for_checkpoints_where_host_memory_is_short(
 def test_no_advice_is_given_where_no_layout_fits() -> None:
     four = ("parallel.world_size=4", "rollout.num_engines=1", "rollout.tensor_parallel_size=4")
     assert advice(recipe("qwen2.5-32b_8gpus", *four)) == []
+
+
+def test_sizes_that_are_no_powers_of_two_are_tried_where_they_divide_the_gpus() -> None:
+    found = search(recipe(NAME), 6)
+    assert {each.config.parallel.pipeline_model_parallel_size for each in found} >= {1, 2, 3, 6}
+
+
+@pytest.mark.slow
+def test_larger_sizes_are_tried_where_the_usual_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_bapo.planning.search.USUAL_SIZE", 1)
+    found = search(recipe("qwen2.5-32b_8gpus"), 8)
+    assert found
+    assert all(each.config.parallel.model_parallel_size > 1 for each in found)
+
+
+def test_the_nearest_layout_names_host_memory_where_that_is_the_limit() -> None:
+    plan = replace(recipe(NAME), assumptions=Assumptions(host_memory_gib=100))
+    assert search(plan, 8) == []
+    near, lines = obstacles(plan, 8)
+    assert near is not None
+    assert not near.problems_of_gpus
+    assert any("of host memory; it is assumed to have 100 GiB" in line for line in lines)
+    assert lines[-1].startswith("Take nodes with more host memory (--host-gib")
+    assert not any("GPUs, or shorter" in line for line in lines)
+
+
+def test_the_nearest_layout_names_the_gpus_where_they_are_the_limit() -> None:
+    _, lines = obstacles(recipe("qwen2.5-32b_8gpus"), 1)
+    assert "while it trains; an H100 has 79.2 GiB" in lines[0]
+    assert lines[-1] == "Take more or larger GPUs, or shorter responses."
