@@ -219,7 +219,7 @@ def _flash_attention(
 
 def _gpu_dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """Replacement of `torch.nn.functional.dropout` that saves a mask of one byte per element, as the GPU kernel."""
-    return torch.native_dropout(hidden, p, training)[0]
+    return torch.native_dropout(hidden, p, training)[0] if training and p > 0.0 else hidden
 
 
 def _gpu_type(tensor: torch.Tensor, dtype: Any = None, **options: Any) -> Any:

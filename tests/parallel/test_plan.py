@@ -165,5 +165,6 @@ def test_activations_are_the_tensors_that_autograd_saves(results: Path, model: s
         assert ours == pytest.approx(theirs, rel=PLANNED_ACTIVATIONS)
         for rank in of_stage:
             if rank["output"]:
-                kept, _ = output_layer_bytes(architecture, config.parallel, batch, config.trainer.logprob_chunk_size)
+                chunk_size = config.trainer.logprob_chunk_size
+                kept, _ = output_layer_bytes(architecture, config.parallel, batch, chunk_size, is_trained=True)
                 assert kept == pytest.approx(rank["output"], rel=PLANNED_ACTIVATIONS)
