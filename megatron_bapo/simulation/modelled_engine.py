@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -105,8 +105,7 @@ class _Sequence:
     def delta(self) -> Completion:
         """Return the tokens that have not been reported yet, without text."""
         so_far, start, self.num_reported = self.completion, self.num_reported, self.num_done
-        token_ids, log_probs = so_far.token_ids[start:], so_far.log_probs[start:]
-        return replace(so_far, token_ids=token_ids, log_probs=log_probs, text="", num_before=start)
+        return Completion(so_far.token_ids[start:], so_far.log_probs[start:], so_far.finish_reason, "", start)
 
 
 class ModelledEngine:

@@ -217,7 +217,11 @@ class _Run:
         cores = SharedCores(work.num_cores)
         policy = countdown(work.lengths)
         engines = [ModelledEngine(f"engine {i}", work.engine, policy, cores) for i in range(work.num_engines)]
-        scheduler = self._scheduler(engines)
+        router = Router()
+        for engine in engines:
+            router.add(engine.name, engine, work.engine.kv_tokens)
+        scheduler = self._scheduler(router)
+        reporting = loop.create_task(self._report_progress(router, scheduler))
         steps: list[_Step] = []
         for _ in range(num_first_steps + num_steps):
             scored = await scheduler.take()
@@ -227,6 +231,7 @@ class _Run:
             train_s = loop.time() - start
             await self._update_weights(scheduler, engines)
             steps.append(_step(loop.time(), train_s, scored, engines))
+        reporting.cancel()
         await scheduler.close()
         return _simulated(steps[:num_first_steps], steps[num_first_steps:], work)
 
@@ -238,10 +243,17 @@ class _Run:
         usual = work.groups_per_batch * self._settings.n * (work.prompt_tokens + float(work.lengths.mean()))
         return work.train_s * num_tokens / usual * (1 + work.stale_train_share * is_stale)
 
-    def _scheduler(self, engines: list[ModelledEngine]) -> RolloutScheduler:
-        work, router = self._workload, Router()
-        for engine in engines:
-            router.add(engine.name, engine, work.engine.kv_tokens)
+    async def _report_progress(self, router: Router, scheduler: RolloutScheduler) -> None:
+        """Tell the router what the engines have generated, as often as the health checks of a real run do."""
+        try:
+            while True:
+                await asyncio.sleep(self._settings.health_check_interval_s)
+                router.record_partial(await router.on_every(lambda engine: engine.progress()))
+        except Exception as error:  # nobody awaits this task; `take` raises its error
+            scheduler.fail(error)
+
+    def _scheduler(self, router: Router) -> RolloutScheduler:
+        work = self._workload
         token_ids = np.full(work.prompt_tokens, PROMPT_TOKEN, np.int32)
         prompts = [
             TokenizedPrompt(Prompt(f"simulated:{i}", (), "", "simulated"), token_ids)

@@ -72,6 +72,19 @@ def test_no_candidate_is_staler_than_it_may_be_and_all_train_the_same_number_of_
     assert all(0 <= share <= 1 for r in results.values() for share in (r.engine_idle, r.trainer_idle))
 
 
+def test_progress_reports_fill_engines_and_change_no_times_where_all_requests_fit():
+    """Responses that are reported to have ended need no room, so that other groups take it."""
+    settings = SETTINGS.model_copy(update={"n": 8})
+    never = settings.model_copy(update={"health_check_interval_s": 1e7})
+    scarce = replace(TAILED, engine=replace(ENGINE, kv_tokens=2000), groups_per_batch=16)
+
+    without, reported = (simulate(each, scarce, num_steps=4) for each in (never, settings))
+
+    assert reported.seconds < 0.9 * without.seconds
+    ample = [simulate(each, TAILED, num_steps=3).seconds for each in (never, settings)]
+    assert ample == pytest.approx([ample[0]] * 2)
+
+
 def test_the_same_seed_gives_the_same_run():
     settings = candidates(SETTINGS)["async 4"]
 
