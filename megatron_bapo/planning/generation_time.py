@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.collective_time import Links
+from megatron_bapo.planning.concurrency import concurrency
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
@@ -28,21 +29,20 @@ def generation_seconds(
     rollout = config.rollout
     responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
     lengths = lengths_of(config, assumptions)
-    mean, prompt = lengths.mean_response, lengths.prompt
+    mean, prompt, most = lengths.mean_response, lengths.prompt, concurrency(config, engine, assumptions)
     prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
     waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
-    concurrent = max(1.0, min(waiting * responses, engine.num_concurrent))
+    concurrent = max(1.0, min(waiting * responses, most.running))
 
     def step_seconds(running: float, generated: float) -> float:
         cost = decode_cost(config, architecture, gpu, engine, assumptions, max(1.0, running))
         return cost.seconds(1, running, running * (prompt + generated))
 
     steady = responses * mean / concurrent * step_seconds(concurrent, lengths.halfway)
-    # Sequences that start together grow together, so that fewer of them fit than of sequences of all ages.
-    together = max(1.0, min(concurrent, responses, engine.kv_tokens / lengths.peak_tokens))
+    together = max(1.0, min(responses, most.together))
     running = ((max(1.0, together * share), generated) for generated, share in lengths.running)
     tail = lengths.interval * sum(step_seconds(each, generated) for each, generated in running)
-    refilled = min(concurrent, responses, (together + engine.num_concurrent) / 2)
+    refilled = min(responses, (together + most.running) / 2)
     queued = max(0.0, responses - together) * mean / refilled * step_seconds(refilled, lengths.halfway)
     return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
 
@@ -51,7 +51,7 @@ def longest_request_seconds(
     config: Config, architecture: Architecture, gpu: Gpu, engine: EngineMemory, assumptions: Assumptions
 ) -> float:
     """Return the seconds of the longest request to a full engine, which is a whole response or its token budget."""
-    lengths, running = lengths_of(config, assumptions), max(1.0, engine.num_concurrent)
+    lengths, running = lengths_of(config, assumptions), concurrency(config, engine, assumptions).running
     cost = decode_cost(config, architecture, gpu, engine, assumptions, running)
     step = cost.seconds(1, running, running * (lengths.prompt + lengths.halfway))
     return (config.rollout.partial_rollout.token_budget or config.rollout.max_response_length) * step

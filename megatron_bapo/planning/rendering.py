@@ -47,9 +47,10 @@ def print_plan(console: Console, plan: Plan, where: str, overrides: Sequence[str
     for stages in _blocks(plan.stages, console.width):
         _print_table(console, _stage_table(plan, stages), _STAGE_NAME_WIDTH + len(stages) * _STAGE_WIDTH)
     _print_section(console, f"activations of stage {plan.worst_stage.stage}", _activation_rows(plan))
-    _print_section(console, _engine_title(plan.config.rollout), _engine_rows(plan.engine))
+    rows = [*_engine_rows(plan.engine), ("concurrent", _concurrent(plan))]
+    _print_section(console, _engine_title(plan.config.rollout), rows)
     if (teacher := plan.config.serving_teacher) is not None and plan.teacher_engine is not None:
-        *rows, _ = _engine_rows(plan.teacher_engine)
+        rows = _engine_rows(plan.teacher_engine)
         _print_section(console, _engine_title(teacher.rollout, "the teacher's engines"), rows)
     _print_section(console, "host memory and weight sync", _host_rows(plan))
     _print_section(console, "one step, estimated", _time_rows(plan))
@@ -100,7 +101,7 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         "parameters": num_parameters(plan.architecture),
         "stages": stages,
         "worst_stage": plan.worst_stage.stage,
-        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": engine.num_concurrent},
+        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": int(plan.concurrency.running)},
         "teacher_engine": plan.teacher_engine and asdict(plan.teacher_engine),
         "host_bytes": plan.host_bytes,
         "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
@@ -235,11 +236,12 @@ def _engine_rows(engine: EngineMemory) -> Rows:
             f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
             f"longest prompt and response have {engine.max_model_len:,}",
         ),
-        (
-            "concurrent",
-            f"{engine.num_concurrent} responses of mean length (rollout.max_num_seqs={engine.max_num_seqs})",
-        ),
     ]
+
+
+def _concurrent(plan: Plan) -> str:
+    most = f"rollout.max_num_seqs={plan.config.rollout.max_num_seqs}"
+    return f"{int(plan.concurrency.running)} responses on average, while others wait ({most})"
 
 
 def _host_rows(plan: Plan) -> Rows:

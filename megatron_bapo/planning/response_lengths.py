@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from operator import mul
 from statistics import NormalDist
 
 from megatron_bapo.config.schema import Config
@@ -94,6 +95,13 @@ class Lengths:
         return sum(length**2 for length in self.responses) / (2 * sum(self.responses))
 
     @cached_property
+    def reserved(self) -> float:
+        """Mean of a running response's tokens so far, or of the mean response where it has fewer, at a random moment:
+        m + E[max(0, L - m)^2] / (2 m)."""
+        mean = self.mean_response
+        return mean + sum(max(0.0, length - mean) ** 2 for length in self.responses) / (2 * sum(self.responses))
+
+    @cached_property
     def running(self) -> tuple[tuple[float, float], ...]:
         """(Tokens generated, share of the responses that are longer) in the middle of each of `NUM_INTERVALS` equal
         intervals up to the longest response."""
@@ -108,6 +116,12 @@ class Lengths:
     def peak_tokens(self) -> float:
         """Most tokens that a batch holds at a time, per sequence, if all of its sequences start together."""
         return max(share * (self.prompt + generated) for generated, share in self.running)
+
+    def running_of_group(self, n: int) -> float:
+        """Return how many of `n` responses that start together run on average, until the longest of them ends."""
+        num = len(self.responses)
+        shares = (((i + 1) / num) ** n - (i / num) ** n for i in range(num))  # of groups whose longest is the i-th
+        return n * self.mean_response / sum(map(mul, self.responses, shares))
 
     def fill(self, budget: int) -> float:
         """Return the mean fraction of a micro-batch's token budget that packed sequences fill."""

@@ -1,4 +1,4 @@
-"""Memory of one engine on each of its GPUs, and the number of responses that it can generate at once."""
+"""Memory of one engine on each of its GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
-from megatron_bapo.planning.response_lengths import mean_length
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class EngineMemory:
     kv_cache: int
     kv_per_token: int
     max_model_len: int
-    mean_length: float
-    max_num_seqs: int
 
     @property
     def total(self) -> int:
@@ -36,11 +33,6 @@ class EngineMemory:
     @property
     def kv_tokens(self) -> int:
         return max(0, self.kv_cache) // self.kv_per_token
-
-    @property
-    def num_concurrent(self) -> int:
-        """Responses of mean length whose KV cache fits, half generated on average."""
-        return min(self.max_num_seqs, int(self.kv_tokens / (0.5 * self.mean_length)))
 
 
 def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
@@ -62,8 +54,6 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
         kv_cache=kv_cache,
         kv_per_token=layers * _cached_width(architecture, rollout.tensor_parallel_size) * key_value_bytes(config),
         max_model_len=config.max_model_len,
-        mean_length=mean_length(config, assumptions),
-        max_num_seqs=rollout.max_num_seqs,
     )
 
 

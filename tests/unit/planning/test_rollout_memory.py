@@ -16,13 +16,6 @@ def test_the_kv_cache_gets_what_weights_and_workspace_leave_of_the_engines_share
     assert recipe("qwen2.5-7b_8gpus", "rollout.kv_cache_gib=10").engine.kv_cache == 10 * GIB
 
 
-def test_concurrent_responses_are_half_generated_and_limited_by_max_num_seqs() -> None:
-    engine = recipe("qwen2.5-7b_8gpus").engine
-    mean = 1024 * 0.25 + 8192 * 0.5
-    assert engine.num_concurrent == min(256, int(engine.kv_cache // engine.kv_per_token / (mean / 2)))
-    assert recipe("qwen2.5-7b_8gpus", "rollout.max_num_seqs=7").engine.num_concurrent == 7
-
-
 def test_with_more_gpus_than_key_value_heads_each_has_a_whole_head() -> None:
     """Qwen2.5-7B has 4, of 28 layers, hidden size 3584 and head size 128, with a bias."""
     architecture = recipe("qwen2.5-7b_8gpus").architecture
