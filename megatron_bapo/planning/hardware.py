@@ -175,7 +175,8 @@ class Assumptions:
     """Whether attention, router and preprocessing of layers with experts are CUDA graphs beside `alltoall`, too."""
     broadcasts_weights: bool = False
     """Whether a weight transfer without a store gathers full tensors and broadcasts them from one rank per pipeline
-    stage, instead of sending every shard to the ranks that need it."""
+    stage, instead of sending every shard to the ranks that need it. Engines then copy the tensors into their weights
+    one by one, and need no room for a layer."""
     engines_receive_parts: bool = False
     """Whether an engine rank then receives only its own part of each gathered tensor (miles' p2p mode)."""
     broadcast_gb_s: float = 10.0

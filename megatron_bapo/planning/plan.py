@@ -145,12 +145,17 @@ class Plan:
         return peak + self._engine_base + reserved
 
     @property
+    def loading_bytes(self) -> int:
+        """Bytes of a layer's tensors on each of an engine's GPUs while it loads new weights."""
+        return 0 if self.assumptions.broadcasts_weights else loading_bytes(self.config, self.architecture)
+
+    @property
     def engine_while_loading(self) -> int:
         """Bytes of an engine on one of its GPUs while it loads new weights.
 
         An engine that has slept has only weights by then; others have a KV cache, and a workspace that is not in use.
         """
-        engine, loading = self.engine, loading_bytes(self.config, self.architecture)
+        engine, loading = self.engine, self.loading_bytes
         if self.placement == "colocated" and self.config.rollout.sleep_level > 0:
             return engine.weights + loading
         return engine.weights + engine.kv_cache + max(engine.workspace, loading)
@@ -304,7 +309,7 @@ class Plan:
         if self.placement == "separate" and (needed := self.engine_while_loading) > self.gpu_bytes:
             yield (
                 f"an engine's GPU needs {gib(needed)} while it loads new weights, "
-                f"{gib(loading_bytes(self.config, self.architecture))} of it for the whole tensors of a layer; an "
+                f"{gib(self.loading_bytes)} of it for the whole tensors of a layer; an "
                 f"{self.gpu_name} has {gib(self.gpu_bytes)}; lower rollout.gpu_memory_utilization="
                 f"{rollout.gpu_memory_utilization} or set weight_sync.transport=store, which keeps them in host memory"
             )

@@ -23,7 +23,7 @@ from megatron_bapo.planning.rollout_memory import EngineMemory
 from megatron_bapo.planning.search import NEAR_BEST, changes
 from megatron_bapo.planning.spread import step_range
 from megatron_bapo.planning.trainer_memory import StageMemory, largest_micro_batch, num_micro_batches
-from megatron_bapo.planning.weight_transfer import loading_bytes, sync_bytes
+from megatron_bapo.planning.weight_transfer import sync_bytes
 
 NUM_SHOWN = 8
 """Number of a search's layouts that are printed."""
@@ -247,7 +247,7 @@ def _concurrent(plan: Plan) -> str:
 def _host_rows(plan: Plan) -> Rows:
     offloaded, copied = max(map(plan.offloaded, plan.stages)), max(map(plan.checkpoint_copy, plan.stages))
     moved = sync_bytes(plan.config, plan.architecture)
-    loaded = loading_bytes(plan.config, plan.architecture)
+    loaded = plan.loading_bytes
     routes = [("recorded routes", f"{gib(plan.route_bytes)} of each rank")] if plan.route_bytes else []
     if plan.service_route_bytes:
         served, cached = gib(plan.service_route_bytes), gib(plan.engine_route_bytes)
