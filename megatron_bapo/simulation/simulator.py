@@ -32,7 +32,8 @@ NEARLY_FASTEST = 0.98
 """Settings that reach this share of the highest speed count as equally fast; the least stale of them is the best."""
 MAX_SIMULATED_LENGTH = 2048
 """Most simulated tokens per response; longer limits are scaled down, so that one simulated token stands for several."""
-NO_TIMEOUT_S = 1e9
+NO_TIMEOUT_S = 1e6
+"""Twelve days, which no request takes: after them a simulation that cannot go on ends with an error."""
 PROBE = GenerationRequest("probe", (np.ones(1, np.int32),), 1, 1.0, 1.0, -1, 0.0, 1, 0)
 """Request for the last token of a response, as the log-prob probe after a weight update."""
 
