@@ -34,7 +34,7 @@ def test_ray_is_started_again_if_its_processes_are_too_slow():
 
 
 NODE = """
-import socket, sys, threading, time
+import os, shutil, socket, sys, threading, time
 import psutil
 from tests.processes import is_alive, title
 from megatron_bapo.cluster.ray_folder import ray_folder
@@ -52,6 +52,8 @@ def stop_the_first_raylet_and_end_after_the_second():
     print("tried again", flush=True)
     for child in psutil.Process().children(recursive=True):
         child.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # a third try would succeed, and `--block` would wait for its end
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
