@@ -148,9 +148,6 @@ class Assumptions:
     its phases (NVIDIA-NeMo/RL#959), and a log of its phases lists 4 s of such work (NVIDIA-NeMo/RL#1052)."""
 
     # Properties of other trainers, whose published runs bench.published_runs plans; the defaults are this trainer's.
-    reserves_room: bool = True
-    """Whether an engine is sent a group only when its KV cache has room for the mean length of every response. If not,
-    it is sent all requests, and vLLM starts as many as the tokens generated so far leave room for."""
     gradient_bytes: int = 4
     """Bytes of a gradient element; 2 with Megatron's grad_reduce_in_fp32=false."""
     moment_bytes: int = 4

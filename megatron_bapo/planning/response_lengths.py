@@ -95,13 +95,6 @@ class Lengths:
         return sum(length**2 for length in self.responses) / (2 * sum(self.responses))
 
     @cached_property
-    def reserved(self) -> float:
-        """Mean of a running response's tokens so far, or of the mean response where it has fewer, at a random moment:
-        m + E[max(0, L - m)^2] / (2 m)."""
-        mean = self.mean_response
-        return mean + sum(max(0.0, length - mean) ** 2 for length in self.responses) / (2 * sum(self.responses))
-
-    @cached_property
     def running(self) -> tuple[tuple[float, float], ...]:
         """(Tokens generated, share of the responses that are longer) in the middle of each of `NUM_INTERVALS` equal
         intervals up to the longest response."""

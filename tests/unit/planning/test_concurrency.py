@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from megatron_bapo.planning.concurrency import concurrency
+from megatron_bapo.planning.concurrency import Concurrency, concurrency
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.response_lengths import lengths_of
 from megatron_bapo.rollout.messages import GenerationRequest
@@ -60,17 +60,14 @@ async def mean_running(kv_tokens: int, *, through_router: bool, num_groups: int 
 def test_as_many_responses_are_planned_as_the_router_or_vllm_runs(groups: float, through_router: bool) -> None:
     kv_tokens = with_room_for(groups)
     engine = replace(PLAN.engine, kv_cache=kv_tokens * PLAN.engine.kv_per_token)
-    planned = concurrency(PLAN.config, engine, replace(PLAN.assumptions, reserves_room=through_router))
+    planned = concurrency(PLAN.config, engine, PLAN.assumptions)
 
     running = run_in_virtual_time(mean_running(kv_tokens, through_router=through_router))
 
     assert planned.running == pytest.approx(running, rel=0.25)
 
 
-def test_whole_groups_start_together_at_least_one_and_at_most_max_num_seqs() -> None:
-    def together(groups: float) -> float:
-        engine = replace(PLAN.engine, kv_cache=with_room_for(groups) * PLAN.engine.kv_per_token)
-        return concurrency(PLAN.config, engine, PLAN.assumptions).together
-
-    assert (together(0.5), together(3.5)) == (8, 24)
-    assert recipe("qwen2.5-7b_8gpus", "rollout.max_num_seqs=7").concurrency.running == 7
+def test_at_least_one_response_and_at_most_max_num_seqs_run() -> None:
+    empty = replace(PLAN.engine, kv_cache=0)
+    assert concurrency(PLAN.config, empty, PLAN.assumptions) == Concurrency(1, 1)
+    assert recipe("qwen2.5-7b_8gpus", "rollout.max_num_seqs=7").concurrency == Concurrency(7, 7)

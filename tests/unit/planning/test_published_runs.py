@@ -40,16 +40,13 @@ def test_the_spread_that_plans_print_is_that_of_models_that_no_efficiency_has_se
     assert rounded == STEP_SPREAD
 
 
-KEPT = ("mean_prompt_fraction", "mean_response_fraction", "reserves_room")
+KEPT = ("mean_prompt_fraction", "mean_response_fraction")
 RL_STEPS = [run for run in RUNS if "step_s" in run.fields["published"] and not run.trains_only]
 
 
 @pytest.mark.parametrize("run", RL_STEPS, ids=lambda run: run.name)
 def test_a_published_step_is_in_the_range_that_its_plan_prints(run: PublishedRun) -> None:
-    """Also if the plan has this trainer's own assumptions instead of those about the project that published it.
-
-    Only the rule by which engines admit responses stays: this trainer's router sends them fewer.
-    """
+    """Also if the plan has this trainer's own assumptions instead of those about the project that published it."""
     assert PUBLISHED_MOVES.items() <= run.base["assumptions"].items()
     plan, published = run.plan(), Interval.of(run.fields["published"]["step_s"])
     kept = {name: getattr(plan.assumptions, name) for name in KEPT}

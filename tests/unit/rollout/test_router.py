@@ -1,4 +1,5 @@
 import asyncio
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import CompletedRequest, Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.response_lengths import UNKNOWN_FRACTION
-from megatron_bapo.rollout.router import SENT_PER_TURN, Router
+from megatron_bapo.rollout.router import OVERCOMMIT, SENT_PER_TURN, Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.simulation.modelled_engines import FaultyEngine
 
@@ -19,6 +20,11 @@ EXPECTED = 100 // UNKNOWN_FRACTION
 
 def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -> GenerationRequest:
     return GenerationRequest(name, (np.full(prompt, 7, np.int32),), n, 0.0, 1.0, -1, 0.0, max_tokens, seed=0)
+
+
+def cache_for(num: int, tokens: int = 10 + EXPECTED) -> int:
+    """Return the size of the KV cache of an engine that is sent `num` requests of so many expected tokens."""
+    return math.ceil(num * tokens / OVERCOMMIT)
 
 
 def engines(num: int) -> list[FaultyEngine]:
@@ -45,7 +51,7 @@ def test_the_engine_that_has_the_prefix_is_preferred_until_it_is_full():
     async def main() -> list[list[str]]:
         router, fleet = Router(), engines(2)
         for engine in fleet:
-            router.add(engine.name, engine, 2 * (10 + EXPECTED))
+            router.add(engine.name, engine, cache_for(2))
         await asyncio.gather(*(router.generate(request(name), prefer="engine 1") for name in "abc"))
         return [served(engine) for engine in fleet]
 
@@ -56,7 +62,7 @@ def test_each_served_request_is_recorded_with_its_engine_and_times():
     async def main() -> list[CompletedRequest]:
         found: list[CompletedRequest] = []
         router, (engine,) = Router(on_completed=found.append), engines(1)
-        router.add(engine.name, engine, 10 + EXPECTED)
+        router.add(engine.name, engine, cache_for(1))
         await asyncio.gather(
             *(router.generate(request(name, max_tokens=50), prompt_serial=i) for i, name in enumerate("ab"))
         )
@@ -67,10 +73,10 @@ def test_each_served_request_is_recorded_with_its_engine_and_times():
     assert (second.prompt_serial, second.sent_s) == (1, pytest.approx(0.5))  # there was no room before
 
 
-def test_requests_in_flight_fit_the_kv_cache_and_the_oldest_waiting_prompt_goes_first():
+def test_an_engine_gets_up_to_its_room_and_the_oldest_waiting_prompt_goes_first():
     async def main() -> tuple[int, list[str]]:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, 2 * (10 + EXPECTED))
+        router.add(engine.name, engine, cache_for(2))
         orders = {"a": 0, "b": 1, "late": 9, "middle": 5, "early": 2}
         await asyncio.gather(*(router.generate(request(name), prompt_serial=serial) for name, serial in orders.items()))
         return engine.most_in_flight, served(engine)
@@ -91,12 +97,12 @@ def test_a_request_larger_than_the_kv_cache_goes_to_an_idle_engine():
 def test_the_expected_length_of_a_request_is_the_mean_length_of_finished_completions():
     async def main() -> int:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, 220)
+        router.add(engine.name, engine, cache_for(10, 10 + 12))
         await router.generate(request("short", max_tokens=12))
         await asyncio.gather(*(router.generate(request(str(i), max_tokens=300)) for i in range(12)))
         return engine.most_in_flight
 
-    assert run_in_virtual_time(main()) == 220 // (10 + 12)
+    assert run_in_virtual_time(main()) == 10
 
 
 def reported(*lengths: int, ended: int = 0, before: tuple[int, ...] = ()) -> Generated:
@@ -136,7 +142,7 @@ def test_a_restored_estimate_of_lengths_is_used_for_the_first_request():
     async def main() -> int:
         router, (engine,) = Router(), engines(1)
         router.lengths.load_state_dict({"num": 3, "num_tokens": 30})
-        router.add(engine.name, engine, 5 * 20)
+        router.add(engine.name, engine, cache_for(5, 20))
         await asyncio.gather(*(router.generate(request(str(i))) for i in range(12)))
         return engine.most_in_flight
 

@@ -76,7 +76,7 @@ def test_progress_reports_fill_engines_and_change_no_times_where_all_requests_fi
     """Responses that are reported to have ended need no room, so that other groups take it."""
     settings = SETTINGS.model_copy(update={"n": 8})
     never = settings.model_copy(update={"health_check_interval_s": 1e7})
-    scarce = replace(TAILED, engine=replace(ENGINE, kv_tokens=2000), groups_per_batch=16)
+    scarce = replace(TAILED, engine=replace(ENGINE, kv_tokens=1000), groups_per_batch=16)
 
     without, reported = (simulate(each, scarce, num_steps=4) for each in (never, settings))
 
