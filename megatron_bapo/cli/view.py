@@ -13,7 +13,7 @@ from megatron_bapo.errors import UserError
 
 @app.command(
     epilog="Examples: [bold]megatron-bapo view runs/quickstart[/], [bold]megatron-bapo view runs/a runs/b[/]\n\n"
-    "Exit codes: 0 done, 2 a folder holds no run or the input is wrong."
+    "Exit codes: 0 done, 2 a folder holds no run, a file cannot be written, or the input is wrong."
 )
 def view(
     run_dirs: Annotated[

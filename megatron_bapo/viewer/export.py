@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.errors import UserError
+from megatron_bapo.files import unwritable
 from megatron_bapo.viewer.answers import as_json
 from megatron_bapo.viewer.samples import NO_SAMPLES, Samples
 from megatron_bapo.viewer.server import ASSETS
@@ -20,15 +21,25 @@ _MODULES = ("text.js", "measures.js", "state.js", "source.js", "prompts.js", "re
 
 
 def export(samples: Samples, path: Path, step: int | None) -> int:
-    """Write the page of a step, by default the last one, and return the step. Raises UserError without such
-    a step."""
+    """Write the page of a step, by default the last one, and return the step.
+
+    Raises UserError without such a step, and if the file cannot be written.
+    """
     steps = samples.run()["steps"]
     if not steps:
         raise UserError(f"there is nothing to export: the run has {NO_SAMPLES}")
     if step is not None and step not in steps:
         raise UserError(f"step {step} has no sampled rollouts; the steps are {', '.join(map(str, steps))}")
     chosen = steps[-1] if step is None else step
-    path.write_text(page(samples, chosen), encoding="ascii", errors="xmlcharrefreplace")
+    option = f"--export {path}"
+    try:
+        if path.is_dir():
+            raise UserError(f"{option} is a folder; name a file in it, such as {path / f'step-{chosen}.html'}")
+        if not path.parent.is_dir():
+            raise UserError(f"{option} must be in a folder that exists; create {path.parent}, or choose another folder")
+        path.write_text(page(samples, chosen), encoding="ascii", errors="xmlcharrefreplace")
+    except OSError as error:
+        raise unwritable(option, error) from None
     return chosen
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
+from megatron_bapo.cli.main import app
 from megatron_bapo.data.rollout_samples import TOKENIZER_FILE
 from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
@@ -233,6 +235,25 @@ def test_a_run_without_sampled_rollouts_says_which_key_turns_them_on(tmp_path: P
     assert "logging.rollouts.every_steps turns them on" in found["message"]
     with pytest.raises(UserError, match="there is nothing to export: the run has no sampled rollouts; logging"):
         export(Samples(RunDirectory(tmp_path)), tmp_path / "page.html", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent/page.html", "must be in a folder that exists; create {root}/absent, or choose another folder"),
+        ("folder", "is a folder; name a file in it, such as {root}/folder/step-10.html"),
+        ("/proc/page.html", "cannot be written to (No such file or directory: /proc/page.html); choose another folder"),
+        ("a" * 300, "cannot be written to (File name too long: {root}/" + "a" * 300 + "); choose another folder"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_an_error_of_the_input(
+    run: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    file = tmp_path / name
+    result = CliRunner().invoke(app, ["view", str(run), "--export", str(file)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --export {file} {message.format(root=tmp_path)}")
 
 
 def test_the_scripts_of_an_exported_page_are_all_of_them(client: TestClient) -> None:
