@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import quoteattr
 
 import numpy as np
 from matplotlib import rc_context
@@ -70,9 +71,9 @@ class Series:
 def curve_figure(
     series: Sequence[Series],
     *,
+    title: str,
     x_label: str,
     y_label: str,
-    title: str = "",
     log_y: bool = False,
     stacked: bool = False,
     smoothing: float = 0.0,
@@ -80,8 +81,9 @@ def curve_figure(
 ) -> str:
     """Plot the curves and return an `<svg>` element; the same input gives the same text.
 
-    `smoothing` in [0, 1) is the decay of an exponential moving average, which is plotted over the raw curve. `stacked`
-    stacks the curves as areas and reads NaN as 0. `target` is a dashed reference line. Several series get a legend.
+    `title` is the accessible name; the page writes it above the figure. `smoothing` in [0, 1) is the decay of an
+    exponential moving average, which is plotted over the raw curve. `stacked` stacks the curves as areas and reads NaN
+    as 0. `target` is a dashed reference line. Several series get a legend.
     """
     # The salt keeps the ids of figures on the same HTML page distinct.
     with rc_context({**STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
@@ -100,11 +102,9 @@ def curve_figure(
         axes.set_xlabel(x_label)
         # A horizontal label above the axis is easier to read than a rotated one beside it.
         axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside lower left", ncols=4)
-        return _svg(figure)
+        return _svg(figure, title)
 
 
 def _plot_curves(axes: Axes, series: Sequence[Series], smoothing: float, *, log_y: bool) -> None:
@@ -178,11 +178,11 @@ def _set_log_scale(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Figure, title: str) -> str:
     buffer = io.StringIO()
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(buffer, metadata=no_metadata)
     svg = buffer.getvalue()
     # Every figure has the same group ids, and nothing refers to them.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
-    return svg.replace("<svg", '<svg role="img"', 1).strip()
+    return svg.replace("<svg", f'<svg role="img" aria-label={quoteattr(title)}', 1).strip()

@@ -65,6 +65,7 @@ def _figures(section: Section, tables: MetricTables, target: float | None) -> li
         if series:
             svg = curve_figure(
                 series,
+                title=spec.title,
                 x_label="step",
                 y_label=spec.y_label,
                 log_y=spec.log_y,

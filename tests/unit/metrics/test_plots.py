@@ -11,8 +11,8 @@ CURVE = Series("reward", STEPS, [0.1, 0.2, 0.4, 0.8])
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def draw(*series: Series, **options) -> str:
-    return curve_figure(series, x_label="step", y_label="score", **options)
+def draw(*series: Series, title: str = "Mean reward", **options) -> str:
+    return curve_figure(series, title=title, x_label="step", y_label="score", **options)
 
 
 def texts(svg: str) -> list[str]:
@@ -32,10 +32,15 @@ def test_the_same_curves_give_the_same_text():
 
 
 def test_a_figure_is_one_svg_element_without_metadata():
-    svg = draw(CURVE, title="Reward rises")
+    svg = draw(CURVE)
     assert ElementTree.fromstring(svg).tag == f"{SVG}svg"
     assert "metadata" not in svg
-    assert {"Reward rises", "score", "step"} <= set(texts(svg))
+    assert {"score", "step"} <= set(texts(svg))
+
+
+def test_a_figure_is_an_image_with_its_title_as_accessible_name():
+    root = ElementTree.fromstring(draw(CURVE, title='Rewards "A" & <B>'))
+    assert (root.get("role"), root.get("aria-label")) == ("img", 'Rewards "A" & <B>')
 
 
 def test_figures_that_share_a_page_share_no_id():

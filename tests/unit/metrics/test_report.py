@@ -86,7 +86,8 @@ def test_every_figure_with_metrics_is_plotted(tmp_path: Path):
     rows = [row(step, every_metric(step), phase) for step in (1, 2) for phase in ("warm_start", "train", "validation")]
     report = page(tmp_path, rows=rows)
     assert set(report.headings) == TITLES
-    assert [tag for tag, _ in report.elements].count("svg") == len(TITLES)
+    figures = [attributes for tag, attributes in report.elements if tag == "svg"]
+    assert [(each["role"], each["aria-label"]) for each in figures] == [("img", title) for title in report.headings]
 
 
 def test_a_figure_without_metrics_is_omitted(tmp_path: Path):
