@@ -105,7 +105,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def collapse_reasons(criteria: Collapse, table: StudyTable, cell: Cell, window: int) -> list[str]:
-    """Return which criteria of collapse a run meets: `accuracy`, `entropy low` and `entropy high`."""
+    """Return which criteria of collapse a run meets: `accuracy`, `entropy low`, `entropy high` and `entropy NaN`."""
     accuracy = table.column(cell, criteria.accuracy)
     known = accuracy[~np.isnan(accuracy)]
     reasons = list[str]()
@@ -116,6 +116,9 @@ def collapse_reasons(criteria: Collapse, table: StudyTable, cell: Cell, window: 
         reasons.append("entropy low")
     if np.any(np.array(later) > 2 * start):
         reasons.append("entropy high")
+    step, entropy = (table.column(cell, "update") - 1) // cell.updates_per_step, table.column(cell, criteria.entropy)
+    if set(step[step >= 0]) - set(step[~np.isnan(entropy)]):
+        reasons.append("entropy NaN")
     return reasons
 
 

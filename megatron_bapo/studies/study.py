@@ -76,7 +76,7 @@ class Collapse(Section):
     """Column of the held-out accuracy: the run has collapsed if it falls below half of its best value."""
     entropy: str
     """Column of the entropy: the run has collapsed if the mean over a window falls below a tenth of the mean over the
-    first window, or rises above twice that."""
+    first window, or rises above twice that, or if a step has no entropy, which is how NaN is written."""
 
 
 class Study(Section):

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_bapo.errors import UserError
+from megatron_bapo.studies.map_figures import Panel, map_figure
+from megatron_bapo.studies.results import summary_rows
 from megatron_bapo.studies.statistics import (
     bootstrap_interval,
     collapse_reasons,
@@ -142,3 +144,51 @@ def test_a_run_has_collapsed_by_accuracy_or_entropy(tmp_path, accuracy, entropy,
 
     criteria = Collapse(accuracy="accuracy", entropy="entropy")
     assert collapse_reasons(criteria, StudyTable(tmp_path / "updates.csv"), cell, window=2) == reasons
+
+
+def with_entropy(tmp_path, cells, entropy):
+    """Return the table of runs of four updates with the given entropies, as the study writes them."""
+    rows = [
+        {**cell.columns(), "update": update, "accuracy": 0.5 if update in (0, 4) else None, "entropy": value}
+        for cell in cells
+        for update, value in enumerate([None, *entropy(cell)])
+    ]
+    write_csv(tmp_path / "updates.csv", rows)
+    return StudyTable(tmp_path / "updates.csv")
+
+
+@pytest.mark.parametrize(
+    ("updates_per_step", "entropy", "reasons"),
+    [
+        (1, [1.0, 1.0, None, None], ["entropy NaN"]),
+        (1, [None, None, None, None], ["entropy NaN"]),
+        (1, [1.0, 1.0, 1.0, float("nan")], ["entropy NaN"]),
+        (2, [1.0, 1.0, None, None], ["entropy NaN"]),
+        (2, [1.0, None, 1.0, None], []),  # a metric of a step is in the row of its first update
+    ],
+)
+def test_a_run_whose_entropy_is_nan_has_collapsed(tmp_path, updates_per_step, entropy, reasons):
+    cell = Cell("a", updates_per_step, 1)
+    table = with_entropy(tmp_path, [cell], lambda _: entropy)
+
+    assert collapse_reasons(Collapse(accuracy="accuracy", entropy="entropy"), table, cell, window=2) == reasons
+
+
+def test_maps_and_the_summary_count_a_run_whose_entropy_is_nan_as_collapsed(tmp_path):
+    criteria = Collapse(accuracy="accuracy", entropy="entropy")
+    study, _ = make_study(tmp_path, num_updates=4, window=2, collapse=criteria.model_dump())
+    cells = [Cell("fixed", 4, seed) for seed in (1, 2)]
+    table = with_entropy(tmp_path, cells, lambda cell: [1.0, 1.0, 1.0, 1.0] if cell.seed == 1 else [None] * 4)
+
+    assert summary_rows(study, table)[2][-1] == "1 of 2 (entropy NaN)"
+    figure = map_figure(
+        table,
+        [Panel("PPO", "fixed")],
+        [""],
+        [4],
+        "accuracy",
+        "Map",
+        lambda cell: bool(collapse_reasons(criteria, table, cell, study.window)),
+    )
+    (axis,) = figure.axes
+    assert "2 seeds, 1 collapsed" in [text.get_text() for text in axis.texts]
