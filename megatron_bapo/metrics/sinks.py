@@ -165,14 +165,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _lines_and_rows(path)]
 
 
-def read_new_rows(path: Path, offset: int, max_bytes: int = -1) -> tuple[list[dict[str, Any]], int]:
-    """Return the complete rows from byte `offset` on and the offset after them, to follow a growing file.
-
-    At most `max_bytes` are read, if the number is not negative.
-    """
+def read_new_rows(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete rows from byte `offset` on and the offset after them, to follow a growing file."""
     with path.open("rb") as file:
         file.seek(offset)
-        complete, newline, _ = file.read(max_bytes).rpartition(b"\n")
+        complete, newline, _ = file.read().rpartition(b"\n")
     return [json.loads(line) for line in complete.splitlines()], offset + len(complete) + len(newline)
 
 

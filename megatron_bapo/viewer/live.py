@@ -25,14 +25,15 @@ from megatron_bapo.metrics.figures import (
     positive_share_target,
 )
 from megatron_bapo.metrics.plots import Series
-from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.metrics.sinks import MetricsRow, read_rows
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import fitting, number
 from megatron_bapo.viewer.follower import Follower
+from megatron_bapo.viewer.rows import MAX_NAME, metrics_row, quarantined_prompt
 
 MAX_POINTS = 600
 """Points of a curve, at most."""
-_MAX_CURVES, _MAX_NAME, _MAX_TEXT, _MAX_QUARANTINED, _MAX_FAILURES = 100, 200, 1000, 100, 5
+_MAX_CURVES, _MAX_TEXT, _MAX_QUARANTINED = 100, 1000, 100
 _ACCOUNTING = "rollout/accounting/"
 
 
@@ -58,8 +59,8 @@ class LiveRun:
         self._open()
 
     def _open(self) -> None:
-        self._metrics = Follower(self._directory.metrics)
-        self._quarantined = Follower(self._directory.quarantined)
+        self._metrics = Follower(self._directory.metrics, metrics_row)
+        self._quarantined = Follower(self._directory.quarantined, quarantined_prompt)
         self._prompts, self._num_quarantined = deque[dict[str, Any]](maxlen=_MAX_QUARANTINED), 0
         self._clear_metrics()
 
@@ -67,7 +68,7 @@ class LiveRun:
         self._tables, self._last, self._accounting = MetricTables(), dict[str, Any](), dict[str, float]()
 
     def figures(self, version: str, train: Zoom, warm_start: Zoom) -> dict[str, Any]:
-        """Return the state of the run, and its figures unless they still have this version.
+        """Return the state of the run with the problems of its files, and its figures unless they have this version.
 
         `version` is that of the answer before. If `is_all` is false, the files have more rows.
         """
@@ -77,9 +78,10 @@ class LiveRun:
             except RunError:
                 self._open()  # so that the message comes again until the file is repaired
                 raise
+            config, problems = _config_and_problems(self._directory)
+            problems += [*self._metrics.problems, *self._quarantined.problems]
             now = f"{self._metrics.version}-{self._quarantined.version}"
-            config = read_config(self._directory)
-            answer = {"version": now, "is_all": is_all, "state": self._state(config)}
+            answer = {"version": now, "is_all": is_all, "problems": problems, "state": self._state(config)}
             if version == now:
                 return answer
             answer["prompts"] = self._prompt_counts()
@@ -107,21 +109,16 @@ class LiveRun:
         self._num_quarantined += len(skipped.rows)
         return new.is_all and skipped.is_all
 
-    def _add(self, row: dict[str, Any]) -> None:
-        try:
-            self._tables.add(row)
-            self._last = {name: row[name] for name in ("step", "phase", "time_s")}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise RunError(
-                f"{self._directory.metrics} has a row that is none of metrics ({error!r}); delete it"[:_MAX_TEXT]
-            ) from None
+    def _add(self, row: MetricsRow) -> None:
+        self._tables.add(row)
+        self._last = {"step": row["step"], "phase": row["phase"], "time_s": row["time_s"]}
         metrics = row["metrics"].items()
         counts = {name: value for name, value in metrics if name.startswith(_ACCOUNTING) and value is not None}
         self._accounting = counts or self._accounting
 
     def _state(self, config: Mapping[str, Any]) -> dict[str, Any]:
         directory = self._directory
-        phase = directory.phase.read_text()[:_MAX_TEXT] if directory.phase.is_file() else ""
+        phase = directory.phase.read_text(errors="replace")[:_MAX_TEXT] if directory.phase.is_file() else ""
         return {
             "phase": phase,
             "is_finished": directory.is_finished,
@@ -131,25 +128,14 @@ class LiveRun:
         }
 
     def _prompt_counts(self) -> dict[str, Any]:
-        quarantined = [
-            {
-                "prompt_id": str(row.get("prompt_id"))[:_MAX_NAME],
-                "failures": [str(each)[:_MAX_TEXT] for each in list(row.get("failures", ()))[:_MAX_FAILURES]],
-            }
-            for row in self._prompts
-        ]
         counts = [
-            (label, self._accounting[name])
+            (label, number(self._accounting[name]))
             for section in SECTIONS
             for spec in section.figures
             for name, label in spec.metrics.items()
             if name in self._accounting
         ]
-        return {
-            "counts": counts,
-            "num_quarantined": self._num_quarantined,
-            "quarantined": quarantined,
-        }
+        return {"counts": counts, "num_quarantined": self._num_quarantined, "quarantined": [*self._prompts]}
 
     def _figures(
         self, section: Section, shown: Mapping[str, Zoom], points: int, target: float | None
@@ -160,6 +146,13 @@ class LiveRun:
             if found:
                 figures.append(_figure(spec, found, shown[spec.phase], points, target if spec.with_target else None))
         return figures
+
+
+def _config_and_problems(directory: RunDirectory) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return read_config(directory), []
+    except RunError as error:
+        return {}, [str(error)[:_MAX_TEXT]]
 
 
 def read_config(directory: RunDirectory) -> dict[str, Any]:
@@ -193,7 +186,7 @@ def _figure(spec: FigureSpec, found: Sequence[Series], zoom: Zoom, points: int, 
     else:
         kept = [extremes(each, points) for each in values]
     shown = [
-        {"name": curve.name[:_MAX_NAME], "x": steps[places].tolist(), "y": [number(y) for y in each[places].tolist()]}
+        {"name": curve.name[:MAX_NAME], "x": steps[places].tolist(), "y": [number(y) for y in each[places].tolist()]}
         for curve, each, places in zip(found, values, kept, strict=True)
     ]
     return {
@@ -232,7 +225,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
     flat = [_flat(config) for config in configs]
     keys = sorted({key for each in flat for key in each} - {"run_dir"})
     rows = [(key, [each.get(key, "–") for each in flat]) for key in keys]
-    return [(key[:_MAX_NAME], [value[:_MAX_NAME] for value in values]) for key, values in rows if len(set(values)) > 1]
+    return [(key[:MAX_NAME], [value[:MAX_NAME] for value in values]) for key, values in rows if len(set(values)) > 1]
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, str]:

@@ -14,13 +14,14 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import number
 from megatron_bapo.viewer.follower import Follower
+from megatron_bapo.viewer.rows import Request, engine_event, metrics_row, request, restart, start
 
 NUM_BUCKETS = 500
 """Parts of the time in sight for which the load of engines and trainer is stated."""
 MAX_BARS = 1500
 """Requests that are shown one by one; of more, only the load of their engines is shown."""
 MAX_STEPS, MAX_EVENTS = 300, 500
-_MAX_TEXT, _MAX_NAME, _MAX_ENGINES = 500, 100, 64
+_MAX_NAME, _MAX_ENGINES = 100, 64
 _FIRST_S = 1e8
 """Requests that were sent earlier have times of a clock that is not Unix time, as earlier versions wrote them."""
 _WARM_START = "warm_start"
@@ -35,15 +36,9 @@ class Requests:
         self.sent_s, self.answered_s = array("d"), array("d")
         self.step, self.serial, self.num_tokens, self.num_responses = (array("q") for _ in range(4))
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        sent_s, answered_s = float(row["sent_s"]), float(row["answered_s"])
-        numbers = int(row["step"]), int(row["prompt_serial"]), sum(row["num_tokens"]), len(row["num_tokens"])
-        if not math.isfinite(sent_s + answered_s):
-            raise ValueError("a time is not finite")
-        self.sent_s.append(sent_s)
-        self.answered_s.append(answered_s)
-        for column, value in zip((self.step, self.serial, self.num_tokens, self.num_responses), numbers, strict=True):
-            column.append(value)
+    def add(self, row: Request) -> None:
+        for name, column in vars(self).items():
+            column.append(getattr(row, name))
 
 
 class Timeline:
@@ -55,31 +50,33 @@ class Timeline:
         self._open()
 
     def _open(self) -> None:
-        names = ("requests", "metrics", "engine_events", "restarts", "starts")
-        self._followers = {name: Follower(getattr(self._directory, name)) for name in names}
-        self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        directory = self._directory
+        self._requests, self._metrics = Follower(directory.requests, request), Follower(directory.metrics, _step)
+        self._engine_events = Follower(directory.engine_events, engine_event)
+        self._restarts, self._starts = Follower(directory.restarts, restart), Follower(directory.starts, start)
+        self._followers = (self._requests, self._metrics, self._engine_events, self._restarts, self._starts)
+        self._rows: dict[Follower[dict[str, Any]], list[dict[str, Any]]] = {each: [] for each in self._followers[1:]}
         self._engines: dict[str, Requests] = {}
         self._num_undated = 0
 
     def answer(self, version: str, start: float | None, stop: float | None) -> dict[str, Any]:
         """Return what happened between two Unix times, by default in the whole run; times are seconds after `origin`.
 
-        Only the version is returned if it is still `version`. If `is_all` is false, the files have more rows.
+        Only the version and the problems are returned if it is still `version`. If `is_all` is false, the files have
+        more rows.
         """
         with self._lock:
             try:
-                is_all = min(self._read(name) for name in self._followers)
+                is_all = self._read()
             except RunError:
                 self._open()  # so that the message comes again until the file is repaired
                 raise
-            now = "-".join(follower.version for follower in self._followers.values())
-            found: dict[str, Any] = {"version": now, "is_all": is_all}
+            now = "-".join(follower.version for follower in self._followers)
+            problems = [problem for follower in self._followers for problem in follower.problems]
+            found: dict[str, Any] = {"version": now, "is_all": is_all, "problems": problems}
             if version == now:
                 return found
-            try:
-                steps, events = self._steps(), self._events()
-            except (KeyError, TypeError, ValueError) as error:
-                raise RunError(f"a row of an event has not what such a row has: {error!r}"[:_MAX_TEXT]) from None
+            steps, events = self._steps(), self._events()
             ends = self._ends(steps, events)
             if ends is None:
                 return found | {"num_undated": self._num_undated}
@@ -100,33 +97,29 @@ class Timeline:
                 ][-MAX_EVENTS:],
             }
 
-    def _read(self, name: str) -> bool:
-        new = self._followers[name].read()
-        if name == "requests":
-            if new.from_start:
-                self._engines, self._num_undated = {}, 0
-            for row in new.rows:
-                self._add_request(row)
-            return new.is_all
+    def _read(self) -> bool:
+        """Read what is new; return whether that is all there is."""
+        new = self._requests.read()
         if new.from_start:
-            self._rows[name] = []
-        self._rows[name] += [_kept(row) if name == "metrics" else row for row in new.rows]
-        return new.is_all
-
-    def _add_request(self, row: Mapping[str, Any]) -> None:
-        try:
-            if row["sent_s"] < _FIRST_S:
+            self._engines, self._num_undated = {}, 0
+        for row in new.rows:
+            if row.sent_s < _FIRST_S:
                 self._num_undated += 1
             else:
-                self._engines.setdefault(str(row["engine"]), Requests()).add(row)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            path = self._directory.requests
-            raise RunError(f"{path} has a row that is none of a request ({error!r}); delete it"[:_MAX_TEXT]) from None
+                self._engines.setdefault(row.engine, Requests()).add(row)
+        return min(new.is_all, *map(self._read_rows, self._followers[1:]))
+
+    def _read_rows(self, follower: Follower[dict[str, Any]]) -> bool:
+        new = follower.read()
+        if new.from_start:
+            self._rows[follower].clear()
+        self._rows[follower] += new.rows
+        return new.is_all
 
     def _steps(self) -> list[dict[str, Any]]:
         """Return the training steps with the times at which they began and ended; the warm start is step 0."""
         steps = {}
-        for row in self._rows["metrics"]:
+        for row in self._rows[self._metrics]:
             if not (row.get("unix_s") and row["seconds"].get("step")):
                 continue
             timed = row | {"start_s": row["unix_s"] - row["seconds"]["step"]}
@@ -139,35 +132,8 @@ class Timeline:
         return [steps[step] for step in sorted(steps)]
 
     def _events(self) -> list[dict[str, Any]]:
-        events = [
-            {
-                "time_s": float(row["time_s"]),
-                "kind": "engine",
-                "engine": str(row["engine"])[:_MAX_NAME],
-                "text": str(row["event"])[:_MAX_NAME],
-                "reason": str(row["reason"])[:_MAX_TEXT],
-            }
-            for row in self._rows["engine_events"]
-        ]
-        events += [
-            {
-                "time_s": float(row["time_s"]),
-                "kind": "restart",
-                "text": f"the run restarted after step {row['step']}"[:_MAX_NAME],
-                "reason": str(row["reason"])[:_MAX_TEXT],
-            }
-            for row in self._rows["restarts"]
-        ]
-        events += [
-            {
-                "time_s": float(row["time_s"]),
-                "kind": "start",
-                "text": "the trainer started",
-                "reason": f"{row['hardware']}; commit {row['commit']}, version {row['version']}"[:_MAX_TEXT],
-            }
-            for row in self._rows["starts"]
-        ]
-        return sorted(events, key=lambda event: event["time_s"])
+        followers = self._engine_events, self._restarts, self._starts
+        return sorted((row for each in followers for row in self._rows[each]), key=lambda event: event["time_s"])
 
     def _ends(
         self, steps: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]
@@ -239,18 +205,15 @@ class Timeline:
         return [(a, b) for a, b in shown if b > a][-MAX_EVENTS:]
 
 
-def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
+def _step(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the timeline needs of a row of metrics."""
-    try:
-        prefix = "timing_s/"
-        seconds = {
-            name.removeprefix(prefix): value
-            for name, value in row["metrics"].items()
-            if name.startswith(prefix) and value is not None
-        }
-        return {"step": row["step"], "phase": row["phase"], "unix_s": row.get("unix_s"), "seconds": seconds}
-    except (AttributeError, KeyError) as error:
-        raise RunError(f"metrics.jsonl has a row that is none of metrics: {error!r}"[:_MAX_TEXT]) from None
+    known, prefix = metrics_row(row), "timing_s/"
+    seconds = {
+        name.removeprefix(prefix): value
+        for name, value in known["metrics"].items()
+        if name.startswith(prefix) and value is not None and math.isfinite(value)
+    }
+    return {"step": known["step"], "phase": known["phase"], "unix_s": known.get("unix_s"), "seconds": seconds}
 
 
 def _trainer(

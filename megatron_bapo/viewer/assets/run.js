@@ -89,6 +89,7 @@ async function poll() {
     await reported(problems, run, async () => {
       isNew = (await loadFigures(run, index)) || isNew;
       unread ||= !run.is_all;
+      return run.problems;
     });
   }
   await released();
@@ -98,14 +99,13 @@ async function poll() {
   say(problems);
 }
 
-/** Add what the server says against a run to the problems, so that the other runs are shown; nobody there is an error. */
+/** Add what the server says against a run to the problems, so that the rest is shown; nobody there is an error. */
 async function reported(problems, run, load) {
-  try {
-    await load();
-  } catch (error) {
+  const found = await load().catch((error) => {
     if (!(error instanceof Refused)) throw error;
-    problems.push(runs.length > 1 ? `${run.name}: ${error.message}` : error.message);
-  }
+    return [error.message];
+  });
+  problems.push(...found.map((problem) => (runs.length > 1 ? `${run.name}: ${problem}` : problem)));
 }
 
 let said = "";
@@ -123,13 +123,15 @@ async function loadTimeline() {
   const wanted = `${index} ${state.time}`;
   const version = shownTime.startsWith(`${wanted} `) ? shownTime.slice(wanted.length + 1) : "";
   const found = await ask(`runs/${index}/timeline`, { version, ...(range && { start: range[0], stop: range[1] }) });
-  if (wanted !== `${Number(state.timeline)} ${state.time}`) return;
+  if (wanted !== `${Number(state.timeline)} ${state.time}`) return [];
   unread ||= !found.is_all;
-  if (version === found.version) return;
-  shownTime = `${wanted} ${found.version}`;
-  await released();
-  byId("whole-time").hidden = !range;
-  showTimeline(found);
+  if (version !== found.version) {
+    shownTime = `${wanted} ${found.version}`;
+    await released();
+    byId("whole-time").hidden = !range;
+    showTimeline(found);
+  }
+  return found.problems;
 }
 
 let timer = 0;
@@ -377,7 +379,7 @@ async function start() {
     button.title = found.runs.length > 1 ? "Show or hide the run" : "";
     if (found.runs.length > 1) button.addEventListener("click", () => toggle(index));
     byId("runs").append(button);
-    return { name, button, about, version: "", figures: new Map() };
+    return { name, button, about, version: "", figures: new Map(), problems: [] };
   });
   document.title = `${runs.map((run) => run.name).join(", ")} · run`;
   if (!runs[Number(state.timeline)]) set({ timeline: "0" });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from megatron_bapo.cli.main import app
-from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.errors import UserError
 from megatron_bapo.metrics.figures import SECTIONS
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import MAX_BYTES
-from megatron_bapo.viewer.follower import Follower
 from megatron_bapo.viewer.live import MAX_POINTS, config_differences, extremes
 from megatron_bapo.viewer.server import opened
 from megatron_bapo.viewer.timeline import MAX_BARS, NUM_BUCKETS, loads, union_s
@@ -117,7 +117,8 @@ def test_a_growing_run_is_read_on(tmp_path: Path) -> None:
     root = live_run(tmp_path / "run", num_steps=5)
     with client_of(root) as client:
         first = ask(client, "runs/0/figures")
-        assert ask(client, "runs/0/figures", version=first["version"]).keys() == {"version", "is_all", "state"}
+        unchanged = ask(client, "runs/0/figures", version=first["version"])
+        assert unchanged.keys() == {"version", "is_all", "problems", "state"}
         append(RunDirectory(root).metrics, [train_row(6)])
         second = ask(client, "runs/0/figures", version=first["version"])
         assert figure(second, "Entropy of the policy")["curves"][0]["x"] == [1, 2, 3, 4, 5, 6]
@@ -140,66 +141,64 @@ def test_rows_of_a_resumed_run_replace_the_earlier_ones(tmp_path: Path) -> None:
         assert (curve["x"], curve["y"][-1]) == ([1, 2, 3, 4], 7.0)
 
 
-def test_a_finished_part_is_not_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    append(path, ({"step": step} for step in range(1000)))
-    follower = Follower(path)
-    assert len(follower.read().rows) == 1000
-    with path.open("r+") as file:  # what was read is no JSON any more
-        file.write("x" * 5000)
-    append(path, [{"step": 1000}])
-    with path.open("a") as file:
-        file.write('{"step": 10')
-    new = follower.read()
-    assert (new.rows, new.from_start, new.is_all) == ([{"step": 1000}], False, True)
-    with path.open("a") as file:
-        file.write("01}\n")
-    assert follower.read().rows == [{"step": 1001}]
-
-
-def test_a_file_that_was_cut_and_written_on_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "requests.jsonl"
-    append(path, ({"step": step} for step in range(100)))
-    follower = Follower(path)
-    version = follower.read() and follower.version
-    path.write_text("")
-    append(path, ({"step": step, "again": True} for step in range(200)))
-    new = follower.read()
-    assert (len(new.rows), new.from_start) == (200, True)
-    assert follower.version != version
-    path.unlink()
-    assert (follower.read().from_start, follower.read().rows) == (True, [])
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r", line 2 is not JSON .*; repair or delete that line"),
-        ("[1]", " has a line after byte 0 that is not a JSON"),
-    ],
-)
-def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n')
-    with pytest.raises(RunError, match=rf"metrics\.jsonl{message}"):
-        Follower(path).read()
-
-
-def test_a_broken_row_is_told_until_it_is_repaired(tmp_path: Path) -> None:
-    root = live_run(tmp_path / "run", num_steps=3, with_faults=False)
+def test_damaged_lines_leave_the_rest_of_the_figures_and_the_timeline(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3)
     directory = RunDirectory(root)
-    whole = {path: path.read_text() for path in (directory.metrics, directory.requests)}
+    files = ("metrics", "requests", "quarantined", "engine_events", "restarts", "starts")
+    whole = {name: getattr(directory, name).read_text() for name in files}
+    bad = [{"step": 4, "time_s": math.nan}, {"step": 1 << 80, "time_s": 1.0, "phase": "train", "metrics": {}}]
     with client_of(root) as client:
-        for path, kind, message in (
-            (directory.metrics, "figures", "a row that is none of metrics"),
-            (directory.requests, "timeline", "a row that is none of a request"),
-        ):
-            append(path, [{"step": 4, "sent_s": START_S}])
-            for _ in range(2):
-                answer = client.get(f"/{SECRET}/api/runs/0/{kind}")
-                assert (answer.status_code, message in answer.text) == (400, True)
-            path.write_text(whole[path])
-            assert ask(client, f"runs/0/{kind}")["is_all"]
+        good = {kind: ask(client, f"runs/0/{kind}") for kind in ("figures", "timeline")}
+        for name in files:
+            append(getattr(directory, name), bad)
+        append(directory.metrics, [train_row(4)])
+        append(directory.requests, requests_of(4))
+        for _ in range(2):
+            figures, timeline = (ask(client, f"runs/0/{kind}", version=good[kind]["version"]) for kind in good)
+            assert figure(figures, "Entropy of the policy")["curves"][0]["x"] == [1, 2, 3, 4]
+            assert [each["num"] for each in timeline["engines"]] == [32, 32]
+            assert timeline["events"] == good["timeline"]["events"]
+            problems = {*figures["problems"], *timeline["problems"]}
+            assert len(problems) == 2 * len(files)
+            for name, text in whole.items():
+                for line in (text.count("\n") + 1, text.count("\n") + 2):
+                    start = f"{getattr(directory, name)}, line {line} is left out: "
+                    assert [each for each in problems if each.startswith(start)]
+        for name, text in whole.items():
+            getattr(directory, name).write_text(text)
+        for kind in good:
+            answer = ask(client, f"runs/0/{kind}")
+            for each in (answer, good[kind]):
+                each.pop("version")
+                each.pop("state", None)  # has the time at which the file was written
+            assert answer == good[kind]
+
+
+def test_a_broken_configuration_is_named_beside_the_figures(tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3)
+    RunDirectory(root).config.write_text("a: [")
+    with client_of(root) as client:
+        answer = ask(client, "runs/0/figures")
+        assert "config.yaml is not YAML" in answer["problems"][0]
+        assert figure(answer, "Entropy of the policy")["curves"][0]["x"] == [1, 2, 3]
+
+
+def test_a_line_that_is_too_long_is_refused_until_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_bapo.viewer.follower._MAX_READ", 1 << 10)
+    monkeypatch.setattr("megatron_bapo.viewer.follower._MAX_LINE", 1 << 12)
+    root = live_run(tmp_path / "run", num_steps=3)
+    whole = RunDirectory(root).requests.read_text()
+    with client_of(root) as client:
+        append(RunDirectory(root).requests, [{"reason": "x" * 5000}])
+        for _ in range(2):
+            answer = client.get(f"/{SECRET}/api/runs/0/timeline")
+            while answer.status_code == 200:
+                answer = client.get(f"/{SECRET}/api/runs/0/timeline")
+            assert (answer.status_code, "has a line of more than 4096 bytes" in answer.text) == (400, True)
+        RunDirectory(root).requests.write_text(whole)
+        while not (answer := ask(client, "runs/0/timeline"))["is_all"]:
+            pass
+        assert [each["num"] for each in answer["engines"]] == [24, 24]
 
 
 def test_of_a_long_curve_the_extremes_of_each_part_are_kept() -> None:
@@ -282,7 +281,10 @@ def test_the_warm_start_is_one_part_of_the_timeline_before_the_first_step(tmp_pa
     steps = directory.metrics.read_text()
     directory.metrics.unlink()
     metrics = {"actor/loss": 1.0, "timing_s/step": 2.0}
-    rows = [{"step": n, "phase": "warm_start", "unix_s": START_S - 20 + 3 * n, "metrics": metrics} for n in range(1, 4)]
+    rows = [
+        {"step": n, "phase": "warm_start", "time_s": 3.0 * n, "unix_s": START_S - 20 + 3 * n, "metrics": metrics}
+        for n in range(1, 4)
+    ]
     append(directory.metrics, rows)
     with directory.metrics.open("a") as file:
         file.write(steps)
