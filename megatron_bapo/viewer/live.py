@@ -229,7 +229,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, 
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, str]:
-    if not isinstance(config, dict) or not config:
+    if not isinstance(config, dict) or (prefix and not config):
         return {prefix: config if isinstance(config, str) else json.dumps(config, default=str)}
     return {
         name: value

@@ -12,7 +12,15 @@ export function table(heads, rows) {
     const row = body.insertRow();
     for (const [kind, text] of cells) {
       const cell = element("td", kind);
-      cell.append(appendText(element(kind === "pre" ? "pre" : "span"), text));
+      const box = element(kind === "pre" ? "pre" : "span");
+      // A key is broken after its dots and underscores where it does not fit on a line.
+      const [first, ...rest] = kind === "key" ? text.split(/(?<=[._])/) : [text];
+      appendText(box, first);
+      for (const part of rest) {
+        box.append(element("wbr"));
+        appendText(box, part);
+      }
+      cell.append(box);
       row.append(cell);
     }
   }

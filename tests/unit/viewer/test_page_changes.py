@@ -1,0 +1,218 @@
+"""What the pages do when rows, keys and the window's size change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatron_bapo.run_directory import RunDirectory
+from tests.unit.viewer.browsers import IN_A_BROWSER, served
+from tests.unit.viewer.made_live_runs import append, live_run, requests_of, train_row
+from tests.unit.viewer.made_runs import group, prompt, sampled, small_run, write_step
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = IN_A_BROWSER
+View = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    yield from served(small_run(tmp_path_factory.mktemp("changes") / "small"))
+
+
+def opened(page: Page, url: str, state: str = "") -> Page:
+    page.goto(f"{url}#{state}")
+    page.locator("#prompt-text .id").wait_for()
+    return page
+
+
+def last_step(page: Page) -> int:
+    """Return the last step that the figure of the entropy has, which its keys reach."""
+    entropy = page.get_by_role("group", name=re.compile("^Entropy of the policy"))
+    entropy.focus()
+    entropy.press("End")
+    page.locator("#tooltip dl").wait_for()
+    step = page.locator("#tooltip .token").inner_text()
+    entropy.press("Escape")
+    return int(step.removeprefix("step "))
+
+
+def test_a_link_to_a_row_beyond_the_first_page_opens_it(page: Page, view: View, tmp_path: Path) -> None:
+    made = [sampled(text, reward=1.0, advantage=0.0) for text in ("one", "two")]
+    write_step(tmp_path, 1, [group(i, prompt(i, f"prompt {i}"), made) for i in range(1200)], num_groups=1200)
+    url = view(tmp_path)
+    for row, number in ((300, 151), (255, 128), (2399, 1200)):
+        page.goto("about:blank")
+        page.goto(f"{url}#row={row}")
+        page.get_by_text(f"prompt {number} of 1200", exact=True).wait_for()
+        assert page.locator("#prompt-text .content").first.inner_text() == f"prompt {number - 1}"
+        assert page.locator(".item.chosen .excerpt").inner_text() == f"prompt {number - 1}"
+        assert page.url.endswith(f"row={row}")
+
+
+def test_prompts_with_a_long_common_beginning_differ_where_they_are_seen(
+    page: Page, view: View, tmp_path: Path
+) -> None:
+    made = sampled("ok", reward=1.0, advantage=0.0)
+    rules = "Answer with a number, and think about it for as long as you need. " * 5
+    texts = [f"{rules}What is {n} + {n}?" for n in range(3)] + [f"{rules}{rules}Divide {n} by 3" for n in range(3)]
+    write_step(tmp_path, 1, [group(i, prompt(i, text), [made]) for i, text in enumerate(texts)])
+    opened(page, view(tmp_path))
+    seen = page.locator("#prompts .excerpt").evaluate_all(
+        """all => all.map((excerpt) => {
+            const range = document.createRange();
+            range.setStart(excerpt.firstChild, 0);
+            const { right } = excerpt.getBoundingClientRect();
+            for (let end = excerpt.firstChild.length; end > 0; end--) {
+                range.setEnd(excerpt.firstChild, end);
+                if (range.getBoundingClientRect().right <= right) return excerpt.textContent.slice(0, end);
+            }
+        })"""
+    )
+    assert len(set(seen)) == 6
+    assert all(re.search(rf"\b{n % 3}\b", text) for n, text in enumerate(seen))
+
+
+def test_keys_do_nothing_behind_the_open_help(page: Page, url: str) -> None:
+    opened(page, url, "step=1")
+    page.keyboard.press("?")
+    page.locator("#help").wait_for()
+    before = page.url
+    for key in ("j", "]", "c", "/", "?"):
+        page.keyboard.press(key)
+    assert (page.url, page.locator("#place").inner_text()) == (before, "prompt 1 of 3")
+    assert page.evaluate("document.activeElement.id") != "text"
+    page.keyboard.press("Escape")
+    page.locator("#help").wait_for(state="hidden")
+    page.keyboard.press("j")
+    page.get_by_text("prompt 2 of 3").wait_for()
+
+
+def test_keys_that_belong_to_a_field_do_nothing_else(page: Page, url: str) -> None:
+    opened(page, url, "step=1")
+    page.keyboard.press("/")
+    page.keyboard.type("j]c?")
+    page.get_by_text("0 prompts, 0 responses", exact=True).wait_for()
+    assert (page.locator("#text").input_value(), page.locator("#step").input_value()) == ("j]c?", "1")
+    assert page.locator("#help").is_hidden()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+j")
+    page.keyboard.press("?")
+    page.locator("#help").wait_for()
+
+
+def test_every_control_of_the_rollouts_page_is_reached_by_tab(page: Page, url: str) -> None:
+    opened(page, url, "step=1&row=4")
+    page.locator("article.response .t").first.wait_for()
+    reached = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    wanted = page.evaluate(
+        """[...document.querySelectorAll("button:enabled, select, input, summary, [tabindex]")]
+            .filter((e) => e.checkVisibility()).map((e) => e.id || e.className)"""
+    )
+    assert set(wanted) <= reached
+
+
+def test_the_figure_of_a_token_is_computed_once_and_a_change_colours_once(
+    page: Page, view: View, tmp_path: Path
+) -> None:
+    text = "".join(f"line {number}\n" for number in range(600))
+    made = [sampled(text, reward=float(n), advantage=1.0, seed=n) for n in range(3)]
+    write_step(tmp_path, 1, [group(0, prompt(0, "long"), made)])
+    # The colour of a ratio is that of its logarithm; the legend is made anew with each colouring.
+    page.add_init_script(
+        "const log = Math.log; window.logs = 0; Math.log = (x) => { window.logs += 1; return log(x); };"
+    )
+    opened(page, view(tmp_path))
+    total = len(text) + 1
+    for number in range(3):
+        scroller = page.locator(".scroller").nth(number)
+        while page.locator("article.response").nth(number).locator(".t").count() < total:
+            scroller.evaluate("box => { box.scrollTop = box.scrollHeight }")
+            page.wait_for_timeout(50)
+    page.wait_for_function("() => !document.querySelector('.end:not([hidden])')")
+    assert 3 * total <= page.evaluate("logs") <= 3 * total + 1  # and that of the smallest scale
+    page.evaluate(
+        """window.colourings = 0;
+        new MutationObserver((records) => {
+            colourings += records.filter((record) => record.removedNodes.length).length;
+        }).observe(document.getElementById("legend"), { childList: true })"""
+    )
+    for change, count in (
+        (lambda: page.locator("#colour").select_option("entropy"), 1),
+        (lambda: page.locator("#colour").select_option("ratio"), 2),
+        (lambda: page.locator("#theme").click(), 2),
+        (lambda: page.locator("#sort").select_option("length"), 2),
+    ):
+        change()
+        assert page.evaluate("colourings") == count
+    assert page.evaluate("logs") <= 6 * total + 2
+
+
+def test_a_damaged_line_is_named_and_the_rest_of_the_page_follows_the_run(
+    page: Page, view: View, tmp_path: Path
+) -> None:
+    root = live_run(tmp_path / "run", num_steps=3, with_faults=False)
+    directory = RunDirectory(root)
+    whole = directory.metrics.read_text()
+    page.goto(f"{view(root)}run.html")
+    page.get_by_text(re.compile(r"^step 3 of 60")).wait_for()
+    for path in (directory.metrics, directory.requests):
+        with path.open("a") as file:
+            file.write("{broken\n")
+    append(directory.metrics, [train_row(4)])
+    append(directory.requests, requests_of(4))
+    page.get_by_text(re.compile(r"^step 4 of 60")).wait_for()
+    page.locator("#timeline text", has_text="32 requests").first.wait_for()
+    assert last_step(page) == 4
+    lines = page.locator("#message").inner_text().split("\n")
+    number = whole.count("\n") + 1
+    assert [re.sub(r" \(.*\)", "", line) for line in lines] == [
+        f"{directory.metrics}, line {number} is left out: it is not JSON; repair or delete that line",
+        f"{directory.requests}, line 49 is left out: it is not JSON; repair or delete that line",
+    ]
+    directory.metrics.write_text(whole)
+    page.get_by_text(re.compile(r"^step 3 of 60")).wait_for()
+    assert page.locator("#message").inner_text().split("\n") == lines[1:]
+    assert last_step(page) == 3
+
+
+def test_figures_come_back_after_the_viewer_did_not_answer(browser: Browser, view: View, tmp_path: Path) -> None:
+    root = live_run(tmp_path / "run", num_steps=3, with_faults=False)
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(f"{view(root)}run.html")
+    page.get_by_text(re.compile(r"^step 3 of 60")).wait_for()
+    context.set_offline(True)
+    page.get_by_text("The viewer does not answer any more.").wait_for()
+    append(RunDirectory(root).metrics, [train_row(4)])
+    context.set_offline(False)
+    page.get_by_text(re.compile(r"^step 4 of 60")).wait_for()
+    page.locator("#message:empty").wait_for(state="attached")
+    assert last_step(page) == 4
+    context.close()
+
+
+def test_figures_and_timeline_are_drawn_anew_in_a_window_of_another_size(
+    page: Page, view: View, tmp_path: Path
+) -> None:
+    page.goto(f"{view(live_run(tmp_path / 'run', num_steps=10))}run.html")
+    page.locator("#timeline > svg").wait_for()
+    widths = []
+    for width in (1440, 700, 1100):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_function(
+            """() => [...document.querySelectorAll(".plot > svg"), document.querySelector("#timeline > svg")]
+                .every((svg) => svg.getAttribute("width") === String(Math.max(240, svg.parentElement.clientWidth)))"""
+        )
+        widths.append(page.locator("#timeline > svg").get_attribute("width"))
+        assert last_step(page) == 10
+    assert len(set(widths)) == 3
