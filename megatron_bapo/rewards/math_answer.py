@@ -15,6 +15,13 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
+from megatron_bapo.rewards.answer_text import (
+    has_other_base,
+    is_same_name,
+    repeating_decimal,
+    split_choice,
+    without_percent,
+)
 from megatron_bapo.rewards.formula import elements, has_variable, tokens
 from megatron_bapo.rewards.number_form import is_result, kinds_of_constants
 
@@ -27,6 +34,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Spellings that math-verify 0.9 misreads or cannot read.
 _CORRECTIONS = [
+    (r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{(\d{1,99})\}", repeating_decimal),  # 0.\overline{3}
+    (r"\\varnothing(?![A-Za-z])|∅|\\\{\s*\\\}", r"\\emptyset"),
     (r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|\s)\d{3}(?!\d))+", lambda match: re.sub(r"\D", "", match[0])),  # 12\,345
     (r"(?<![A-Za-z0-9.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)(?![\d.A-Za-z])", r"\1 \\times 10^{\2}"),  # 3e8
     (r"\\pmod\s*(?:\d+|\{[^{}]*\})|\((?:\\?[bp]?mod|\\text\{mod\s*\})[^()]*\)", ""),  # 46 \pmod{100}
@@ -36,6 +45,7 @@ _CORRECTIONS = [
     (r"(?s)^.*\\begin\{(?:align|gather|split)\w*\*?\}.*=(.*)\\end\{\w+\*?\}", r"\1"),
     (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s])+$", ""),  # math-verify reads "2 ." as "2 0."
 ]
+_EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 # Signs of work that is left to do, even with variables.
 _TASK = re.compile(
     r"\\(?:i*nt|oint|sum|prod|lim|det|gcd|lcm|operatorname|partial)(?![A-Za-z])|vmatrix"
@@ -56,7 +66,7 @@ def compute_score(
     golds = [gold for text in _alternatives(ground_truth) if (gold := _read_ground_truth(text))]
     if not golds:
         raise ValueError(f"math-verify finds no number or formula in the ground truth {ground_truth!r:.120}")
-    answer = _read(solution_str)
+    answer = [] if _EMPTY_BOX.match(solution_str, max(0, solution_str.rfind("\\boxed"))) else _read(solution_str)
     return {"score": float(any(_is_right(gold, answer) for gold in golds)), "pred": _written(answer)}
 
 
@@ -102,15 +112,48 @@ def _corrected(text: str) -> str:
 
 
 def _is_right(gold: list[Any], answer: list[Any]) -> bool:
+    if not answer:
+        return False
+    (letter, content), (chosen, found) = split_choice(gold[-1]), split_choice(answer[-1])
+    if letter and chosen and (letter != chosen or not content or not found):
+        return letter == chosen
+    if not content or not found:
+        return False
+    expected = gold if content == gold[-1] else _read(f"\\boxed{{{content}}}")
+    return _is_equal(expected, answer if found == answer[-1] else _read(f"\\boxed{{{found}}}"))
+
+
+def _is_equal(gold: list[Any], answer: list[Any]) -> bool:
+    if not gold or not answer or has_other_base(gold[-1], answer[-1]):
+        return False
+    if (verdict := is_same_name(gold[-1], answer[-1])) is not None:
+        return verdict
     try:
-        # math-verify's comparison is asymmetric; the ground truth must come first.
-        return (
-            bool(answer)
-            and _is_finished(gold, answer)
-            and verify(gold, answer, timeout_seconds=NO_TIMEOUT)
-            and _is_close_if_small(gold[0], answer[0])
-        )
+        return _is_finished(gold, answer) and (_has_value(gold, answer) or _is_same_percentage(gold, answer))
     except RecursionError:  # a thousand nested brackets
+        return False
+
+
+def _has_value(gold: list[Any], answer: list[Any]) -> bool:
+    # math-verify's comparison is asymmetric; the ground truth must come first.
+    is_verified = verify(gold, answer, timeout_seconds=NO_TIMEOUT)
+    return is_verified and _is_close_if_small(gold[0], answer[0])
+
+
+def _is_same_percentage(gold: list[Any], answer: list[Any]) -> bool:
+    """Return whether one is a percentage, the other is not, and they are the same number of 1 or more without the sign.
+
+    A task asks for "what percent" with or without the sign. Below 1 the number may also be the fraction itself.
+    """
+    bare = [without_percent(read[-1]) for read in (gold, answer)]
+    if (bare[0] is None) == (bare[1] is None):
+        return False
+    expected, found = (
+        read if text is None else _read(f"\\boxed{{{text}}}") for read, text in zip((gold, answer), bare, strict=True)
+    )
+    try:
+        return float(found[0]) >= 1 and _has_value(expected, found)
+    except (IndexError, TypeError, ValueError, OverflowError):  # no real number
         return False
 
 

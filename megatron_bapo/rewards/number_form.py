@@ -41,6 +41,8 @@ _KINDS = {
 
 # A power with a whole exponent is a power, with another one a root.
 _POWER = re.compile(r"\^ (\{ (?:[-+] )?[0-9]+ \}|[0-9]+(?: |$))?")
+# An inequality and a standard set may be written as an interval without a bound.
+_UNBOUNDED = re.compile(r"[<>]=?|[≤≥]|\\(?:lt|le|leq|leqslant|gt|ge|geq|geqslant)|\\mathbb\{[A-Z]\}")
 _MAX_DIGITS = 1000  # Python reads whole numbers of no more than 4300 digits.
 
 
@@ -51,7 +53,8 @@ class _NotAResult(Exception):
 def kinds_of_constants(formula: list[str]) -> set[str]:
     """Return the kinds of roots, powers, constants and functions in a formula."""
     powers = {"power" if match[1] else "root" for match in _POWER.finditer(" ".join(formula))}
-    return powers | {kind for token in formula if (kind := _kind(token))}
+    bounds = {"infinity"} if any(map(_UNBOUNDED.fullmatch, formula)) else set()
+    return powers | bounds | {kind for token in formula if (kind := _kind(token))}
 
 
 def is_result(formula: list[str], kinds: set[str]) -> bool:

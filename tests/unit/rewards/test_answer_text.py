@@ -1,0 +1,126 @@
+r"""Answers on which math-verify 0.9, verl's scorers, Qwen2.5-Math's grader and Hendrycks' comparison disagree.
+
+A wrong response that scores 1 is worse than a right one that scores 0, because a policy learns to write it.
+"""
+
+import pytest
+
+from megatron_bapo.rewards.math_answer import compute_score
+
+EQUAL = r"""
+0.\overline{3} | \frac{1}{3}
+\frac{1}{3} | 0.\overline{3}
+\frac{41}{333} | 0.\overline{123}
+0.1\overline{6} | 1/6
+\frac{1}{3} | 0.\bar{3}
+1 | 0.\overline{9}
+-\frac{7}{3} | -2.\overline{3}
+12.5\% | 12.5
+12.5 | 12.5\%
+12.5\% | 0.125
+33\frac{1}{3}\% | \frac{100}{3}
+\textbf{(D)}\ 5 | D
+\textbf{(D)}\ 5 | 5
+\textbf{(D)}\ 5 | \text{(D)}
+\textbf{(D) } 12\sqrt{3} | 12\sqrt{3}
+D | \textbf{(D)}\ 5
+D | \text{D. } 5
+5 | \textbf{(D)}\ 5
+\textbf{(C)}\ -3 | -3
+\textbf{(A)}\ \frac{1}{2} | 0.5
+\text{(C) Paris} | C
+C | \text{(C) Paris}
+(A)\ 17 | A
+(A)\ 17 | 17
+B | B) 7
+B | (B) 7
+B | B: 7
+B | \textbf{(B)}~7
+B | \mathsf{B}
+\angle BCA | \angle ACB
+\triangle ABC | \triangle BCA
+\overline{AB} | BA
+\text{BCA} | BCA
+\text{A, C} | A, C
+A,C | C,A
+A,C | AC
+ABD | A, B, D
+\mathrm{C}_5^2 | \mathrm{C}_5^2
+2516_8 | 2516_{8}
+\emptyset | \varnothing
+\emptyset | \{\}
+\mathbb{R} | (-\infty,\infty)
+x \ge 3 | [3,\infty)
+"""
+DIFFERENT = r"""
+\frac{1}{3} | 0.3\overline{4}
+0.\overline{3} | 0.3
+1 | 3 \times 0.\overline{3}
+12.5 | 0.125
+7.5\% | 75
+0.5 | 0.5\%
+\textbf{(D)}\ 5 | \textbf{(C)}\ 5
+\textbf{(D)}\ 5 | C
+\textbf{(D)}\ 5 | 4
+\textbf{(C)}\ -3 | 3
+5 | \textbf{(D)}\ 4
+D | \textbf{(D)}\ 5 \textbf{(E)}\ 6
+D | \text{(D) or (E)}
+D | (A) (B) (C) (D)
+5 | (A) 5 (B) 6
+E | 2.718281828
+\angle BCA | \angle CAB
+\angle ABC | \angle BAC
+BCA | CAB
+ACD | ADC
+A,C | A,B
+x,y | xy
+2516_8 | 2516_7
+5 | 101_2
+(1,2) | 2,1
+\text{even} | neve
+0 | \frac{1}{\infty}
+"""
+EXPLOITS = [
+    (r"The answer is 42, so \boxed{}", "42"),
+    (r"\boxed{42} and \boxed{ }", "42"),
+    (" ".join(f"\\boxed{{{number}}}" for number in range(50)), "42"),
+    (r"\boxed{1,2,3,4,5,6,7,8,9,10,42}", "42"),
+    (r"\boxed{\{40,41,42,43\}}", "42"),
+    (r"\boxed{42 or 41}", "42"),
+    (r"\boxed{A \text{ or } B}", "A"),
+    (r"\boxed{A or B}", "A"),
+    (r"\boxed{ABCD}", "A"),
+    (r"\boxed{\{A,B,C,D\}}", "A"),
+    (r"\boxed{A/B/C/D}", "A"),
+    (r"\boxed{\textbf{(A)}\ 1 \textbf{(B)}\ 2 \textbf{(C)}\ 3}", "A"),
+    (r"\boxed{(A) 5 or 6}", "5"),
+    (r"\boxed{x}", "42"),
+    (r"\boxed{\frac{42x}{x}}", "42"),
+    (r"\boxed{[0,100]}", "42"),
+    (r"\boxed{42\%}", "0.5"),
+    (r"\boxed{1=2=3=42}", "3"),
+]
+
+
+def pairs(table):
+    return [tuple(line.split(" | ")) for line in table.strip().splitlines()]
+
+
+def score(answer, ground_truth):
+    return compute_score("math", rf"The answer is $\boxed{{{answer}}}$.", ground_truth)["score"]
+
+
+@pytest.mark.parametrize(("ground_truth", "answer"), pairs(EQUAL))
+def test_the_same_answer_in_another_spelling_scores_one(ground_truth, answer):
+    assert score(answer, ground_truth) == 1.0
+
+
+@pytest.mark.parametrize(("ground_truth", "answer"), pairs(DIFFERENT))
+def test_an_answer_that_only_looks_alike_scores_zero(ground_truth, answer):
+    assert score(answer, ground_truth) == 0.0
+
+
+@pytest.mark.parametrize(("response", "ground_truth"), EXPLOITS)
+def test_a_response_that_covers_many_answers_scores_zero(response, ground_truth):
+    assert compute_score("math", response, ground_truth)["score"] == 0.0
