@@ -20,11 +20,11 @@ def generation_seconds(
 ) -> float:
     """Return the seconds in which the engines generate one rollout batch.
 
-    With mode=sync a batch starts on idle engines and ends with its longest response. While requests are queued, an
-    engine decodes as many as fit; then fewer and fewer, as the distribution of lengths has it (the straggler tail).
-    With mode=async the next prompts take the place of finished ones, so that engines stay full; a batch still takes the
-    time of its longest response, but up to `max_staleness` batches wait at the same time. Prompts are prefilled once
-    per group.
+    With mode=sync a batch starts on idle engines and ends with the last response of any engine. While requests are
+    queued, an engine decodes as many as fit, which are of all ages in the end; then fewer and fewer, as the
+    distribution of lengths has it (the straggler tail). With mode=async the next prompts take the place of finished
+    ones, so that engines stay full; a batch still takes the time of its longest response, but up to `max_staleness`
+    batches wait at the same time. Prompts are prefilled once per group.
     """
     rollout = config.rollout
     responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
@@ -32,19 +32,31 @@ def generation_seconds(
     mean, prompt, most = lengths.mean_response, lengths.prompt, concurrency(config, engine, assumptions)
     prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
     waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
-    concurrent = max(1.0, min(waiting * responses, most.running))
 
     def step_seconds(running: float, generated: float) -> float:
         cost = decode_cost(config, architecture, gpu, engine, assumptions, max(1.0, running))
         return cost.seconds(1, running, running * (prompt + generated))
 
+    if responses <= most.together:
+        running, queued, later = responses, 0.0, lengths.started
+    else:
+        running, later = most.running, lengths.running
+        queued_tokens = responses * mean - running * lengths.halfway
+        queued = queued_tokens / running * step_seconds(running, lengths.halfway)
+    tail = lengths.interval * sum(
+        step_seconds(running * share, generated) * _any(share, running * rollout.num_engines)
+        for generated, share in later
+    )
+    if waiting == 1:
+        return prefill + queued + tail
+    concurrent = max(1.0, min(waiting * responses, most.running))
     steady = responses * mean / concurrent * step_seconds(concurrent, lengths.halfway)
-    together = max(1.0, min(responses, most.together))
-    running = ((max(1.0, together * share), generated) for generated, share in lengths.running)
-    tail = lengths.interval * sum(step_seconds(each, generated) for each, generated in running)
-    refilled = min(responses, (together + most.running) / 2)
-    queued = max(0.0, responses - together) * mean / refilled * step_seconds(refilled, lengths.halfway)
-    return prefill + (max(steady, (queued + tail) / waiting) if waiting > 1 else queued + tail)
+    return prefill + max(steady, (queued + tail) / waiting)
+
+
+def _any(share: float, num: float) -> float:
+    """Return the probability that any of `num` responses runs, of which this share is expected to run."""
+    return 1.0 - (1.0 - share) ** num
 
 
 def longest_request_seconds(

@@ -95,11 +95,35 @@ class Lengths:
         return sum(length**2 for length in self.responses) / (2 * sum(self.responses))
 
     @cached_property
+    def started(self) -> tuple[tuple[float, float], ...]:
+        """Responses that started together, in the middle of each of `NUM_INTERVALS` equal intervals up to the longest
+        one: (tokens so far, share that still runs)."""
+        return tuple((at, self._longer(at)[0] / len(self.responses)) for at in self._middles)
+
+    @cached_property
     def running(self) -> tuple[tuple[float, float], ...]:
-        """(Tokens generated, share of the responses that are longer) in the middle of each of `NUM_INTERVALS` equal
-        intervals up to the longest response."""
-        middles = [(i + 0.5) * self.interval for i in range(NUM_INTERVALS)]
-        return tuple((at, 1 - bisect_right(self.responses, at) / len(self.responses)) for at in middles)
+        """Responses that run at a random moment, in the middle of each interval after it: (mean tokens so far, share
+        that still runs).
+
+        A response of length L is met with a probability in proportion to L, with 0 to L tokens, and still runs t tokens
+        later if it had less than L - t: the share is E[max(0, L - t)] / E[L].
+        """
+        found = []
+        for at in self._middles:
+            num, total, squares = self._longer(at)
+            left = total - num * at
+            so_far = at + (squares - 2 * at * total + num * at**2) / (2 * left)
+            found.append((so_far, left / sum(self.responses)))
+        return tuple(found)
+
+    @property
+    def _middles(self) -> list[float]:
+        return [(i + 0.5) * self.interval for i in range(NUM_INTERVALS)]
+
+    def _longer(self, length: float) -> tuple[int, int, int]:
+        """Return the number of responses that are longer, the sum of their lengths and that of the squares."""
+        longer = self.responses[bisect_right(self.responses, length) :]
+        return len(longer), sum(longer), sum(each**2 for each in longer)
 
     @property
     def interval(self) -> float:
@@ -108,7 +132,7 @@ class Lengths:
     @cached_property
     def peak_tokens(self) -> float:
         """Most tokens that a batch holds at a time, per sequence, if all of its sequences start together."""
-        return max(share * (self.prompt + generated) for generated, share in self.running)
+        return max(share * (self.prompt + generated) for generated, share in self.started)
 
     def running_of_group(self, n: int) -> float:
         """Return how many of `n` responses that start together run on average, until the longest of them ends."""

@@ -12,8 +12,10 @@ from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import num_active_adapter_parameters
-from megatron_bapo.planning.response_lengths import lengths_of
+from megatron_bapo.planning.response_lengths import lengths_of, mean_response
 from megatron_bapo.planning.trainer_memory import num_micro_batches
+from megatron_bapo.simulation.calibration import planned_workload
+from megatron_bapo.simulation.simulator import simulate
 from tests.unit.planning.examples import recipe
 
 SHAPE = {
@@ -197,6 +199,21 @@ def test_a_synchronous_batch_takes_longer_the_wider_its_lengths_spread() -> None
     spreads = [replace(plan, assumptions=replace(plan.assumptions, length_sigma=sigma)) for sigma in (0.2, 0.6, 1.2)]
     seconds = [each.time.generation for each in spreads]
     assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("kv_cache_gib", [1, 2, 8])
+def test_a_synchronous_batch_takes_as_long_as_simulated_engines_take(kv_cache_gib: int) -> None:
+    """The simulated router sends requests to four engines with room for 50 responses, for 100 and for all of them."""
+    plan = recipe(
+        "qwen2.5-7b_8gpus",
+        *("rollout.max_response_length=1024", "data.max_prompt_length=64", "rollout.n=8", "rollout.num_engines=4"),
+        *("trainer.train_batch_size=1024", "rollout.health_check_interval_s=1", f"rollout.kv_cache_gib={kv_cache_gib}"),
+    )
+    mean, sigma = mean_response(plan.config, plan.assumptions), plan.assumptions.length_sigma
+    workload = planned_workload(plan, mean_response=mean, sigma=sigma)
+    workload = replace(workload, engine=replace(workload.engine, load_s=0.0), train_s=0.0)
+    done = simulate(plan.config.rollout, workload, num_steps=6, num_first_steps=3)
+    assert plan.time.generation == pytest.approx(done.seconds / done.num_steps, rel=0.15)
 
 
 def test_an_asynchronous_batch_does_not_wait_for_its_stragglers() -> None:
