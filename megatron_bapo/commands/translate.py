@@ -2,7 +2,7 @@
 
 read the file, its defaults list and the overrides      foreign_files.py
 every key: our key, a reason, or not known              config/foreign_keys.yaml
-values of their own, then layout, then units            config/foreign_values.py, translated_layout.py
+keys by themselves, then several together, then units   config/foreign_values.py, translated_layout.py and _loss.py
 what the loader and the rules say of the result         config/loading.py, config/checks.py
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from megatron_bapo.commands.foreign_files import MISSING, Unresolved, place, read_foreign, resolved
-from megatron_bapo.commands.translated_layout import LAYOUTS
+from megatron_bapo.commands.translated_layout import Absent, nemo_rl_layout, verl_layout
+from megatron_bapo.commands.translated_loss import nemo_rl_loss
 from megatron_bapo.config.checks import rule_problems
 from megatron_bapo.config.foreign_hints import shown
 from megatron_bapo.config.foreign_keys import ForeignRow, find, flattened, project_of, projects, rows
@@ -36,6 +37,10 @@ REQUIRED: dict[str, Any] = {
     "trainer.ppo_mini_batch_size": 1,
 }
 """Keys that the loader requires, with values that let the other keys be checked if the source gives none."""
+
+
+DERIVATIONS = {"verl": (verl_layout,), "nemo-rl": (nemo_rl_layout, nemo_rl_loss)}
+"""What follows from several keys of a project's file, in this order."""
 
 
 class LeftOut(NamedTuple):
@@ -125,6 +130,8 @@ def translate(path: Path, overrides: Sequence[str] = (), source: From = "auto") 
     for key, value in projects()[project].always.items():
         result.put(key, value, f"as {result.title} does")
     rows_to_convert = [(key, row) for key, row in _sorted(theirs, result) if row.convert not in READ_WITH_OTHERS]
+    # Of several keys that set one of ours, the one whose row stands last takes precedence.
+    rows_to_convert.sort(key=lambda each: rows(project).index(each[1]))
     for stage in range(3):
         for key, row in rows_to_convert:
             if CONVERSIONS[row.convert].stage == stage:
@@ -155,8 +162,8 @@ def _check_training(path: Path, project: str, content: dict[str, Any]) -> None:
     for section, name in projects()[project].unlike.items():
         if section in content:
             raise UserError(
-                f"{path} has the section {section}, for {name}: only reinforcement learning and distillation are here; "
-                f"give a configuration of {projects()[project].title} for one of them"
+                f"{path} has the section {section}, for {name}: only reinforcement learning and on-policy "
+                f"distillation are here; give a configuration of {projects()[project].title} for one of them"
             )
 
 
@@ -223,12 +230,17 @@ def _convert(key: str, row: ForeignRow, theirs: _Source, result: Translation) ->
             result.to_set[ours] = to_do
     if values and (how or list(values.values()) != [value] * len(values)):
         written = " ".join(f"{ours}={shown(converted)}" for ours, converted in values.items())
-        result.converted.append(f"{setting} -> {written}" + (f": {how}" if how else ""))
+        told = "; ".join(text for text in (how, row.note) if text)
+        result.converted.append(f"{setting} -> {written}" + (f": {told}" if told else ""))
 
 
 def _derive(theirs: _Source, result: Translation) -> None:
     """Add the keys that follow from several keys of the source."""
-    for key, value, how, is_choice in LAYOUTS[theirs.project](theirs.get, result.known):
+    for derived in (each for derive in DERIVATIONS[theirs.project] for each in derive(theirs.get, result.known)):
+        if isinstance(derived, Absent):
+            result.without.append(LeftOut(f"{derived.key}={shown(derived.value)}", derived.reason))
+            continue
+        key, value, how, is_choice = derived
         result.put(key, value, how)
         if is_choice:
             result.to_set[key] = f"{value} in the result; {how}"

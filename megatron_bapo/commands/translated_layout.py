@@ -17,6 +17,14 @@ class Derived(NamedTuple):
     """Whether the source leaves the value open, so that the user has to check it."""
 
 
+class Absent(NamedTuple):
+    """A setting of the source that several keys leave without a counterpart."""
+
+    key: str
+    value: Any
+    reason: str
+
+
 Get = Callable[[str], Any]
 
 
@@ -105,9 +113,6 @@ def _nemo_rl_lengths(theirs: Get) -> Iterator[Derived]:
     is_choice = together.startswith("choose")
     yield Derived("data.max_prompt_length", prompt, together, is_choice)
     yield Derived("rollout.max_response_length", response, together, is_choice)
-
-
-LAYOUTS: dict[str, Callable[[Get, Get], Iterator[Derived]]] = {"verl": verl_layout, "nemo-rl": nemo_rl_layout}
 
 
 def _engines(nodes: int, gpus: int, ours: Get) -> Iterator[Derived]:

@@ -348,7 +348,7 @@ def _by_hand(foreign: Foreign) -> Converted:
     raise ByHand(foreign.note)
 
 
-READ_WITH_OTHERS = ("switch", "layout", "by_hand")
+READ_WITH_OTHERS = ("switch", "several", "by_hand")
 """Conversions that give no value on their own."""
 
 CONVERSIONS: dict[str, Conversion] = {
@@ -395,6 +395,6 @@ CONVERSIONS: dict[str, Conversion] = {
     "leave_one_out": Conversion(_leave_one_out, "`rloo` without `grpo.normalize_rewards`, else `grpo`"),
     "mib": Conversion(_mib, "/ 2^20"),
     "switch": Conversion(_by_hand),
-    "layout": Conversion(_by_hand),
+    "several": Conversion(_by_hand),
     "by_hand": Conversion(_by_hand),
 }

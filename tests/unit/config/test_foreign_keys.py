@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_bapo.cli.main import app
 from megatron_bapo.config.foreign_hints import option_hint
-from megatron_bapo.config.foreign_keys import FILE, ForeignRow, find, methods, projects, rows
+from megatron_bapo.config.foreign_keys import FILE, ForeignRow, find, flattened, methods, projects, rows
 from megatron_bapo.config.foreign_values import CONVERSIONS, READ_WITH_OTHERS
 from megatron_bapo.config.loading import dotted_keys, load_config, value_in
 from megatron_bapo.config.schema import Config
@@ -204,12 +204,11 @@ def test_every_reason_is_used() -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "rloo", "reinforce_plus_plus"])
 def test_a_method_is_what_its_file_in_configs_sets(name: str) -> None:
     content = yaml.safe_load((OBJECTIVES / f"{name}.yaml").read_text())
-    flat = {f"algorithm.{key}": value for key, value in content["algorithm"].items()}
-    flat |= {
-        f"rollout.{section}.{key}": value
-        for section, keys in content.get("rollout", {}).items()
-        for key, value in keys.items()
-    }
+    flat = dict(flattened({key: content.get(key, {}) for key in ("algorithm", "rollout")}, ""))
+    short = flat.get("algorithm.overlong.buffer_length")
+    # The paper's penalty begins 4096 tokens below 20480, and the file's at the same share of its short responses.
+    assert short is None or short * 20480 == 4096 * load_config(OBJECTIVES / f"{name}.yaml").rollout.max_response_length
+    flat |= {"algorithm.overlong.buffer_length": 4096} if short else {}
     assert methods()[name].items() <= flat.items()
 
 
