@@ -21,7 +21,7 @@ from megatron_bapo.commands.translated_loss import nemo_rl_loss
 from megatron_bapo.config.checks import rule_problems
 from megatron_bapo.config.foreign_hints import shown
 from megatron_bapo.config.foreign_keys import ForeignRow, find, flattened, project_of, projects, rows
-from megatron_bapo.config.foreign_values import CONVERSIONS, READ_WITH_OTHERS, ByHand, NoCounterpart
+from megatron_bapo.config.foreign_values import CONVERSIONS, ByHand, NoCounterpart
 from megatron_bapo.config.loading import problems_of, value_in
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -41,6 +41,10 @@ REQUIRED: dict[str, Any] = {
 
 DERIVATIONS = {"verl": (verl_layout,), "nemo-rl": (nemo_rl_layout, nemo_rl_loss)}
 """What follows from several keys of a project's file, in this order."""
+
+
+READ_TOGETHER = ("switch", "several")
+"""Conversions of keys that other rows or the derivations read."""
 
 
 class LeftOut(NamedTuple):
@@ -129,7 +133,7 @@ def translate(path: Path, overrides: Sequence[str] = (), source: From = "auto") 
     result = Translation(path, project, notes=file.notes)
     for key, value in projects()[project].always.items():
         result.put(key, value, f"as {result.title} does")
-    rows_to_convert = [(key, row) for key, row in _sorted(theirs, result) if row.convert not in READ_WITH_OTHERS]
+    rows_to_convert = [(key, row) for key, row in _sorted(theirs, result) if row.convert not in READ_TOGETHER]
     # Of several keys that set one of ours, the one whose row stands last takes precedence.
     rows_to_convert.sort(key=lambda each: rows(project).index(each[1]))
     for stage in range(3):

@@ -299,6 +299,35 @@ policy:
     assert (result.unknown, result.broken_rules) == ([], [])
 
 
+@pytest.mark.parametrize(("task_rewards", "objective"), [("false", "distill"), ("true", "ppo")])
+def test_distillation_of_verl_has_no_rewards_unless_it_asks_for_them(
+    tmp_path: Path, task_rewards: str, objective: str
+) -> None:
+    """With the keys of examples/on_policy_distillation_trainer."""
+    distillation = [
+        "distillation.enabled=true",
+        "distillation.teacher_models.teacher_model.model_path=models/Qwen3-32B",
+        f"distillation.distillation_loss.use_task_rewards={task_rewards}",
+    ]
+    result = translate(write(tmp_path, VERL), distillation)
+    algorithm = loaded(tmp_path, result).algorithm
+    assert algorithm.distillation is not None
+    assert (algorithm.objective, algorithm.distillation.teacher) == (objective, Path("models/Qwen3-32B"))
+
+
+def test_a_shared_prompt_stays_shared(tmp_path: Path) -> None:
+    for value in ("true", "false"):
+        result = translate(write(tmp_path, VERL), [f"actor_rollout_ref.actor.use_prefix_grouper={value}"])
+        assert loaded(tmp_path, result).trainer.share_prompts
+        assert ("trainer.share_prompts" in result.config) == (value == "true")
+
+
+def test_the_note_of_a_converted_value_is_told(tmp_path: Path) -> None:
+    result = translate(write(tmp_path, VERL))
+    told = "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla (verl's default) -> algorithm.objective=ppo: `bapo`"
+    assert any(line.startswith(told) for line in result.converted)
+
+
 def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
     overrides = [
         "actor_rollout_ref.rollout.n=8",
