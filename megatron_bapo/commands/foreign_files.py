@@ -50,12 +50,16 @@ def read_foreign(path: Path, overrides: Sequence[str]) -> ForeignFile:
             "ppo_trainer.yaml) and its KEY=VALUE arguments"
         )
     given = dict(map(_parsed_override, overrides))
-    groups = {key: str(value) for key, value in given.items() if "." not in key and isinstance(value, str)}
+    groups = {
+        group: str(value)
+        for key, value in given.items()
+        if "." not in (group := _group(key)) and isinstance(value, str)
+    }
     file = ForeignFile({})
     reader = _Reader(path.parent, groups, file.notes)
     file.content = reader.read(path, "", ())
     for key, value in given.items():
-        if key not in reader.used_groups:
+        if _group(key) not in reader.used_groups:
             place(file.content, key.split("."), value)
     return file
 
@@ -71,6 +75,11 @@ def _parsed_override(override: str) -> tuple[str, Any]:
             "actor_rollout_ref.rollout.n=16"
         )
     return key, parse_yaml(text, f"override {override!r}", _Loader)
+
+
+def _group(key: str) -> str:
+    """Return the config group of an override GROUP=NAME or GROUP@PACKAGE=NAME."""
+    return key.partition("@")[0]
 
 
 def place(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:

@@ -267,6 +267,10 @@ def _tidy(result: Translation) -> None:
     for needed, name in (("wandb.project", "wandb.name"), ("mlflow.experiment", "mlflow.run_name")):
         if f"logging.{needed}" not in config:
             _leave_out(result, (f"logging.{name}",))
+    if config.get("algorithm.objective") == "distill":
+        sections = ("algorithm.kl_reward_", "algorithm.clip_ratio_c", "algorithm.overlong.", "rollout.filter_groups.")
+        without_rewards = [key for key in config if key.startswith(sections)]
+        _leave_out(result, without_rewards, "algorithm.objective=distill uses no rewards")
     if config.get("algorithm.overlong.mode") != "penalty":
         _leave_out(result, ("algorithm.overlong.buffer_length", "algorithm.overlong.penalty_factor"))
     if config.get("algorithm.rollout_correction.rollout_rs") is not None:

@@ -313,6 +313,20 @@ def test_distillation_of_verl_has_no_rewards_unless_it_asks_for_them(
     algorithm = loaded(tmp_path, result).algorithm
     assert algorithm.distillation is not None
     assert (algorithm.objective, algorithm.distillation.teacher) == (objective, Path("models/Qwen3-32B"))
+    assert result.broken_rules == []
+    assert (algorithm.clip_ratio_c, algorithm.overlong.mode) == (
+        (None, "keep") if objective == "distill" else (10.0, "penalty")
+    )
+
+
+def test_an_override_with_a_package_chooses_the_file_of_its_group(tmp_path: Path) -> None:
+    for name, length in (("plain", 3), ("long", 4)):
+        write(tmp_path, f"ppo_epochs: {length}\n", f"actor/{name}.yaml")
+    defaults = "defaults: [actor@actor_rollout_ref.actor: plain, _self_]\n"
+    file = write(tmp_path, defaults + "actor_rollout_ref: {rollout: {n: 8}}\n")
+    assert translate(file).config["trainer.ppo_epochs"] == 3
+    result = translate(file, ["actor@actor_rollout_ref.actor=long"])
+    assert (result.config["trainer.ppo_epochs"], result.unknown, result.notes) == (4, [], [])
 
 
 def test_a_shared_prompt_stays_shared(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from megatron_bapo.algorithm.rollout_correction import rollout_correction
 from megatron_bapo.cli.main import app
+from megatron_bapo.config.algorithm import RolloutCorrectionConfig
 from megatron_bapo.config.foreign_hints import option_hint
-from megatron_bapo.config.foreign_keys import FILE, ForeignRow, find, flattened, methods, projects, rows
+from megatron_bapo.config.foreign_keys import FILE, ForeignRow, by_name, find, flattened, methods, projects, rows
 from megatron_bapo.config.foreign_values import CONVERSIONS, READ_WITH_OTHERS
 from megatron_bapo.config.loading import dotted_keys, load_config, value_in
 from megatron_bapo.config.schema import Config
@@ -210,6 +213,25 @@ def test_a_method_is_what_its_file_in_configs_sets(name: str) -> None:
     assert short is None or short * 20480 == 4096 * load_config(OBJECTIVES / f"{name}.yaml").rollout.max_response_length
     flat |= {"algorithm.overlong.buffer_length": 4096} if short else {}
     assert methods()[name].items() <= flat.items()
+
+
+@pytest.mark.parametrize("lowest", [None, 0.5])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_mask_of_trl_has_no_lower_bound_unless_it_is_given(level: str, lowest: float | None) -> None:
+    """TRL sets the ratios outside of [clip_min, clip_max] to 0, those of tokens or the products of a sequence."""
+    given: dict[str, Any] = {"mode": f"{level}_mask", "clip_max": 3.0} | ({"clip_min": lowest} if lowest else {})
+    settings = {"rollout_rs_threshold": 3.0}
+    for key, value in given.items():
+        converted = by_name("trl")[f"vllm_importance_sampling_{key}"].converted(value, known).values
+        settings |= {ours.rpartition(".")[2]: each for ours, each in converted.items()}
+    ratios = torch.tensor([0.01, 0.7, 1.5, 3.5])
+    found = rollout_correction(
+        ratios.log(), torch.zeros(4), torch.tensor([2, 2]), RolloutCorrectionConfig.model_validate(settings)
+    )
+    products = torch.tensor([0.007, 0.007, 5.25, 5.25])
+    tested = ratios if level == "token" else products
+    expected = torch.where((tested < (lowest or 0.0)) | (tested > 3.0), 0.0, tested)
+    torch.testing.assert_close(found.weights_T.float(), expected)
 
 
 HINTS = {
