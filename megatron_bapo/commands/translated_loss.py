@@ -15,18 +15,20 @@ KEPT_IN_MEANS = "NeMo-RL counts rejected tokens in the denominators of its means
 
 
 def nemo_rl_loss(theirs: Get, ours: Get) -> Iterator[Derived | Absent]:
-    yield from _kl_type(theirs)
+    yield from _kl(theirs)
     yield from _rollout_correction(theirs)
     yield from _truncated_responses(theirs, ours)
 
 
-def _kl_type(theirs: Get) -> Iterator[Derived | Absent]:
-    """Yield the KL estimator. As a reward it has no gradient, so that it stays what it is."""
-    if not theirs("loss_fn.reference_policy_kl_penalty"):
+def _kl(theirs: Get) -> Iterator[Derived | Absent]:
+    """Yield the KL estimator, which stays what it is in the reward, where it has no gradient."""
+    coefficient = theirs("loss_fn.reference_policy_kl_penalty")
+    if not coefficient:
         return
     kind = theirs("loss_fn.reference_policy_kl_type") or "k3"
     if theirs("loss_fn.use_kl_in_reward"):
         if theirs("grpo.adv_estimator.name") == "reinforce_plus_plus":
+            yield Derived("algorithm.kl_reward_coef", coefficient, "")
             yield Derived("algorithm.kl_reward_type", kind, "")
         else:
             reason = "with it and this advantage estimator, NeMo-RL adds the KL neither to the reward nor to the loss"

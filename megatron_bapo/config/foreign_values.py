@@ -93,11 +93,18 @@ def _same(foreign: Foreign) -> Converted:
     return _all(foreign, foreign.value)
 
 
-def _one_number(foreign: Foreign) -> Converted:
-    try:
-        return _all(foreign, _number(foreign.value))
-    except ByHand:
-        raise NoCounterpart(foreign.note) from None
+def _weight_bounds(foreign: Foreign) -> Converted:
+    """Truncate weights at one bound; verl's `lower_upper` rejects (IcePop), at the level of the weights."""
+    lower, _, upper = str(foreign.value).rpartition("_")
+    truncation, level, highest, lowest = foreign.ours
+    values = {truncation: _number(upper)}
+    if lower and foreign.known(level) is not None:
+        raise NoCounterpart(foreign.note)
+    if lower and foreign.other is None:
+        raise ByHand("rollout_rs is the level of verl's rollout_is")
+    if lower:
+        values |= {level: foreign.other, highest: _number(upper), lowest: _number(lower)}
+    return Converted(values)
 
 
 def _positive(foreign: Foreign) -> Converted:
@@ -157,14 +164,6 @@ def _product(foreign: Foreign) -> Converted:
         raise ByHand(foreign.note)
     value, other = _number(foreign.value), _number(foreign.other)
     return _all(foreign, value * other, f"{value} x {other}")
-
-
-def _coefficient(foreign: Foreign) -> Converted:
-    if not foreign.value:
-        return Converted({})
-    if foreign.other is None:
-        raise ByHand("the coefficient is loss_fn.reference_policy_kl_penalty's")
-    return _all(foreign, foreign.other)
 
 
 def _choice(foreign: Foreign) -> Converted:
@@ -353,7 +352,7 @@ READ_WITH_OTHERS = ("switch", "several", "by_hand")
 
 CONVERSIONS: dict[str, Conversion] = {
     "same": Conversion(_same),
-    "number": Conversion(_one_number),
+    "weight_bounds": Conversion(_weight_bounds, "one bound truncates weights; `lower_upper` rejects, as IcePop does"),
     "positive": Conversion(_positive, "0 and below: leave it out"),
     "prompts": Conversion(_prompts, "counts prompts there and trajectories here: x `rollout.n`", 1),
     "rollout_batches": Conversion(_rollout_batches, "counts rollout batches there and updates here", 2),
@@ -369,7 +368,6 @@ CONVERSIONS: dict[str, Conversion] = {
         _per_context_rank, "tokens of all context-parallel ranks there, of one here: / its number", 1
     ),
     "product": Conversion(_product, "x the learning rate"),
-    "coefficient": Conversion(_coefficient, "with the coefficient of `loss_fn.reference_policy_kl_penalty`"),
     "choice": Conversion(_choice),
     "each": Conversion(_each, "two numbers there, two keys here"),
     "inverse_bounds": Conversion(_inverse_bounds, "`lower_upper` there; the inverses: `1/upper` and `1/lower`"),

@@ -329,6 +329,22 @@ def test_an_override_with_a_package_chooses_the_file_of_its_group(tmp_path: Path
     assert (result.config["trainer.ppo_epochs"], result.unknown, result.notes) == (4, [], [])
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_two_bounds_of_weights_reject_at_their_level(tmp_path: Path, level: str) -> None:
+    """verl sets the weights outside of `lower_upper` to 0 (`rollout_corr_helper.py`)."""
+    section = "algorithm.rollout_correction"
+    overrides = [f"{section}.rollout_is={level}", f"{section}.rollout_is_threshold='0.5_5.0'"]
+    result = translate(write(tmp_path, VERL), [*overrides, f"{section}.rollout_rs=null"])
+    correction = loaded(tmp_path, result).algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_rs) == (level, level)
+    assert (correction.rollout_rs_threshold_lower, correction.rollout_rs_threshold) == (0.5, 5.0)
+    assert correction.rollout_is_threshold == 5.0
+
+    both = translate(write(tmp_path, VERL), overrides)
+    assert "takes the place of rollout_rs" in settings(both.without)[f"{section}.rollout_is_threshold=0.5_5.0"]
+    assert both.config[f"{section}.rollout_rs"] == "geometric"
+
+
 def test_a_shared_prompt_stays_shared(tmp_path: Path) -> None:
     for value in ("true", "false"):
         result = translate(write(tmp_path, VERL), [f"actor_rollout_ref.actor.use_prefix_grouper={value}"])

@@ -105,7 +105,6 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "sequences": (2, None),
     "per_context_rank": (4096, None),
     "product": (0.1, 1e-6),
-    "coefficient": (True, 0.01),
     "each": ([0.25, 0.5], None),
     "inverse_bounds": ("0.5_2.0", None),
     "more_than_one": (8, None),
@@ -129,7 +128,7 @@ SAMPLES: dict[str, tuple[Any, Any]] = {
     "function_name": ("a.reward.score", None),
     "leave_one_out": (True, False),
     "mib": (2**29, None),
-    "number": (1.5, None),
+    "weight_bounds": ("0.5_5.0", "token"),
 }
 """Values of theirs, by conversion, each with what the conversion needs beside it."""
 
