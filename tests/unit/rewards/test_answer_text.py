@@ -124,3 +124,11 @@ def test_an_answer_that_only_looks_alike_scores_zero(ground_truth, answer):
 @pytest.mark.parametrize(("response", "ground_truth"), EXPLOITS)
 def test_a_response_that_covers_many_answers_scores_zero(response, ground_truth):
     assert compute_score("math", response, ground_truth)["score"] == 0.0
+
+
+def test_a_box_with_more_nested_braces_than_are_read_in_a_second_has_no_answer():
+    def read(depth):
+        return compute_score("math", f"\\boxed{{{'{' * depth}5{'}' * depth}}}", "5")
+
+    assert read(1) == {"score": 1.0, "pred": "5"}
+    assert read(3000) == {"score": 0.0, "pred": None}
