@@ -127,8 +127,5 @@ def test_a_response_that_covers_many_answers_scores_zero(response, ground_truth)
 
 
 def test_a_box_with_more_nested_braces_than_are_read_in_a_second_has_no_answer():
-    def read(depth):
-        return compute_score("math", f"\\boxed{{{'{' * depth}5{'}' * depth}}}", "5")
-
-    assert read(1) == {"score": 1.0, "pred": "5"}
-    assert read(3000) == {"score": 0.0, "pred": None}
+    nested = f"\\boxed{{{'{' * 3000}5{'}' * 3000}}}"
+    assert compute_score("math", nested, "5") == {"score": 0.0, "pred": None}
