@@ -98,7 +98,7 @@ class Lengths:
     def started(self) -> tuple[tuple[float, float], ...]:
         """Responses that started together, in the middle of each of `NUM_INTERVALS` equal intervals up to the longest
         one: (tokens so far, share that still runs)."""
-        return tuple((at, self._longer(at)[0] / len(self.responses)) for at in self._middles)
+        return tuple((at, 1 - bisect_right(self.responses, at) / len(self.responses)) for at in self._middles)
 
     @cached_property
     def running(self) -> tuple[tuple[float, float], ...]:
@@ -108,22 +108,16 @@ class Lengths:
         A response of length L is met with a probability in proportion to L, with 0 to L tokens, and still runs t tokens
         later if it had less than L - t: the share is E[max(0, L - t)] / E[L].
         """
-        found = []
+        found, all_tokens = [], sum(self.responses)
         for at in self._middles:
-            num, total, squares = self._longer(at)
-            left = total - num * at
-            so_far = at + (squares - 2 * at * total + num * at**2) / (2 * left)
-            found.append((so_far, left / sum(self.responses)))
+            left = [length - at for length in self.responses[bisect_right(self.responses, at) :]]
+            so_far = at + sum(each**2 for each in left) / (2 * sum(left))
+            found.append((so_far, sum(left) / all_tokens))
         return tuple(found)
 
     @property
     def _middles(self) -> list[float]:
         return [(i + 0.5) * self.interval for i in range(NUM_INTERVALS)]
-
-    def _longer(self, length: float) -> tuple[int, int, int]:
-        """Return the number of responses that are longer, the sum of their lengths and that of the squares."""
-        longer = self.responses[bisect_right(self.responses, length) :]
-        return len(longer), sum(longer), sum(each**2 for each in longer)
 
     @property
     def interval(self) -> float:
