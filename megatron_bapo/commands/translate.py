@@ -21,7 +21,7 @@ from megatron_bapo.commands.translated_loss import nemo_rl_loss
 from megatron_bapo.config.checks import rule_problems
 from megatron_bapo.config.foreign_hints import shown
 from megatron_bapo.config.foreign_keys import ForeignRow, find, flattened, project_of, projects, rows
-from megatron_bapo.config.foreign_values import CONVERSIONS, ByHand, NoCounterpart
+from megatron_bapo.config.foreign_values import CONVERSIONS, READ_TOGETHER, ByHand, NoCounterpart
 from megatron_bapo.config.loading import problems_of, value_in
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -41,10 +41,6 @@ REQUIRED: dict[str, Any] = {
 
 DERIVATIONS = {"verl": (verl_layout,), "nemo-rl": (nemo_rl_layout, nemo_rl_loss)}
 """What follows from several keys of a project's file, in this order."""
-
-
-READ_TOGETHER = ("switch", "several")
-"""Conversions of keys that other rows or the derivations read."""
 
 
 class LeftOut(NamedTuple):

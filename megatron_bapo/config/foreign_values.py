@@ -347,8 +347,8 @@ def _by_hand(foreign: Foreign) -> Converted:
     raise ByHand(foreign.note)
 
 
-READ_WITH_OTHERS = ("switch", "several", "by_hand")
-"""Conversions that give no value on their own."""
+READ_TOGETHER = ("switch", "several")
+"""Conversions of keys that other rows, or several keys together, read."""
 
 CONVERSIONS: dict[str, Conversion] = {
     "same": Conversion(_same),
