@@ -15,7 +15,7 @@ import torch
 
 from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
 from megatron_bapo.config.schema import Config
-from megatron_bapo.freed_memory import release_freed_memory
+from megatron_bapo.freed_memory import FreedMemory
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.batch_header import BatchHeader, with_words, without_tokens, words
@@ -56,7 +56,8 @@ def scatter_batch(
                 send(message, groups.data, replica)
         for index in {*range(len(trajectories))}.difference(own.tolist()):
             trajectories[index] = without_tokens(trajectories[index])
-        release_freed_memory()  # of messages and other ranks' trajectories, before this rank's share takes their place
+        # Messages and other ranks' trajectories go before this rank's share takes their place.
+        FreedMemory().add(4 * int(num_words_B.sum() - num_words_B[own].sum()))
         arrays = [array for i in own for array in words(trajectories[i])]
         np.concatenate([np.zeros(0, np.int32), *arrays], out=values.numpy())
     elif groups.is_replica_leader:
