@@ -29,7 +29,7 @@ from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.rollout import IDLE_LIMIT
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.launcher import POLL_S, check_this_machine
-from megatron_bapo.controller.preflight import check_functions, check_writable
+from megatron_bapo.controller.preflight import check_functions, check_replies, check_writable
 from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.rollout_plane import rollout_plane
@@ -152,7 +152,9 @@ def _checked_problems(config: EvalConfig, model: EvaluatedModel, console: Consol
     found = load_prompts(config.data.validation, name="validation", system_prompt=config.data.system_prompt)
     if found.num_skipped:
         console.print(f"{found.num_skipped} malformed lines skipped, first: {found.skipped_reasons[0]}", soft_wrap=True)
-    tokenize(found.prompts, load_tokenizer(model.origin), serving.data)
+    tokenizer = load_tokenizer(model.origin)
+    check_replies(serving, tokenizer)
+    tokenize(found.prompts, tokenizer, serving.data)
     check_ground_truths(config.reward, found.prompts)
     return found.prompts
 

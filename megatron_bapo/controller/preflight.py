@@ -20,7 +20,7 @@ from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.rewards.ground_truths import check_ground_truths
 from megatron_bapo.rewards.scorer import reward_target
-from megatron_bapo.rollout.environment import environment_target
+from megatron_bapo.rollout.environment import environment_target, reply_encoder
 from megatron_bapo.rollout.sft_demonstrations import demonstration_target
 from megatron_bapo.rollout.tokenization import TokenizedPrompt, load_tokenizer, tokenize
 from megatron_bapo.run_directory import RunDirectory
@@ -63,6 +63,7 @@ def read_inputs(
     show("loading the tokenizer")
     tokenizer = _tokenizer(config, prompts)
     check_teacher_tokens(config, tokenizer)
+    check_replies(config, tokenizer)
     show(f"tokenizing {len(prompts.train) + len(prompts.validation):,} prompts")
     tokenized = tokenize([*prompts.train, *prompts.validation], tokenizer, config.data)
     if rollouts_from is not None:
@@ -113,6 +114,12 @@ def check_teacher_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
             f"tokens of the policy are different ones of the teacher, the first is {token!r} with the number {number} "
             f"(the teacher's: {theirs.get(token, 'none')}); choose a teacher with the policy's tokenizer"
         )
+
+
+def check_replies(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the chat template has a place for the environment's replies, if there is one. Raises UserError."""
+    if config.environment is not None:
+        reply_encoder(tokenizer, config.environment.role, chat_template=config.data.chat_template)
 
 
 def check_writable(run_dir: Path) -> None:

@@ -22,6 +22,7 @@ from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import Prompt
 from megatron_bapo.rollout.in_flight_group import Reply
+from megatron_bapo.rollout.tokenization import in_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ ARGUMENTS = ("messages", "data_source", "ground_truth", "extra_info")
 BUILT_IN = {"calculator": "megatron_bapo.environments.calculator:reply"}
 _TURN, _CONTENT = "0turn0", "0content0"
 """Placeholder texts for rendering a chat template; no template changes plain letters and digits."""
+_SUPPORTED_ROLE = "Set environment.role to the role that it supports, tool or user"
 
 
 class FunctionEnvironment:
@@ -92,7 +94,8 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
 
     A turn ends with the end-of-sequence token. With a chat template the tokens include all that the template renders
     between that token and the start of the policy's next turn. A reply's text is never encoded as a special token.
-    Raises UserError if the template does not end a turn with that token, or renders no message of this role.
+    Raises UserError if the template does not end a turn with that token, or refuses or leaves out messages of this
+    role.
     """
     before = after = ""
     if chat_template:
@@ -101,14 +104,14 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
             {"role": "assistant", "content": _TURN},
             {"role": role, "content": _CONTENT},
         ]
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        text = in_chat_template(messages, tokenizer, f"a reply with environment.role={role}", _SUPPORTED_ROLE)
         _, _, rest = text.rpartition(_TURN)
         before, found, after = rest.partition(_CONTENT)
         if not found or not before.startswith(end := str(tokenizer.eos_token)):
             raise UserError(
                 f"the chat template must render a turn, its end {tokenizer.eos_token!r} and a reply with the role "
-                f"{role} in this order; after the turn it renders {rest[:120]!r}. Set environment.role to the role "
-                "that it supports, tool or user, or set data.chat_template=false"
+                f"{role} in this order; after the turn it renders {rest[:120]!r}. {_SUPPORTED_ROLE}, or set "
+                "data.chat_template=false"
             )
         before = before.removeprefix(end)
     prefix, suffix = (tokenizer.encode(part, add_special_tokens=False) for part in (before, after))

@@ -78,15 +78,19 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data
     chat template if `data.chat_template` is true.
     """
     _check_chat_template(tokenizer, data.chat_template)
-    tokenized = []
-    for prompt in prompts:
-        token_ids = np.asarray(_encode(prompt, tokenizer, chat_template=data.chat_template), np.int32)
-        if not 0 < len(token_ids) <= data.max_prompt_length:
-            raise UserError(
-                f"prompt {prompt.prompt_id} has {len(token_ids)} tokens; data.max_prompt_length allows 1 to "
-                f"{data.max_prompt_length}: raise it (with the model's context in mind) or drop the prompt"
-            )
-        tokenized.append(TokenizedPrompt(prompt, token_ids))
+    tokenized = [
+        TokenizedPrompt(prompt, np.asarray(_encode(prompt, tokenizer, chat_template=data.chat_template), np.int32))
+        for prompt in prompts
+    ]
+    unfit = [each for each in tokenized if not 0 < len(each.token_ids) <= data.max_prompt_length]
+    if unfit:
+        num_first, longest = len(unfit[0].token_ids), max(len(each.token_ids) for each in unfit)
+        others = f" (of {len(unfit):,} such prompts the longest has {longest:,})" if len(unfit) > 1 else ""
+        raise UserError(
+            f"prompt {unfit[0].prompt.prompt_id}, counted from 0, has {num_first:,} tokens; data.max_prompt_length "
+            f"allows 1 to {data.max_prompt_length}{others}. Raise it, with the model's context in mind, or remove such "
+            "prompts, as tools/prepare_data.py does with --tokenizer and --max-prompt-length"
+        )
     return tokenized
 
 
@@ -116,10 +120,33 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool
 
 
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> str:
-    """Return the text that is encoded: the conversation in the chat template, else its messages line by line."""
+    """Return the text that is encoded: the conversation in the chat template, else its messages line by line.
+
+    Raises UserError as `in_chat_template` does.
+    """
     if chat_template:
-        return str(tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True))
+        name, way_out = f"prompt {prompt.prompt_id}, counted from 0", "Change the prompt or the template"
+        return in_chat_template(prompt.messages, tokenizer, name, way_out)
     return "\n".join(message["content"] for message in prompt.messages)
+
+
+def in_chat_template(
+    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, name: str, way_out: str
+) -> str:
+    """Return a conversation in the tokenizer's chat template, up to the start of the policy's next turn.
+
+    Raises UserError with the conversation's `name` if the template refuses it or contains an error.
+    """
+    from jinja2 import TemplateError  # after transformers, which loads jinja2 itself
+
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(
+            f"the tokenizer's chat template fails for {name}, whose messages have the roles {roles}: {error}. "
+            f"{way_out}, or set data.chat_template=false"
+        ) from None
 
 
 def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:

@@ -90,7 +90,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
         (None, ["reward.function=nowhere:f"], "there is no module 'nowhere'"),
         (None, ["model.path=nowhere"], "model.path=nowhere does not exist; give a Hugging Face folder"),
         (None, ["data.validation.path=nowhere.jsonl"], "there is no file nowhere.jsonl"),
-        (None, ["data.max_prompt_length=2"], "prompt validation:0 has 6 tokens; data.max_prompt_length allows 1 to 2"),
+        (None, ["data.max_prompt_length=2"], "prompt validation:0, counted from 0, has 6 tokens"),
         (
             None,
             ["reward.type=reasoning_gym", "reward.function=null"],

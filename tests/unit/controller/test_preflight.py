@@ -83,6 +83,21 @@ def test_more_useless_ground_truths_than_a_batch_may_lose_are_refused(
         check_inputs(checked)
 
 
+def test_a_chat_template_without_a_place_for_replies_is_refused_only_with_an_environment(tmp_path: Path) -> None:
+    """A base model's template may end turns with another token than the end-of-sequence token."""
+    model = tmp_path / "model"
+    create_checkpoint(model, CreateModelConfig(), ["1"], seed=0)
+    template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    values = {"model__create": None, "model__path": model, "data__chat_template": True, "data__max_prompt_length": 99}
+    check_inputs(config(tmp_path, **values))
+    found = refusal(config(tmp_path, **values, environment__type="calculator"))
+    assert "the chat template must render a turn, its end" in found
+    assert "Set environment.role to the role that it supports" in found
+
+
 def test_a_run_directory_that_cannot_be_made_is_refused_before_prompts_are_read(tmp_path: Path) -> None:
     checked = config(Path("/dev/null"), data__train={"path": tmp_path / "none.jsonl"}, reward__type="math_verify")
     with pytest.raises(UserError, match=r"run_dir=/dev/null/run cannot be written to \(Not a directory: /dev/null\)"):

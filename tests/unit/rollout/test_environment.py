@@ -190,3 +190,10 @@ def test_a_template_without_a_place_for_replies_is_refused(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"a reply with the role tool in this order; .* Set environment.role"):
         reply_encoder(tokenizer, "tool", chat_template=True)
+
+
+def test_a_template_that_refuses_the_role_of_replies_is_named(tokenizer):
+    refused = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{refused}{{% endfor %}}"
+    with pytest.raises(UserError, match=r"fails for a reply with environment.role=tool, .*: no tools. Set environment"):
+        reply_encoder(tokenizer, "tool", chat_template=True)

@@ -53,12 +53,36 @@ def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused_by_i
     settings = data(chat_template=False, max_prompt_length=5)
 
     assert len(tokenize([prompt("12345")], tokenizer(), settings)[0].token_ids) == 5
-    with pytest.raises(UserError, match=r"prompt train:4 has 6 tokens; data\.max_prompt_length allows 1 to 5"):
+    with pytest.raises(
+        UserError, match=r"train:4, counted from 0, has 6 tokens; data\.max_prompt_length allows 1 to 5\. "
+    ):
         tokenize([prompt("123456")], tokenizer(), settings)
 
 
+def test_several_long_prompts_are_counted_and_the_tool_that_removes_them_is_named():
+    prompts = [prompt("12345"), prompt("123456"), prompt("12"), prompt("12345678")]
+
+    with pytest.raises(UserError) as caught:
+        tokenize(prompts, tokenizer(), data(chat_template=False, max_prompt_length=5))
+    message = str(caught.value)
+    assert "has 6 tokens; data.max_prompt_length allows 1 to 5 (of 2 such prompts the longest has 8)" in message
+    assert "tools/prepare_data.py does with --tokenizer and --max-prompt-length" in message
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [("{{ raise_exception('no system role') }}", "no system role"), ("{% for m in", "unexpected 'end of template'")],
+)
+def test_a_template_that_refuses_the_conversation_or_is_wrong_is_named(template: str, reason: str):
+    with pytest.raises(UserError) as caught:
+        tokenize([prompt("Be brief.", "6 x 7")], tokenizer(template), data())
+    message = str(caught.value)
+    assert "fails for prompt train:4, counted from 0, whose messages have the roles system, user: " + reason in message
+    assert message.endswith("or set data.chat_template=false")
+
+
 def test_a_prompt_without_a_token_is_refused_by_id():
-    with pytest.raises(UserError, match=r"prompt train:4 has 0 tokens"):
+    with pytest.raises(UserError, match=r"prompt train:4, counted from 0, has 0 tokens"):
         tokenize([prompt("")], tokenizer(), data(chat_template=False))
 
 
