@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -102,7 +103,7 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
     if not prompts and num_skipped:
         raise UserError(f"every one of the {num_skipped} rows of {path} is malformed; the first: {reasons[0]}")
     if not prompts:
-        raise UserError(f"{path} contains no prompts; write one JSON object per line, with a prompt and its answer")
+        raise UserError(f"{path} contains no prompts; give a file with a prompt and its answer in each row")
     return PromptSet(prompts, num_skipped, tuple(reasons))
 
 
@@ -165,6 +166,8 @@ def _message(message: Any) -> dict[str, str]:
 
 
 def _text(ground_truth: Any) -> str:
+    if isinstance(ground_truth, bytes) or (isinstance(ground_truth, float) and not math.isfinite(ground_truth)):
+        raise Malformed(f"the ground truth is {ground_truth!r:.80}; it must be text or a finite number")
     if isinstance(ground_truth, dict | list):
         return json.dumps(ground_truth, ensure_ascii=False, default=str)
     return str(ground_truth)

@@ -113,6 +113,7 @@ BAD_LINES = {
     ),
     "no_answer": ('{"prompt": "a"}', "label_key names"),
     "null_answer": ('{"prompt": "a", "answer": null}', "no ground truth"),
+    "nan_answer": ('{"prompt": "a", "answer": NaN}', "the ground truth is nan; it must be text or a finite number"),
     "number_as_prompt": ('{"prompt": 7, "answer": 1}', "must be text or a list of messages"),
     "empty_prompt": ('{"prompt": " ", "answer": 1}', "must be non-empty text"),
     "empty_chat": ('{"prompt": [], "answer": 1}', "must be text or a list of messages"),
@@ -184,6 +185,13 @@ def test_a_parquet_value_that_cannot_be_read_makes_its_row_malformed(tmp_path, c
         load(path)
     found = load(path, on_bad_line="skip")
     assert ([prompt.ground_truth for prompt in found.prompts], found.num_skipped) == (["4"], 1)
+
+
+def test_a_ground_truth_of_bytes_is_malformed(tmp_path):
+    """A Parquet column of text that was written without its type is one of bytes."""
+    path = write_parquet(tmp_path, {"prompt": "1 + 1?", "answer": b"2"})
+    with pytest.raises(UserError, match=r"row 1: the ground truth is b'2'; it must be text"):
+        load(path)
 
 
 def test_a_malformed_parquet_row_is_named(tmp_path):
