@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
@@ -97,7 +99,6 @@ def created_architecture(settings: CreateModelConfig) -> Architecture:
 
 
 def _folder_problems(key: str, folder: Path) -> Iterator[str]:
-    index = folder / WEIGHTS_INDEX
     if not (folder / "config.json").is_file():
         yield f"{key}={folder} has no config.json; the folder must contain {CHECKPOINT_CONTENTS}"
     if not any(folder.glob("*.safetensors")):
@@ -105,24 +106,43 @@ def _folder_problems(key: str, folder: Path) -> Iterator[str]:
             f"{key}={folder} has no *.safetensors, the only supported format of weights; convert them "
             "(tools/convert_gguf.py, or save_pretrained of transformers)"
         )
-    elif index.is_file():
-        yield from _index_problems(key, folder, index)
+    else:
+        yield from _weights_problems(key, folder)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         yield f"{key}={folder} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the tokenizer's files there"
 
 
-def _index_problems(key: str, folder: Path, index: Path) -> Iterator[str]:
-    try:
-        shards = listed_files(index)
-    except UserError as error:
-        yield str(error)
-        return
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
+def _weights_problems(key: str, folder: Path) -> Iterator[str]:
+    """Yield what the files of weights lack: those that the index lists, or all if there is no index."""
+    index, files = folder / WEIGHTS_INDEX, sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            files = [folder / name for name in listed_files(index)]
+        except UserError as error:
+            yield str(error)
+            return
+    missing = [file for file in files if not file.is_file()]
     if missing:
         yield (
-            f"{key}={folder} lacks {len(missing)} of the {len(shards)} files that {index.name} lists, such as "
-            f"{missing[0]}; complete the download"
+            f"{key}={folder} lacks {len(missing)} of the {len(files)} files that {index.name} lists, such as "
+            f"{missing[0].name}; complete the download"
         )
+    damaged = [file for file in files if file not in missing and not _is_complete(file)]
+    if damaged:
+        yield (
+            f"{key}={folder}: {len(damaged)} of the {len(files)} files of weights cannot be read or are not complete, "
+            f"such as {damaged[0].name} with {damaged[0].stat().st_size:,} bytes; download them again (a file of about "
+            "130 bytes is a pointer that `git lfs pull` replaces)"
+        )
+
+
+def _is_complete(file: Path) -> bool:
+    """Return whether a file has the size that its header says. The tensors are not read."""
+    try:
+        with safe_open(file, "numpy"):
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:

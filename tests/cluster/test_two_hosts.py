@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors.numpy import save_file
 
 from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import byte_tokenizer
@@ -256,7 +257,7 @@ def write_tokenizer(model: Path) -> None:
     tokenizer = byte_tokenizer(["a", "b"])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model)
-    (model / "model.safetensors").touch()
+    save_file({}, model / "model.safetensors")
 
 
 def write_inputs(model: Path, data: Path) -> None:

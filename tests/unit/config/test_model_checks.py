@@ -3,7 +3,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.schema import Config
@@ -30,10 +32,14 @@ EXPERTS = {
 
 
 def hf_folder(folder: Path, *, absent: tuple[str, ...] = (), **fields: Any) -> Path:
-    files = {"config.json": json.dumps(HF_CONFIG | fields), "model.safetensors": "", "tokenizer.json": "{}"}
+    files = {
+        "config.json": json.dumps(HF_CONFIG | fields).encode(),
+        "model.safetensors": save({}),
+        "tokenizer.json": b"{}",
+    }
     folder.mkdir(exist_ok=True)
     for name in files.keys() - set(absent):
-        (folder / name).write_text(files[name])
+        (folder / name).write_bytes(files[name])
     return folder
 
 
@@ -277,6 +283,19 @@ def test_a_half_downloaded_checkpoint_names_the_first_missing_shard(tmp_path: Pa
     (problem,) = problems(of(folder))
     assert "lacks 1 of the 2 files" in problem
     assert "such as two.safetensors; complete the download" in problem
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"version https://git-lfs.github.com/spec/v1\n", b"", save({"a.weight": np.zeros(8, np.float32)})[:-1]],
+    ids=["pointer", "empty", "truncated"],
+)
+def test_weights_that_are_not_complete_are_named(tmp_path: Path, content: bytes) -> None:
+    folder = hf_folder(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    (problem,) = problems(of(folder))
+    assert problem.strip().startswith(f"model.path={tmp_path}: 1 of the 1 files of weights cannot be read")
+    assert f"such as model.safetensors with {len(content)} bytes; download them again" in problem
 
 
 def test_unsupported_values_are_refused_with_the_files_name(tmp_path: Path) -> None:
