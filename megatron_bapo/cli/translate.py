@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from megatron_bapo.cli.app import app, messages
+from megatron_bapo.files import unwritable
 
 From = Literal["verl", "nemo-rl", "auto"]
 
@@ -50,6 +51,9 @@ def translate(
         if output is None:
             typer.echo(config_text(result), nl=False)
         else:
-            output.write_text(config_text(result), encoding="utf-8")
+            try:
+                output.write_text(config_text(result), encoding="utf-8")
+            except OSError as error:
+                raise unwritable(f"--output {output}", error) from None
         for line in report_lines(result, with_idle=show_all):
             typer.echo(line, err=True)

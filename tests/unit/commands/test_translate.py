@@ -578,6 +578,11 @@ def test_the_command_writes_the_result_and_reports_to_stderr(tmp_path: Path) -> 
 
     wrong = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml"))])
     assert wrong.exit_code == 2
+
+    for place in (tmp_path, tmp_path / "none" / "ours.yaml"):
+        unwritable = CliRunner().invoke(app, ["translate", str(file), "--output", str(place)])
+        assert unwritable.exit_code == 2
+        assert f"error: --output {place} cannot be written to" in unwritable.stderr
     assert wrong.stderr.startswith("error: ")
     assert "--from verl or --from nemo-rl" in wrong.stderr
     forced = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml")), "--from", "verl"])
@@ -589,3 +594,12 @@ def test_a_setting_whose_counterpart_is_not_asked_for_is_reported(tmp_path: Path
     lora = lora.replace("  megatron_cfg:\n    enabled: true", "  megatron_cfg:\n    enabled: false")
     without = translate(write(tmp_path, lora)).without
     assert ("policy.dtensor_cfg.lora_cfg.enabled=true", "set model.lora") in [each[:2] for each in without]
+
+
+def test_what_is_evaluated_otherwise_has_no_counterpart(tmp_path: Path) -> None:
+    """Training always evaluates first and last, and writes the metrics of held-out responses, but not their texts."""
+    keys = ("trainer.val_before_train", "trainer.log_val_generations", "trainer.validation_data_dir")
+    result = translate(write(tmp_path, VERL), [f"{keys[0]}=false", f"{keys[1]}=10", f"{keys[2]}=val"])
+    assert {f"{keys[0]}=false", f"{keys[1]}=10", f"{keys[2]}=val"} <= {each.setting for each in result.without}
+    usual = translate(write(tmp_path, VERL), [f"{keys[0]}=true", f"{keys[1]}=0", f"{keys[2]}=null"])
+    assert not {each.setting.partition("=")[0] for each in usual.without} & {*keys}
