@@ -21,6 +21,7 @@ from megatron_bapo.config.logging_checks import logging_problems, missing_packag
 from megatron_bapo.config.lora_checks import lora_problems
 from megatron_bapo.config.lora_warnings import lora_warnings
 from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
+from megatron_bapo.config.reward import FREE_FUNCTION_KEYS
 from megatron_bapo.config.rollout import EngineConfig, EngineSizeConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -38,8 +39,7 @@ FREE_ON_RESUME = (
     *(f"rollout.{key}" for key in EngineConfig.model_fields if key != "max_response_length"),
     *(f"algorithm.distillation.engines.{key}" for key in EngineSizeConfig.model_fields),
     *("rollout.colocate", "rollout.sleep_level", "rollout.on_weight_update", "rollout.max_reward_failures"),
-    *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.worker_memory_gib", "reward.remote"),
-    *("environment.num_workers", "environment.concurrency", "environment.timeout_s", "environment.worker_memory_gib"),
+    *FREE_FUNCTION_KEYS,
 )
 """Keys and sections that a continued run may change: those that decide where, how fast and for how long it runs and
 what it writes, but not those that change its data or its optimization."""

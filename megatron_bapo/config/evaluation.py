@@ -8,15 +8,17 @@ from typing import Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from megatron_bapo.config.data import DataConfig, PromptConfig, PromptSourceConfig
-from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig
+from megatron_bapo.config.reward import FREE_FUNCTION_KEYS, EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from megatron_bapo.config.schema import Config, EvaluationConfig, ModelConfig, TrainerConfig
 from megatron_bapo.config.section import NonNegativeInt, Section
 
+RESPONSE_KEYS = ("max_response_length", "quantization", "kv_cache_dtype")
+"""Keys of the engines that change responses, not only where and how fast they are generated."""
 FREE_ON_RESUME = (
     *("run_dir", "model.path", "model.origin", "model.dtype", "evaluation.n", "evaluation.k"),
-    *("reward.num_workers", "reward.timeout_s", "reward.worker_memory_gib"),
-    *(f"rollout.{name}" for name in EngineConfig.model_fields if name not in ("max_response_length", "quantization")),
+    *FREE_FUNCTION_KEYS,
+    *(f"rollout.{name}" for name in EngineConfig.model_fields if name not in RESPONSE_KEYS),
 )
 """Keys that a continued evaluation may change: the number of responses and the machine that generates them. The model
 must be the same one, which is checked by its contents."""

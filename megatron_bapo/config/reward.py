@@ -13,6 +13,11 @@ MAX_RETRY_WAIT_S = 30.0
 """Longest wait between two attempts at a remote reward, in seconds."""
 REMOTE_MARGIN_S = 60.0
 """Seconds beyond the time of all attempts after which the process that makes them counts as hanging."""
+FREE_FUNCTION_KEYS = (
+    *("reward.num_workers", "reward.concurrency", "reward.timeout_s", "reward.worker_memory_gib", "reward.remote"),
+    *("environment.num_workers", "environment.concurrency", "environment.timeout_s", "environment.worker_memory_gib"),
+)
+"""Keys that a continued run or evaluation may change: those that decide where and how fast the functions run."""
 
 
 class RemoteRewardConfig(Section):

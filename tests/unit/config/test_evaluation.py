@@ -100,10 +100,26 @@ def test_an_evaluation_may_continue_with_more_responses_or_on_another_machine(tm
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": {"type": "remote", "remote": {"url": "http://other:8000/score"}, "concurrency": 64}},
+        {"environment": {"timeout_s": 60, "num_workers": 2, "concurrency": 2, "worker_memory_gib": 8}},
+    ],
+    ids=["reward", "environment"],
+)
+def test_an_evaluation_may_continue_with_a_reward_server_elsewhere_and_more_workers(tmp_path, change):
+    """The same keys are free when a training run continues."""
+    functions = {"reward": {"type": "remote", "remote": {"url": "http://one:8000/score"}}, "environment": {}}
+    one, other = ({**load(tmp_path).model_dump(), **functions, **extra} for extra in ({}, change))
+    assert differences(EvalConfig.model_validate(one), EvalConfig.model_validate(other), FREE_ON_RESUME) == []
+
+
+@pytest.mark.parametrize(
     ("key", "conflict"),
     [
         ("evaluation.temperature=0.6", "evaluation.temperature: 1.0 in the run directory, 0.6 now"),
         ("rollout.max_response_length=9", "rollout.max_response_length: 1024 in the run directory, 9 now"),
+        ("rollout.kv_cache_dtype=fp8_e4m3", 'rollout.kv_cache_dtype: "auto" in the run directory, "fp8_e4m3" now'),
         ("seed=3", "seed: 0 in the run directory, 3 now"),
         ("data.system_prompt=Think.", 'data.system_prompt: null in the run directory, "Think." now'),
     ],
