@@ -14,6 +14,8 @@ from megatron_bapo.config.section import NonNegativeInt, Section
 from megatron_bapo.errors import UserError
 
 SUFFIX = ".yaml"
+GpuName = Literal["A100", "H100", "H200", "B200", "H20"]
+"""Types of GPUs that `plan` knows, whose figures are in planning/hardware.py."""
 
 
 class ContainerConfig(Section):
@@ -54,7 +56,7 @@ class ClusterConfig(NodesConfig):
     signal_s: Annotated[int, Field(ge=10, validate_default=True)] = 600
     """Seconds before the time limit or a preemption at which the run saves its state and the job queues again. Less
     than the time limit."""
-    gpu: Literal["A100", "H100", "H200", "B200"] | None = "H100"
+    gpu: GpuName | None = "H100"
     """GPU of the nodes, by its name in `plan`. Runs that do not fit on it are refused; null: the check is skipped."""
     num_nodes: PositiveInt | None = None
     """Number of nodes; null: as few as have the GPUs that the run needs."""

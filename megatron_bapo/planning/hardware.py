@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_bapo.config.cluster import GpuName
 from megatron_bapo.config.fp8 import ComputeCapability
 
 GIB = 2**30
@@ -43,7 +44,6 @@ class Gpu:
         return self.bf16_tflops * 1e12 * self.sustained
 
 
-GpuName = Literal["A100", "H100", "H200", "B200", "H20"]
 GPUS: dict[GpuName, Gpu] = {
     "A100": Gpu(79.2, 312, 0, (8, 0), 2.04, 300, 25, 108, "NVIDIA A100 80GB SXM and DGX A100 data sheets", 1.25),
     "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, 132, "NVIDIA H100 SXM and DGX H100 data sheets"),

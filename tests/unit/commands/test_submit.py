@@ -8,6 +8,7 @@ from megatron_bapo.commands.submit import check_fits, num_nodes
 from megatron_bapo.config.cluster import ClusterConfig, load_cluster
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.planning.hardware import GPUS
 from tests.unit.config.examples import config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -50,6 +51,10 @@ def test_a_run_that_does_not_fit_is_refused_with_a_fitting_change() -> None:
     with pytest.raises(UserError, match=r"it does not fit on 16 H100:\n.*needs .* GiB.*\n  this would fit: "):
         check_fits(too_long, ClusterConfig())
     assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
+
+
+def test_a_cluster_may_have_every_gpu_that_plan_knows() -> None:
+    assert [ClusterConfig(gpu=name).gpu for name in GPUS] == [*GPUS]
 
 
 def test_a_step_longer_than_the_notice_before_the_time_limit_is_warned_about() -> None:
