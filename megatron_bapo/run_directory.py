@@ -55,6 +55,11 @@ class RunDirectory:
         return self.root / "rollouts"
 
     @property
+    def validation_rollouts(self) -> Path:
+        """Folder of all responses to held-out prompts, one file per evaluation."""
+        return self.root / "validation_rollouts"
+
+    @property
     def sampled_rollouts(self) -> Path:
         """Folder of sampled rollouts with what the updates did with each token, one file per step."""
         return self.root / "sampled_rollouts"

@@ -134,3 +134,5 @@ class LoggingConfig(Section):
     dump_rollouts: bool = False
     """Write every trained trajectory to rollouts/, one Parquet file per step, which `train --rollouts-from` can
     read."""
+    dump_validation: bool = False
+    """Write every response to held-out prompts to validation_rollouts/, one Parquet file per evaluation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,8 @@ class Recorder:
             truncate_after(path, step, phase=phase)
         directory.cut_records(state.data)
         remove_token_tables_after(directory.tokens, state.step)
-        remove_rollouts_after(directory.rollouts, state.step)
+        for folder in (directory.rollouts, directory.validation_rollouts):
+            remove_rollouts_after(folder, state.step)
         remove_samples_after(directory.sampled_rollouts, state.step)
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []
         updates = read_rows(directory.updates) if directory.updates.exists() else []
@@ -54,9 +56,12 @@ class Recorder:
         self._num_restarts = len(read_rows(directory.restarts)) if directory.restarts.exists() else 0
         self._outcomes = merge(_outcomes(row["metrics"]) for row in updates)
         self._tokens_folder = directory.tokens
-        self._rollouts_folder = directory.rollouts
-        self._vocab_size = len(load_tokenizer(config.model_path)) if config.logging.dump_rollouts else None
-        self._sampling, self._teacher = config.rollout.sampling, config.algorithm.recorded_teacher
+        dumps = config.logging.dump_rollouts, config.logging.dump_validation
+        self._rollouts_folder = directory.rollouts if dumps[0] else None
+        self._validation_folder = directory.validation_rollouts if dumps[1] else None
+        self._vocab_size = len(load_tokenizer(config.model_path)) if any(dumps) else 0
+        self._sampling, self._validation_sampling = config.rollout.sampling, config.evaluation.sampling
+        self._teacher = config.algorithm.recorded_teacher
         self._mismatch_alarms = config.logging.mismatch_alarms
         self._phase_file = directory.phase
         self._start = time.monotonic() - (rows[-1]["time_s"] if rows else 0.0)
@@ -117,19 +122,28 @@ class Recorder:
 
     def write_rollouts(self, state: RunState, scored: ScoredGroups, advantages: Sequence[np.ndarray]) -> None:
         """Write the batch of the next step if `logging.dump_rollouts` is set."""
-        if self._vocab_size is None:
+        if self._rollouts_folder is None:
             return
-        header = RolloutHeader(
-            step=state.step + 1,
+        header = replace(self._header(state, scored), step=state.step + 1, teacher=self._teacher)
+        write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
+
+    def write_validation(self, state: RunState, scored: ScoredGroups) -> None:
+        """Write the responses to held-out prompts after the current step if `logging.dump_validation` is set."""
+        if self._validation_folder is None:
+            return
+        header = replace(self._header(state, scored), sampling=self._validation_sampling)
+        write_rollouts(self._validation_folder, header, scored.groups, None)
+
+    def _header(self, state: RunState, scored: ScoredGroups) -> RolloutHeader:
+        return RolloutHeader(
+            step=state.step,
             policy_version=state.policy_version,
             num_groups=len(scored.groups),
             n=len(scored.groups[0].trajectories),
             vocab_size=self._vocab_size,
             num_reward_timeouts=scored.num_reward_timeouts,
             sampling=self._sampling if scored.sampling is None else scored.sampling,
-            teacher=self._teacher,
         )
-        write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 
     def add_sampled(self, path: Path) -> None:
         """Have the next row send the sampled rollouts in the file to wandb, if that is configured."""

@@ -348,6 +348,7 @@ def evaluate(run: Run) -> None:
     scored = waited_for(run, engines and partial(engines.validate, seed=run.config.seed))
     if scored is None or recorder is None:
         return
+    recorder.write_validation(run.state, scored)
     recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
     recorder.recorded.add(("validation", step))
 

@@ -70,7 +70,7 @@ class RolloutHeader:
     """Metadata of a batch file."""
 
     step: int
-    """Step of the run, starting at 1."""
+    """Step of the run, starting at 1. Of held-out responses it is the step before the evaluation, or 0."""
     policy_version: int
     """Version of the trainer's weights when it took the batch; 0 is the initial model, also without a trainer."""
     num_groups: int

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 from typing import IO
 
 import numpy as np
@@ -56,7 +57,7 @@ rollout: {{n: 4, max_response_length: 4}}
 trainer: {{total_steps: 4, train_batch_size: 32, ppo_mini_batch_size: 16, max_tokens_per_gpu: 128}}
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
-logging: {{dump_rollouts: true, rollouts: {{every_steps: 1, num_prompts: 8}}}}
+logging: {{dump_rollouts: true, dump_validation: true, rollouts: {{every_steps: 1, num_prompts: 8}}}}
 """
 TRACKERS = (
     *("logging.wandb.project=e2e", "logging.wandb.mode=offline", "logging.wandb.rollouts=true"),
@@ -244,6 +245,14 @@ def test_held_out_prompts_are_evaluated_before_and_after(resumed: dict) -> None:
     rows = [row for row in read_rows(resumed["run_dir"] / "metrics.jsonl") if row["phase"] == "validation"]
     assert [row["step"] for row in rows] == [0, 4]
     assert all(0.0 <= row["metrics"]["val/mean@4"] <= row["metrics"]["val/best@4"] <= 1.0 for row in rows)
+    files = rollout_files(resumed["run_dir"] / "validation_rollouts")
+    assert [*files] == [0, 4]
+    for row, path in zip(rows, files.values(), strict=True):
+        header, groups = read_rollouts(path)
+        assert (header.step, header.num_groups, header.n, header.sampling["temperature"]) == (row["step"], 8, 4, 1.0)
+        responses = [trajectory for group in groups for trajectory in group.trajectories]
+        assert all(response.text for response in responses if len(response.response_token_ids) > 1)
+        assert fmean(response.reward for response in responses) == pytest.approx(row["metrics"]["val/score/mean@4"])
 
 
 def test_the_sampled_rollouts_of_all_prompts_add_up_to_the_metrics(resumed: dict) -> None:

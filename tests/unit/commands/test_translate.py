@@ -597,9 +597,11 @@ def test_a_setting_whose_counterpart_is_not_asked_for_is_reported(tmp_path: Path
 
 
 def test_what_is_evaluated_otherwise_has_no_counterpart(tmp_path: Path) -> None:
-    """Training always evaluates first and last, and writes the metrics of held-out responses, but not their texts."""
-    keys = ("trainer.val_before_train", "trainer.log_val_generations", "trainer.validation_data_dir")
-    result = translate(write(tmp_path, VERL), [f"{keys[0]}=false", f"{keys[1]}=10", f"{keys[2]}=val"])
-    assert {f"{keys[0]}=false", f"{keys[1]}=10", f"{keys[2]}=val"} <= {each.setting for each in result.without}
-    usual = translate(write(tmp_path, VERL), [f"{keys[0]}=true", f"{keys[1]}=0", f"{keys[2]}=null"])
+    """Training always evaluates first and last, and writes held-out responses to files, but to no tracker."""
+    keys, folder = ("trainer.val_before_train", "trainer.log_val_generations"), "trainer.validation_data_dir"
+    result = translate(write(tmp_path, VERL), [f"{keys[0]}=false", f"{keys[1]}=10", f"{folder}=val"])
+    assert {f"{keys[0]}=false", f"{keys[1]}=10"} <= {each.setting for each in result.without}
+    assert loaded(tmp_path, result).logging.dump_validation
+    usual = translate(write(tmp_path, VERL), [f"{keys[0]}=true", f"{keys[1]}=0", f"{folder}=null"])
+    assert not loaded(tmp_path, usual).logging.dump_validation
     assert not {each.setting.partition("=")[0] for each in usual.without} & {*keys}
