@@ -21,7 +21,7 @@ from megatron_bapo.commands.translated_loss import nemo_rl_loss
 from megatron_bapo.config.checks import rule_problems
 from megatron_bapo.config.foreign_hints import shown
 from megatron_bapo.config.foreign_keys import ForeignRow, find, flattened, project_of, projects, rows
-from megatron_bapo.config.foreign_values import CONVERSIONS, READ_TOGETHER, ByHand, NoCounterpart
+from megatron_bapo.config.foreign_values import CONVERSIONS, READ_TOGETHER, ByHand, NoCounterpart, whole
 from megatron_bapo.config.loading import problems_of, value_in
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -326,4 +326,4 @@ def _checkable(key: str, value: Any, result: Translation) -> Any:
         return REQUIRED[key]
     given = (result.config.get(f"trainer.{name}") for name in ("train_batch_size", "ppo_mini_batch_size"))
     known = next((size for size in given if size not in (None, MISSING)), None)
-    return known or result.known("rollout.n") * result.known("parallel.world_size")
+    return known or whole(result.known("rollout.n")) * whole(result.known("parallel.world_size")) or 1

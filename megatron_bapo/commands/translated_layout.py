@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from megatron_bapo.config.foreign_values import whole
+
 DEFAULT_PROMPT_LENGTH = 1024
 """Prompt length for a file that bounds only prompt and response together."""
 
@@ -30,15 +32,15 @@ Get = Callable[[str], Any]
 
 def verl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
     """Yield verl's layout. Engines share the trainer's GPUs unless rollouts have their own nodes."""
-    nodes, gpus = _whole(theirs("trainer.nnodes")), _whole(theirs("trainer.n_gpus_per_node"))
+    nodes, gpus = whole(theirs("trainer.nnodes")), whole(theirs("trainer.n_gpus_per_node"))
     if nodes and gpus:
         yield Derived("parallel.world_size", nodes * gpus, _gpus(nodes, gpus))
     own_nodes, own_gpus = (
-        (_whole(theirs("rollout.nnodes")), _whole(theirs("rollout.n_gpus_per_node")))
-        if _whole(theirs("rollout.nnodes"))
+        (whole(theirs("rollout.nnodes")), whole(theirs("rollout.n_gpus_per_node")))
+        if whole(theirs("rollout.nnodes"))
         else (
-            _whole(theirs("actor_rollout_ref.rollout.nnodes")),
-            _whole(theirs("actor_rollout_ref.rollout.n_gpus_per_node")),
+            whole(theirs("actor_rollout_ref.rollout.nnodes")),
+            whole(theirs("actor_rollout_ref.rollout.n_gpus_per_node")),
         )
     )
     has_own = own_nodes * own_gpus > 0
@@ -50,21 +52,19 @@ def verl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
 
 def _fully_asynchronous(theirs: Get, ours: Get) -> Iterator[Derived]:
     """Yield the batches of the fully asynchronous trainer: a rollout batch is trained between two weight updates."""
-    mini_batch = _whole(theirs("actor_rollout_ref.actor.ppo_mini_batch_size"))
-    batches = _whole(theirs("async_training.require_batches"))
-    per_sync = _whole(theirs("async_training.trigger_parameter_sync_step")) or 1
-    if not (batches and mini_batch):
+    n, num_epochs = whole(ours("rollout.n")), whole(ours("trainer.ppo_epochs"))
+    mini_batch = whole(theirs("actor_rollout_ref.actor.ppo_mini_batch_size"))
+    batches = whole(theirs("async_training.require_batches"))
+    per_sync = whole(theirs("async_training.trigger_parameter_sync_step")) or 1
+    if not (batches and mini_batch and n and num_epochs):
         return
-    prompts, n = mini_batch * batches * per_sync, ours("rollout.n")
+    prompts = mini_batch * batches * per_sync
     how = f"{mini_batch} prompts x {batches} x {per_sync} until the weights change x rollout.n={n}"
     yield Derived("trainer.train_batch_size", prompts * n, how)
-    warmup, per_step = (
-        _whole(theirs("actor_rollout_ref.actor.optim.lr_warmup_steps")),
-        batches * ours("trainer.ppo_epochs"),
-    )
+    warmup, per_step = whole(theirs("actor_rollout_ref.actor.optim.lr_warmup_steps")), batches * num_epochs
     if warmup:
         yield Derived("optimizer.lr_warmup_steps", warmup * per_step, f"{warmup} trainer steps x {per_step} updates")
-    total = _whole(theirs("rollout.total_rollout_steps"))
+    total = whole(theirs("rollout.total_rollout_steps"))
     if total:
         yield Derived("trainer.total_steps", max(1, total // prompts), f"{total} prompts / {prompts} of a batch")
 
@@ -76,15 +76,15 @@ def nemo_rl_layout(theirs: Get, ours: Get) -> Iterator[Derived]:
 
 
 def _nemo_rl_gpus(theirs: Get, ours: Get) -> Iterator[Derived]:
-    nodes, gpus = _whole(theirs("cluster.num_nodes")), _whole(theirs("cluster.gpus_per_node"))
+    nodes, gpus = whole(theirs("cluster.num_nodes")), whole(theirs("cluster.gpus_per_node"))
     if not (nodes and gpus):
         return
     if theirs("policy.generation.colocated.enabled") is not False:
         yield Derived("parallel.world_size", nodes * gpus, _gpus(nodes, gpus))
         yield from _engines(nodes, gpus, ours)
         return
-    own_nodes = _whole(theirs("policy.generation.colocated.resources.num_nodes")) or 1
-    own_gpus = _whole(theirs("policy.generation.colocated.resources.gpus_per_node")) or gpus
+    own_nodes = whole(theirs("policy.generation.colocated.resources.num_nodes")) or 1
+    own_gpus = whole(theirs("policy.generation.colocated.resources.gpus_per_node")) or gpus
     of_engines, in_all = own_nodes * own_gpus, nodes * gpus
     how = f"{_gpus(nodes, gpus)}, less {of_engines} of the engines"
     yield Derived("parallel.world_size", max(1, in_all - of_engines), how)
@@ -93,8 +93,8 @@ def _nemo_rl_gpus(theirs: Get, ours: Get) -> Iterator[Derived]:
 
 def _nemo_rl_lengths(theirs: Get) -> Iterator[Derived]:
     """Yield bounds for prompts and responses, which share policy.max_total_sequence_length tokens in NeMo-RL."""
-    total = _whole(theirs("policy.max_total_sequence_length"))
-    prompt, response = _whole(theirs("data.max_input_seq_length")), _whole(theirs("policy.generation.max_new_tokens"))
+    total = whole(theirs("policy.max_total_sequence_length"))
+    prompt, response = whole(theirs("data.max_input_seq_length")), whole(theirs("policy.generation.max_new_tokens"))
     if not total:
         yield from (Derived("data.max_prompt_length", prompt, "") for _ in range(bool(prompt)))
         yield from (Derived("rollout.max_response_length", response, "") for _ in range(bool(response)))
@@ -116,7 +116,9 @@ def _nemo_rl_lengths(theirs: Get) -> Iterator[Derived]:
 
 
 def _engines(nodes: int, gpus: int, ours: Get) -> Iterator[Derived]:
-    per_engine = ours("rollout.tensor_parallel_size") * ours("rollout.pipeline_parallel_size")
+    per_engine = whole(ours("rollout.tensor_parallel_size")) * whole(ours("rollout.pipeline_parallel_size"))
+    if not per_engine:
+        return
     how = f"{nodes * gpus} GPUs / {per_engine} of an engine"
     yield Derived("rollout.num_engines", max(1, nodes * gpus // per_engine), how)
     if per_engine > gpus:
@@ -125,8 +127,3 @@ def _engines(nodes: int, gpus: int, ours: Get) -> Iterator[Derived]:
 
 def _gpus(nodes: int, gpus: int) -> str:
     return f"{nodes} node{'s' if nodes > 1 else ''} x {gpus} GPUs"
-
-
-def _whole(value: Any) -> int:
-    """Return a positive whole number; 0 for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

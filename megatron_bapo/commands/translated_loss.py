@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_bapo.commands.translated_layout import Absent, Derived, Get
+from megatron_bapo.config.foreign_values import whole
 
 UNTRUNCATED = 5e8
 """A rollout_is_threshold that no importance weight reaches: log-ratios are clamped at 20, and e^20 is 4.9e8."""
@@ -51,7 +52,7 @@ def _rollout_correction(theirs: Get) -> Iterator[Derived | Absent]:
         return
     level = "sequence" if theirs("loss_fn.sequence_level_importance_ratios") else "token"
     yield Derived(f"{ours}.rollout_is", level, "")
-    rejects = {"icepop": level, "seq-mask-tis": "geometric"}.get(kind)
+    rejects = {"icepop": level, "seq-mask-tis": "geometric"}.get(str(kind))
     if kind is None and upper is None:
         how = "NeMo-RL truncates no weight without truncated_importance_sampling_type"
         yield Derived(f"{ours}.rollout_is_threshold", UNTRUNCATED, how)
@@ -100,10 +101,10 @@ def _truncated_responses(theirs: Get, ours: Get) -> Iterator[Derived | Absent]:
         return
     names = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
     buffer, penalty, longest = (theirs(f"{section}.{name}") for name in names)
-    if not (buffer and penalty and longest):
+    length = whole(ours("rollout.max_response_length"))
+    if not (whole(buffer) and isinstance(penalty, int | float) and penalty and whole(longest) and length):
         return
     # The penalty grows from longest - buffer on by penalty / buffer a token, also past `longest`.
-    length = ours("rollout.max_response_length")
     own_buffer = length - (longest - buffer)
     if own_buffer <= 0:
         reason = f"no response is longer than {length} tokens, and there is no penalty below {longest - buffer}"

@@ -76,17 +76,23 @@ def _number(value: Any) -> float:
     return int(number) if number == int(number) else number
 
 
-def _needed(foreign: Foreign, key: str) -> Any:
+def _needed(foreign: Foreign, key: str) -> int:
+    """Return the value of one of our keys that counts something. Raises ByHand if it is not a whole number above 0."""
     value = foreign.known(key)
-    if value is None:
-        raise ByHand(f"it depends on {key}")
+    if not whole(value):
+        raise ByHand(f"it depends on {key}" + ("" if value is None else f", which is {value!r}"))
     return value
+
+
+def whole(value: Any) -> int:
+    """Return a positive whole number; 0 for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 def _updates(foreign: Foreign) -> int:
     """Return the number of optimizer updates per rollout batch."""
     batch, mini_batch = (_needed(foreign, f"trainer.{key}") for key in ("train_batch_size", "ppo_mini_batch_size"))
-    return max(1, int(_needed(foreign, "trainer.ppo_epochs")) * int(batch) // int(mini_batch))
+    return max(1, _needed(foreign, "trainer.ppo_epochs") * batch // mini_batch)
 
 
 def _same(foreign: Foreign) -> Converted:
@@ -193,6 +199,8 @@ def _inverse_bounds(foreign: Foreign) -> Converted:
     """Invert verl's bounds of rollout / trainer, `lower_upper` or the upper one; ours bound trainer / rollout."""
     lower, _, upper = str(foreign.value).rpartition("_")
     high = _number(upper)
+    if high == 0 or (lower and _number(lower) == 0):
+        raise ByHand("a bound of 0 has no inverse")
     low = _number(lower) if lower else 1.0 / high
     bounds = (round(1.0 / high, 12), round(1.0 / low, 12))
     return Converted(dict(zip(foreign.ours, bounds, strict=True)), "bounds of trainer / engine, the inverse of verl's")
@@ -278,7 +286,7 @@ def _given(foreign: Foreign) -> Converted:
 
 def _loggers(foreign: Foreign) -> Converted:
     names = _names(foreign.value)
-    absent = [name for name in names if name not in TRACKERS]
+    absent = [str(name) for name in names if name not in TRACKERS]
     if absent:
         raise NoCounterpart(
             f"{', '.join(absent)} is not here; logging.wandb, logging.mlflow, logging.tensorboard and metrics.jsonl are"
@@ -294,7 +302,7 @@ def _by_tracker(foreign: Foreign) -> Converted:
 
 
 def _names(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value or ())
+    return list(value or ()) if value is None or isinstance(value, list) else [value]
 
 
 def _file(foreign: Foreign) -> Converted:

@@ -596,6 +596,35 @@ def test_a_setting_whose_counterpart_is_not_asked_for_is_reported(tmp_path: Path
     assert ("policy.dtensor_cfg.lora_cfg.enabled=true", "set model.lora") in [each[:2] for each in without]
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "[1]"])
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    {
+        "actor_rollout_ref.rollout.n": "rollout.n",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
+        "actor_rollout_ref.actor.megatron.context_parallel_size": "parallel.context_parallel_size",
+        "actor_rollout_ref.actor.ppo_epochs": "trainer.ppo_epochs",
+        "data.max_response_length": "rollout.max_response_length",
+        "trainer.logger": "logging.tensorboard",
+    }.items(),
+)
+def test_a_value_of_the_wrong_kind_is_reported_with_our_key(tmp_path: Path, key: str, ours: str, value: str) -> None:
+    """Other keys are computed from these, such as the number of engines and of warm-up updates."""
+    actor = "actor_rollout_ref.actor"
+    sizes = (f"{actor}.optim.lr_warmup_steps=5", f"{actor}.ppo_micro_batch_size_per_gpu=2")
+    batches = ("async_training.require_batches=2", "rollout.total_rollout_steps=1000")
+    for more in ((), sizes, (*sizes, *batches)):
+        result = translate(write(tmp_path, VERL), [f"{key}={value}", *more])
+        config_text(result)
+        assert [line for line in report_lines(result) if ours in line and value.strip("[]") in line]
+
+
+def test_nemo_rls_truncation_of_an_unknown_kind_is_reported(tmp_path: Path) -> None:
+    kinds = ("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=[1]")
+    result = translate(write(tmp_path, NEMO_RL), kinds)
+    assert "loss_fn.truncated_importance_sampling_type=[1]" in {each.setting for each in result.without}
+
+
 def test_what_is_evaluated_otherwise_has_no_counterpart(tmp_path: Path) -> None:
     """Training always evaluates first and last, and writes held-out responses to files, but to no tracker."""
     keys, folder = ("trainer.val_before_train", "trainer.log_val_generations"), "trainer.validation_data_dir"
