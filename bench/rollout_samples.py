@@ -19,7 +19,7 @@ from bench.report import medians_s, option_parser, report
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.data.rollout_samples import sample_files
+from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import start_distributed
@@ -91,7 +91,7 @@ def main() -> None:
 
         tasks = {"none": lambda: step(None), "all": lambda: step(scored)}
         times = medians_s(tasks, num_repeats=NUM_REPEATS, num_warmups=2, clock=process_time)
-        size = sample_files(root / "sampled_rollouts")[1].stat().st_size
+        size = rollout_files(root / "sampled_rollouts")[1].stat().st_size
         sampler.close()
         torch.distributed.destroy_process_group()
     num_tokens = NUM_GROUPS * N * LENGTH

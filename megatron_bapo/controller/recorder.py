@@ -13,7 +13,6 @@ import numpy as np
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
-from megatron_bapo.data.rollout_samples import remove_samples_after
 from megatron_bapo.data.rollout_table import COLUMNS, rollout_table
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import (
@@ -47,9 +46,8 @@ class Recorder:
             truncate_after(path, step, phase=phase)
         directory.cut_records(state.data)
         remove_token_tables_after(directory.tokens, state.step)
-        for folder in (directory.rollouts, directory.validation_rollouts):
+        for folder in (directory.rollouts, directory.validation_rollouts, directory.sampled_rollouts):
             remove_rollouts_after(folder, state.step)
-        remove_samples_after(directory.sampled_rollouts, state.step)
         rows = read_rows(directory.metrics) if directory.metrics.exists() else []
         updates = read_rows(directory.updates) if directory.updates.exists() else []
         self._num_updates = len(updates)

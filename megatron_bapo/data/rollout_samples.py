@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_bapo.data.rollout_files import rollout_files, unicode_prompt_columns
+from megatron_bapo.data.rollout_files import unicode_prompt_columns
 from megatron_bapo.errors import UserError
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.text import without_lone_surrogates
@@ -149,18 +149,6 @@ def write_samples(
                 row["text"] = without_lone_surrogates(text)
             writer.write_table(pa.Table.from_pylist(part, schema))
     return partial.replace(path)
-
-
-def sample_files(folder: Path) -> dict[int, Path]:
-    """Return the files by step, in order; empty if the folder is missing."""
-    return rollout_files(folder)
-
-
-def remove_samples_after(folder: Path, step: int) -> None:
-    """Delete the files of later steps, which a resumed run repeats."""
-    for found, path in sample_files(folder).items():
-        if found > step:
-            path.unlink()
 
 
 def read_sample_header(file: pq.ParquetFile) -> SampleHeader:

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.data.rollout_samples import (
     ROWS_PER_GROUP,
     SUMMARY,
     TOKENIZER_FILE,
     read_sample_header,
-    sample_files,
     token_staleness,
 )
 from megatron_bapo.run_directory import RunDirectory
@@ -50,7 +50,7 @@ class Samples:
 
     def run(self) -> dict[str, Any]:
         """Return the name of the run and its steps with sampled rollouts, or why there are none."""
-        steps = [*sample_files(self._folder)]
+        steps = [*rollout_files(self._folder)]
         return {"name": self._name, "steps": steps, "message": "" if steps else f"This run has {NO_SAMPLES}."}
 
     @cached_property
@@ -70,7 +70,7 @@ class Samples:
         table = _rows(file, rows, [*_LISTED, "prompt_id", "messages"])
         columns = {name: _values(table[name]) for name in _LISTED}
         columns["prompt_id"] = [text[:_MAX_ID] for text in table["prompt_id"].to_pylist()]
-        path = sample_files(self._folder)[step]
+        path = rollout_files(self._folder)[step]
         starts = _excerpt_starts(path, path.stat().st_mtime_ns)
         excerpts, groups = [], columns["group"]
         for index, messages in enumerate(table["messages"].to_pylist()):
@@ -131,14 +131,14 @@ class Samples:
         """Return the steps that have responses to the same prompt, with their rows; the last `_MAX_STEPS` of them."""
         prompt_id = self._row(step, row, ("prompt_id",))["prompt_id"][0].as_py()
         steps = []
-        for each_step, path in sample_files(self._folder).items():
+        for each_step, path in rollout_files(self._folder).items():
             rows = [i for i, each in enumerate(_prompt_ids(path, path.stat().st_mtime_ns)) if each == prompt_id]
             if rows:
                 steps.append({"step": each_step, "rows": rows[:1000]})
         return {"prompt_id": prompt_id[:_MAX_ID], "steps": steps[-_MAX_STEPS:]}
 
     def _open(self, step: int) -> tuple[pq.ParquetFile, dict[str, Any]]:
-        path = sample_files(self._folder).get(step)
+        path = rollout_files(self._folder).get(step)
         if path is None:
             raise NotFound(f"step {step} has no sampled rollouts")
         metadata, header = _metadata(path, path.stat().st_mtime_ns)
@@ -148,7 +148,7 @@ class Samples:
         file, _ = self._open(step)
         if not 0 <= row < file.metadata.num_rows:
             raise NotFound(f"step {step} has no response {row}")
-        path = sample_files(self._folder)[step]
+        path = rollout_files(self._folder)[step]
         names = None if columns is None else tuple(columns)
         group, place = divmod(row, ROWS_PER_GROUP)
         return _row_group(path, path.stat().st_mtime_ns, group, names).slice(place, 1)

@@ -21,8 +21,8 @@ from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import Run, Timer, prepare_engines, take_groups, update_on_batch
-from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
-from megatron_bapo.data.rollout_samples import read_sample_header, sample_files
+from megatron_bapo.data.rollout_files import RolloutHeader, rollout_files, write_rollouts
+from megatron_bapo.data.rollout_samples import read_sample_header
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
@@ -133,7 +133,7 @@ def test_chosen_groups_take_no_memory_until_they_are_written(tmp_path: Path, gro
 
     assert taken_bytes < size
     rows = pq.read_table(
-        sample_files(run.directory.sampled_rollouts)[1], columns=["num_tokens", "log_probs"]
+        rollout_files(run.directory.sampled_rollouts)[1], columns=["num_tokens", "log_probs"]
     ).to_pylist()
     assert rows == [{"num_tokens": size, "log_probs": None}] * NUM_GROUPS * N
 
@@ -162,7 +162,7 @@ def test_the_figures_of_all_tokens_add_up_to_the_metrics(
 ) -> None:
     run = start(make_config(tmp_path, algorithm=algorithm), groups)
     (updates,) = train_steps(run, 1)
-    rows = pq.read_table(sample_files(run.directory.sampled_rollouts)[1]).to_pylist()
+    rows = pq.read_table(rollout_files(run.directory.sampled_rollouts)[1]).to_pylist()
 
     assert len(rows) == NUM_GROUPS * N
     for number, metrics in enumerate(updates, start=1):
@@ -190,7 +190,7 @@ def test_the_figures_of_all_tokens_add_up_to_the_metrics(
 def test_a_file_has_the_rollouts_and_their_staleness(tmp_path: Path, groups: ParallelGroups) -> None:
     run = start(make_config(tmp_path), groups)
     train_steps(run, 1)
-    file = pq.ParquetFile(sample_files(run.directory.sampled_rollouts)[1])
+    file = pq.ParquetFile(rollout_files(run.directory.sampled_rollouts)[1])
     header = read_sample_header(file)
     given = make_groups(len(load_tokenizer(run.config.model_path)))
     rows = file.read().to_pylist()
@@ -212,7 +212,7 @@ def test_a_file_has_the_rollouts_and_their_staleness(tmp_path: Path, groups: Par
 def test_the_same_prompts_are_sampled_again(tmp_path: Path, groups: ParallelGroups) -> None:
     run = start(make_config(tmp_path, logging={"rollouts": {"every_steps": 3, "num_prompts": 2}}), groups)
     train_steps(run, NUM_STEPS)
-    files = sample_files(run.directory.sampled_rollouts)
+    files = rollout_files(run.directory.sampled_rollouts)
     chosen = [tuple(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()) for path in files.values()]
 
     assert [*files] == [1, 3]
@@ -224,14 +224,14 @@ def test_later_passes_over_the_batch_are_not_stored(tmp_path: Path, groups: Para
     settings = {"total_steps": NUM_STEPS, "train_batch_size": NUM_GROUPS * N, "ppo_mini_batch_size": 4}
     run = start(make_config(tmp_path, trainer={**settings, "ppo_epochs": 2}), groups)
     train_steps(run, 1)
-    updates = pq.read_table(sample_files(run.directory.sampled_rollouts)[1])["update"].to_pylist()
+    updates = pq.read_table(rollout_files(run.directory.sampled_rollouts)[1])["update"].to_pylist()
     assert updates == [1] * 4 + [2] * 4
 
 
 def test_truncated_responses_that_no_update_uses_have_no_figures(tmp_path: Path, groups: ParallelGroups) -> None:
     run = start(make_config(tmp_path, algorithm={"overlong": {"mode": "filter"}}), groups)
     train_steps(run, 1)
-    rows = pq.read_table(sample_files(run.directory.sampled_rollouts)[1]).to_pylist()
+    rows = pq.read_table(rollout_files(run.directory.sampled_rollouts)[1]).to_pylist()
     assert [row["update"] > 0 for row in rows] == [row["finish_reason"] == "stop" for row in rows]
     assert all((row["log_probs"] is None) == (row["update"] == 0) for row in rows)
 
@@ -246,7 +246,7 @@ def test_a_resumed_run_drops_the_files_of_later_steps(tmp_path: Path, groups: Pa
     run = start(make_config(tmp_path), groups)
     train_steps(run, NUM_STEPS)
     Recorder(run.config, run.directory, replace(run.state, step=2)).close()
-    assert [*sample_files(run.directory.sampled_rollouts)] == [1, 2]
+    assert [*rollout_files(run.directory.sampled_rollouts)] == [1, 2]
 
 
 def test_an_error_of_the_sampler_reaches_the_trainer(tmp_path: Path, groups: ParallelGroups) -> None:

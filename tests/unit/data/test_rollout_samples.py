@@ -4,14 +4,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_bapo.data.rollout_files import remove_rollouts_after, rollout_files
 from megatron_bapo.data.rollout_samples import (
     ROWS_PER_GROUP,
     SampledGroup,
     SampledResponse,
     SampleHeader,
     read_sample_header,
-    remove_samples_after,
-    sample_files,
     token_staleness,
     write_samples,
 )
@@ -67,8 +66,8 @@ def test_a_row_group_has_few_responses(tmp_path: Path) -> None:
 def test_files_of_later_steps_are_removed(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_samples(tmp_path, SampleHeader(step, 0, 1, 1, "bapo", 1.0), [sampled_group(0, 1)], decode)
-    remove_samples_after(tmp_path, 2)
-    assert [*sample_files(tmp_path)] == [1, 2]
+    remove_rollouts_after(tmp_path, 2)
+    assert [*rollout_files(tmp_path)] == [1, 2]
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
