@@ -136,7 +136,7 @@ def rehearse_rank(
     """
     world_size = config.parallel.world_size
     if not 0 <= rank < world_size:
-        raise UserError(f"rank {rank} does not exist; parallel.world_size={world_size}")
+        raise UserError(f"--rank {rank} must be one of 0 to {world_size - 1}, because parallel.world_size={world_size}")
     parallel = config.parallel
     if architecture.moe_layers and (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size) > 1:
         raise UserError("tensor parallelism of experts cannot be rehearsed; set parallel.expert_tensor_parallel_size=1")

@@ -190,7 +190,7 @@ def test_the_command_plays_a_rank_at_full_size() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["qwen2.5-7b_8gpus.yaml", "--rank", "8"], "rank 8 does not exist; parallel.world_size=8"),
+        (["qwen2.5-7b_8gpus.yaml", "--rank", "8"], "--rank 8 must be one of 0 to 7, because parallel.world_size=8"),
         (
             [
                 "qwen3-30b-a3b_8gpus.yaml",
