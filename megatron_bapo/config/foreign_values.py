@@ -238,11 +238,11 @@ def _tensor_parallel_only(foreign: Foreign) -> Converted:
 
 
 def _modules(foreign: Foreign) -> Converted:
-    given = foreign.value.split() if isinstance(foreign.value, str) else list(foreign.value or ["core_attn"])
+    given = foreign.value.split() if isinstance(foreign.value, str) else _names(foreign.value or ["core_attn"])
     taken, left = [name for name in given if name in RECOMPUTED], [name for name in given if name not in RECOMPUTED]
     if not taken:
         raise NoCounterpart(f"the modules are {', '.join(RECOMPUTED)}; parallel.recompute_granularity=full does all")
-    return _all(foreign, taken, f"without {', '.join(left)}" if left else "")
+    return _all(foreign, taken, f"without {', '.join(map(str, left))}" if left else "")
 
 
 def _first_stage(foreign: Foreign) -> Converted:

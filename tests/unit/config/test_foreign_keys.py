@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -16,7 +17,7 @@ from megatron_bapo.cli.main import app
 from megatron_bapo.config.algorithm import RolloutCorrectionConfig
 from megatron_bapo.config.foreign_hints import option_hint
 from megatron_bapo.config.foreign_keys import FILE, ForeignRow, by_name, find, flattened, methods, projects, rows
-from megatron_bapo.config.foreign_values import CONVERSIONS, READ_TOGETHER
+from megatron_bapo.config.foreign_values import CONVERSIONS, READ_TOGETHER, ByHand, NoCounterpart
 from megatron_bapo.config.loading import dotted_keys, load_config, value_in
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
@@ -158,6 +159,13 @@ def test_our_keys_take_the_converted_values(project: str) -> None:
     }
     assert len(refusals) > 40
     assert {key: texts for key, texts in refusals.items() if texts} == {}
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "abc", [1], {"a": 1}], ids=str)
+def test_a_value_of_the_wrong_kind_converts_or_is_refused_with_a_reason(value: Any) -> None:
+    for row in (row for project in projects() for row in rows(project) if row.ours):
+        with suppress(NoCounterpart, ByHand):
+            row.converted(value, known)
 
 
 def values_of(row: ForeignRow) -> list[tuple[Any, Any]]:
