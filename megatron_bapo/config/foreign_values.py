@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, get_args
 
+from megatron_bapo.config.hub_ids import is_hub_id
 from megatron_bapo.config.lora import TargetModule
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""Name of a model on the Hugging Face Hub: `organisation/model`."""
-FOLDERS = ("models", "model", "checkpoints", "checkpoint", "ckpts", "ckpt", "weights", "hf_models", "data")
-"""Names before the slash that belong to folders rather than to organisations."""
 FUSED_MODULES = {"linear_qkv": "qkv", "linear_proj": "o", "linear_fc1": ("gate", "up"), "linear_fc2": ("down",)}
 """Megatron's linear layers and the beginnings of the names of those of Hugging Face models that they consist of."""
 RECOMPUTED = ("core_attn", "mlp", "moe")
@@ -322,7 +319,7 @@ def _path(foreign: Foreign, path: str) -> Converted:
 
 def _model(foreign: Foreign) -> Converted:
     path = str(foreign.value)
-    if not HUB_NAME.fullmatch(path) or path.partition("/")[0] in FOLDERS:
+    if not is_hub_id(path):
         return _path(foreign, path)
     folder = f"models/{path.partition('/')[2]}"
     return _all(foreign, folder)._replace(to_do=f"hf download {path} --local-dir {folder}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
+from megatron_bapo.config.hub_ids import is_hub_id
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
@@ -19,9 +19,6 @@ from megatron_bapo.errors import UserError
 TEACHER, TEACHER_ENGINES = "algorithm.distillation.teacher", "algorithm.distillation.engines"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LOCAL_FOLDERS = ("models", "model", "checkpoints", "data", "runs")
-"""Common names of folders, which are assumed to be paths and not owners of models on the Hugging Face Hub."""
 _OWNERS = {"Qwen": "Qwen", "DeepSeek-": "deepseek-ai", "GLM-": "zai-org", "OctoThinker-": "OctoThinker"}
 """Beginnings of the names of models that the recipes train -> their owners on the Hugging Face Hub."""
 
@@ -82,7 +79,7 @@ def download_hint(path: Path, key: str = "model.path") -> str:
 
     A folder with the name of a published model gets the command as well; any other path gets "".
     """
-    if not _HUB_ID.fullmatch(str(path)) or path.parts[0] in _LOCAL_FOLDERS or Path(path.parts[0]).is_dir():
+    if not is_hub_id(str(path)) or Path(path.parts[0]).is_dir():
         owner = next((owner for name, owner in _OWNERS.items() if path.name.startswith(name)), None)
         return f". `hf download {owner}/{path.name} --local-dir {path}` downloads the published model" if owner else ""
     local = Path("models", path.name)
