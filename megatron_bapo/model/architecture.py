@@ -25,11 +25,11 @@ def transformer_config(
     parallel: ParallelConfig,
     fp8: Fp8Config | None,
     *,
-    cpu_initialization: bool,
+    on_gpu: bool,
 ) -> TransformerConfig:
     """Return Megatron's config of a model under a parallel layout.
 
-    With `cpu_initialization`, weights are first initialized in host memory.
+    On a GPU the weights are initialized there, and SwiGLU is Megatron's compiled function, which saves only its input.
     """
     dtype, fused = DTYPES[model.dtype], model.transformer_impl == "transformer_engine"
     kind = MLATransformerConfig if architecture.kv_lora_rank else TransformerConfig
@@ -53,15 +53,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=cpu_initialization,
+        use_cpu_initialization=not on_gpu,
         # Losses are normalized over the global minibatch, so gradients are summed over micro-batches and ranks.
         calculate_per_token_loss=True,
         # Packed micro-batches differ in length. Megatron requires the all-to-all dispatcher for this, even for dense
         # models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        # A stage frees its output when it has sent it; the backward pass needs only its gradient.
+        deallocate_pipeline_outputs=True,
         transformer_impl=model.transformer_impl,
         apply_rope_fusion=fused,
+        bias_activation_fusion=on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,

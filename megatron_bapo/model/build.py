@@ -145,7 +145,7 @@ def build_policy(
     A `frozen` model has no gradients and no gradient buffers.
     """
     parallel = config.parallel
-    megatron = transformer_config(architecture, config.model, parallel, config.fp8, cpu_initialization=not has_gpu())
+    megatron = transformer_config(architecture, config.model, parallel, config.fp8, on_gpu=has_gpu())
     layers = stage_layers(architecture, parallel, groups.pipeline.rank)
     chunks = tuple(
         _build_chunk(config, architecture, megatron, groups, index, layers[index], frozen)

@@ -202,6 +202,21 @@ def gpu_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return _GpuNorm.apply(hidden, norm.weight)  # pyright: ignore[reportReturnType]
 
 
+def _swiglu(gate_and_up: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    """Replacement of Megatron's SwiGLU that allocates what its compiled kernel does: the result only."""
+    return gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.size(-1) // 2)
+
+
+def _swiglu_gradient(_: torch.Tensor, gate_and_up: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(gate_and_up)
+
+
+def _weighted_swiglu_gradient(
+    _: torch.Tensor, gate_and_up: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(gate_and_up), torch.empty_like(weights)
+
+
 def _flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -280,6 +295,9 @@ def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[Fake
         stack.enter_context(patch.object(torch.Tensor, "tolist", _numbers))
         stack.enter_context(patch.object(dist, "all_gather_object", _own_value))
         stack.enter_context(patch("megatron.core.optimizer.clip_grads.multi_tensor_applier", _norm_of))
+        compiled: dict[str, Any] = {"swiglu": _swiglu, "weighted_swiglu": _swiglu, "swiglu_back": _swiglu_gradient}
+        compiled["weighted_swiglu_back"] = _weighted_swiglu_gradient
+        stack.enter_context(patch.multiple("megatron.core.fusions.fused_bias_swiglu", **compiled))
         moves_counts = "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu"
         stack.enter_context(patch(moves_counts, _balanced(num_routed)))
         yield stack.enter_context(mode)

@@ -39,7 +39,7 @@ class MicroBatch:
     fused_attention: bool = False
     """True for Transformer Engine's attention, which reads keys and values in place and rotary angles from a table."""
     fused_swiglu: bool = False
-    """True where SwiGLU saves only its input, the outputs of the gate and up projections."""
+    """True on GPUs, where SwiGLU saves only its input, the outputs of the gate and up projections."""
     product_input_bytes: int | None = None
     """Bytes per element of the input that linear layers save: 1 in FP8, `dtype_bytes` by default."""
 

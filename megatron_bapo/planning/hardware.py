@@ -152,8 +152,6 @@ class Assumptions:
     """Bytes of a gradient element; 2 with Megatron's grad_reduce_in_fp32=false."""
     moment_bytes: int = 4
     """Bytes of each Adam moment of a parameter; 2 with Megatron's precision-aware optimizer in bfloat16."""
-    fused_swiglu: bool = False
-    """Whether SwiGLU is one kernel that saves only its input (Megatron's bias_activation_fusion)."""
     reference_on_host: bool = False
     """Whether the reference model and the teacher are in host memory except while they score. The policy's parameters
     are then copied out, the reference model's in, and the policy's back (NeMo-RL's `use_reference_model`)."""

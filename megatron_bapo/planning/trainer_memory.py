@@ -69,7 +69,7 @@ def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
         dtype_bytes,
         fused_norms=True,
         expert_imbalance=imbalance,
-        fused_swiglu=assumptions.fused_swiglu,
+        fused_swiglu=True,
         fused_attention=config.model.transformer_impl == "transformer_engine",
         product_input_bytes=FP8_BYTES if config.fp8 is not None else dtype_bytes,
     )
@@ -117,8 +117,8 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
             activations[name] += count * num_bytes
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     for chunk, count in zip(chunks, counts, strict=True):
-        # Megatron keeps the tensors that a chunk received and sent until its backward pass.
-        activations["between stages"] += count * hidden * ((not chunk.has_embedding) + (not chunk.has_output))
+        # Megatron keeps what a chunk received until its backward pass, and frees what it has sent.
+        activations["between stages"] += count * hidden * (not chunk.has_embedding)
     kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
     backward = max(_backward_bytes(architecture, parallel, batch, lora, has_experts=kind) for kind in kinds)
     output_layer = 0

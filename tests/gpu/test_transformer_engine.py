@@ -163,7 +163,7 @@ def test_the_recorded_parameters_match_the_installed_version(family: str) -> Non
     arch = architecture(family, tie_word_embeddings=False)
     model = ModelConfig(path=Path("model"), dtype="bfloat16", transformer_impl="transformer_engine")
     one_rank()
-    config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=False)
+    config = transformer_config(arch, model, ParallelConfig(), None, on_gpu=True)
     build = partial(GPTModel, position_embedding_type="rope", share_embeddings_and_output_weights=False)
     gpt = build(
         config,

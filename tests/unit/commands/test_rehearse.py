@@ -22,9 +22,11 @@ from megatron_bapo.commands.rehearse import (
 )
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.activations import chunk_activations
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.known_models import architecture_of
-from megatron_bapo.planning.trainer_memory import stage_memory
+from megatron_bapo.planning.parameters import stage_chunks
+from megatron_bapo.planning.trainer_memory import largest_micro_batch, stage_memory
 from tests.unit.planning.examples import RECIPES, recipe
 
 SHORT = ("qwen2.5-7b_8gpus", "qwen2.5-32b_64gpus", "qwen2.5-32b_32gpus", "qwen3-32b_8gpus")
@@ -133,6 +135,16 @@ def test_a_layout_allocates_and_sends_what_is_planned(overrides: tuple[str, ...]
         found = rehearse_rank(plan.config, architecture, rank)
         assert found.differences == []
         assert found.peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.01)
+
+
+def test_a_stage_does_not_hold_what_it_has_sent() -> None:
+    plan = recipe("qwen2.5-7b_8gpus", "parallel.pipeline_model_parallel_size=4", "parallel.recompute_granularity=full")
+    architecture = replace(plan.architecture, num_hidden_layers=4)
+    three, four = (rehearse_rank(plan.config, architecture, 0, num) for num in (3, 4))
+    batch = largest_micro_batch(plan.config, Assumptions())
+    (chunk,) = stage_chunks(architecture, plan.config.parallel, 0)
+    kept = sum(chunk_activations(architecture, plan.config.parallel, chunk, batch).values())
+    assert four.peak_bytes - three.peak_bytes == pytest.approx(kept, rel=0.01)
 
 
 def test_a_model_whose_gradients_are_as_small_as_the_sums_of_the_clip_bounds_agrees() -> None:

@@ -99,7 +99,7 @@ def test_latent_attention_scales_rotated_dimensions_and_softmax_as_transformers_
 
     frequencies, factor = rotary(arch)
     megatron = transformer_config(
-        arch, ModelConfig(path=Path("model"), dtype="float32"), ParallelConfig(), None, cpu_initialization=True
+        arch, ModelConfig(path=Path("model"), dtype="float32"), ParallelConfig(), None, on_gpu=False
     )
 
     reference = DeepseekV3RotaryEmbedding(config)
@@ -114,7 +114,7 @@ def test_latent_attention_scales_rotated_dimensions_and_softmax_as_transformers_
 
 def config_of(family: str, parallel: ParallelConfig | None = None, **changes: object) -> TransformerConfig:
     arch, model = architecture(family, **changes), ModelConfig(path=Path("model"), dtype="float32")
-    return transformer_config(arch, model, parallel or ParallelConfig(), None, cpu_initialization=True)
+    return transformer_config(arch, model, parallel or ParallelConfig(), None, on_gpu=False)
 
 
 @pytest.mark.parametrize("norm_topk_prob", [True, False])

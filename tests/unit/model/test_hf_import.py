@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, family: str, dtype: torch.dtype = torch.float3
 def test_the_table_has_every_parameter_of_megatrons_model_with_its_shape(family, tied):
     arch = architecture(family, tie_word_embeddings=tied)
     model = ModelConfig(path=Path("model"), dtype="float32")
-    config = transformer_config(arch, model, ParallelConfig(), None, cpu_initialization=True)
+    config = transformer_config(arch, model, ParallelConfig(), None, on_gpu=False)
     model = GPTModel(
         config,
         block_spec(config, arch.moe_layers, range(arch.num_hidden_layers)),
