@@ -44,7 +44,10 @@ class PolicyLossSums:
     k3_kl: Tensor
     """Sum of r - 1 - log r, the k3 estimate of that KL (joschu.net/blog/kl-approx.html), never negative."""
     kl_loss: Tensor
-    """Weighted sum of the KL estimates to the reference model (verl's actor/kl_loss); 0 without one."""
+    """Weighted sum of the KL estimates to the reference model (verl's actor/kl_loss); 0 without one.
+
+    A token whose log-prob under the reference model is NaN has no estimate.
+    """
     teacher_kl: Tensor
     """Sum of log p - log p_teacher in nats, the k1 estimate of KL(current || teacher); 0 without a teacher."""
     positive_sum: Tensor
@@ -248,8 +251,8 @@ def _objective_log_ratio(log_ratio_T: Tensor, tokens: LossTokens) -> Tensor:
 
 def _kl_loss(log_probs_T: Tensor, tokens: LossTokens, weights_T: Tensor, settings: AlgorithmConfig) -> Tensor:
     assert tokens.reference_log_probs_T is not None, "kl_loss_coef needs a reference model"
-    excluded_T = weights_T == 0
     both = (log_probs_T, tokens.reference_log_probs_T)
+    excluded_T = (weights_T == 0) | (log_probs_T.detach() - tokens.reference_log_probs_T).isnan()
     return (weights_T * kl_estimate(settings.kl_loss_type, *(x_T.masked_fill(excluded_T, 0.0) for x_T in both))).sum()
 
 

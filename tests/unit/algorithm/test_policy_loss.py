@@ -190,6 +190,21 @@ def test_an_unusable_token_affects_neither_kl_nor_entropy() -> None:
     assert (current.grad.tolist(), entropy.grad.tolist()) == ([-1.0, 0.0], [-0.5, 0.0])
 
 
+def test_a_token_that_the_reference_model_has_no_log_prob_of_keeps_its_objective_and_has_no_kl() -> None:
+    current, behaviour, advantages, weights = random_tokens(3)
+    current.requires_grad_()
+    settings = AlgorithmConfig(objective="ppo", kl_loss_coef=0.5)
+    reference = torch.tensor([-1.0, math.nan, -2.0], dtype=torch.float64)
+    columns = behaviour, advantages, weights
+    loss, sums = loss_and_sums(current, *columns, settings=settings, reference_log_probs_T=reference)
+    (gradient,) = torch.autograd.grad(loss, current)
+    plain, _ = loss_and_sums(current, *columns)
+    (expected,) = torch.autograd.grad(plain, current)
+    assert loss.isfinite()
+    assert sums.kl_loss.isfinite()
+    assert (gradient == expected).tolist() == [False, True, False]
+
+
 def test_double_precision_bounds_keep_a_single_precision_loss() -> None:
     current, behaviour, advantages, weights = random_tokens(4, torch.float32)
     assert loss_and_sums(current, behaviour, advantages, weights)[0].dtype == torch.float32
