@@ -301,13 +301,15 @@ def is_fresh(run: Run, scored: ScoredGroups | None, trajectories: list[Trajector
     """Return whether the engines' log-probs should equal those of the current weights, so that a mismatch is a fault.
 
     The current version must have sampled all tokens, without truncation, which renormalizes the probabilities, and a
-    recorded batch must have been sampled as the configuration says. Collective.
+    recorded batch must have been sampled as the configuration says. With dropout no training pass computes the engines'
+    log-probs, or those of another training pass. Collective.
     """
-    sampling = run.config.rollout.sampling
+    sampling, lora = run.config.rollout.sampling, run.config.model.lora
     recorded = broadcast_object(scored.sampling if scored else None, run.worker.groups) or sampling
     return (
         recorded == sampling
         and not run.config.rollout.truncated
+        and not (lora is not None and lora.dropout)
         and all(
             span.policy_version == run.state.policy_version
             for trajectory in trajectories

@@ -126,6 +126,14 @@ def test_truncated_sampling_reports_no_mismatch(tmp_path: Path, groups: Parallel
     assert train_steps(run)[0] == (0, False)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_in_updates_is_not_reported_as_a_mismatch(tmp_path: Path, groups: ParallelGroups, dropout: float):
+    """Nor is a training pass repeated under other clip bounds, because it would drop other elements."""
+    model = {"create": {"num_hidden_layers": 1, "hidden_size": 16}, "dtype": "float32", "lora": {"dropout": dropout}}
+    run = start(make_config(tmp_path, model=model), groups, {}, [0, 1, 2])
+    assert train_steps(run)[0] == (0, not dropout)
+
+
 def test_rollouts_that_were_sampled_at_another_temperature_report_no_mismatch(tmp_path: Path, groups: ParallelGroups):
     config = make_config(tmp_path, algorithm={"behaviour_policy": "recomputed"})
     run = start(config, groups, {"sampling": config.rollout.sampling | {"temperature": 0.6}}, [0, 1, 2])
