@@ -79,14 +79,19 @@ def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
-    """Return metrics of the train/rollout mismatch under the same weights, under verl's and NeMo-RL's names."""
-    num = float(sums.num_tokens)
+    """Return metrics of the train/rollout mismatch under the same weights, under verl's and NeMo-RL's names.
+
+    The host waits for the device once.
+    """
+    names = [field.name for field in dataclasses.fields(sums)]
+    values = dict(zip(names, torch.stack([getattr(sums, name) for name in names]).tolist(), strict=True))
+    num = values["num_tokens"]
     return {
-        "training/rollout_probs_diff_mean": Mean(float(sums.abs_prob_diff_sum), num),
-        "training/rollout_probs_diff_max": Max(float(sums.abs_prob_diff_max)),
-        "training/gen_kl_error": Mean(float(sums.k3_kl_sum), num),
-        "training/token_mult_prob_error": Mean(float(sums.mult_prob_error_sum), num),
-        "training/sampling_importance_ratio": Mean(float(sums.importance_ratio_sum), num),
+        "training/rollout_probs_diff_mean": Mean(values["abs_prob_diff_sum"], num),
+        "training/rollout_probs_diff_max": Max(values["abs_prob_diff_max"]),
+        "training/gen_kl_error": Mean(values["k3_kl_sum"], num),
+        "training/token_mult_prob_error": Mean(values["mult_prob_error_sum"], num),
+        "training/sampling_importance_ratio": Mean(values["importance_ratio_sum"], num),
     }
 
 
