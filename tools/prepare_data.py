@@ -38,7 +38,7 @@ from megatron_bapo.data.preparation import (
     read_evaluation_prompts,
     write_prompts,
 )
-from megatron_bapo.errors import exit_code
+from megatron_bapo.errors import UserError, exit_code
 
 
 def parse() -> argparse.Namespace:
@@ -97,6 +97,8 @@ def show(prepared: Prepared, evaluation: EvaluationPrompts | None, console: Cons
 def _main(arguments: argparse.Namespace, console: Console) -> int:
     if not arguments.check:
         check_output(arguments.output)
+        if arguments.output.resolve() in [path.resolve() for path in (*arguments.inputs, *arguments.eval)]:
+            raise UserError(f"--output {arguments.output} is one of the files that are read; name another file")
     sources, evaluation = _sources(arguments.inputs, arguments.prompt_key, arguments.label_key), None
     if arguments.eval:
         rows = read_evaluation_prompts(_sources(arguments.eval, arguments.eval_prompt_key, arguments.eval_label_key))

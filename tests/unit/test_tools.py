@@ -113,6 +113,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_rows_are_read(
     assert message in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["input", "eval"])
+def test_a_file_that_is_read_is_not_replaced(monkeypatch, capsys, rows, option):
+    before = rows.read_text()
+    inputs = (rows,) if option == "input" else (rows.with_name("never-read.jsonl"), "--eval", rows)
+    assert run(monkeypatch, "prepare_data", *inputs, "--output", rows) == 2
+    assert f"--output {rows} is one of the files that are read; name another file" in capsys.readouterr().out
+    assert rows.read_text() == before
+
+
 @pytest.mark.parametrize("package", ["nowhere", "nowhere.inside", ""])
 def test_a_package_that_is_not_there_is_named(monkeypatch, tmp_path, package):
     monkeypatch.setattr(sys, "argv", ["convert_gguf.py", "--package", package, "--output", str(tmp_path / "model")])
