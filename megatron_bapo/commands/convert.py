@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron_bapo.config.architecture import written_dtype
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import read_json_object
 from megatron_bapo.model.weight_copy import Advance, CopyResult
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.checkpoint import STATE, WEIGHTS, checkpoints
@@ -60,7 +60,7 @@ def find_checkpoint(
             f"there is no {origin / 'config.json'}; give the Hugging Face folder that the run started from as "
             f"{origin_option} (a relative model.path starts at the folder where the run was started)"
         )
-    dtype = dtype or (config.model.dtype if config else _written_dtype(origin, dtype_option))
+    dtype = dtype or (config.model.dtype if config else _convertible_dtype(origin, dtype_option))
     return CheckpointSource(checkpoint, origin, dtype)
 
 
@@ -88,10 +88,9 @@ def _reason(path: Path) -> str:
     return "contains no checkpoint of this trainer (weights/ and state.json)"
 
 
-def _written_dtype(origin: Path, dtype_option: str) -> str:
-    """Return the dtype of the origin's weights, under the keys of transformers 5 and 4."""
-    fields = read_json_object(origin / "config.json")
-    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+def _convertible_dtype(origin: Path, dtype_option: str) -> str:
+    """Return the dtype of the origin's weights. Raises UserError for one that is not written here."""
+    dtype = written_dtype(origin)
     if dtype not in DTYPES:
         raise UserError(
             f"{origin / 'config.json'} has dtype {dtype!r}; give {dtype_option}, one of {', '.join(DTYPES)}"

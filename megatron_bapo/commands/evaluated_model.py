@@ -9,12 +9,11 @@ from typing import get_args
 
 from rich.console import Console
 
-from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.architecture import read_architecture, written_dtype
 from megatron_bapo.config.evaluation import EvalConfig, EvaluatedModelConfig
 from megatron_bapo.config.model_checks import download_hint, model_problems, shape_problems
 from megatron_bapo.config.schema import Config, ModelConfig
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import read_json_object
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -77,9 +76,7 @@ def find_model(settings: EvaluatedModelConfig, converted: Path) -> EvaluatedMode
             f"paths start at {Path.cwd()}){download_hint(path)}"
         )
     if (path / "config.json").is_file():
-        fields = read_json_object(path / "config.json")
-        written = fields.get("dtype") or fields.get("torch_dtype") or "float32"  # keys of transformers 5 and 4
-        return EvaluatedModel(path, path, path, _served(settings.dtype or written))
+        return EvaluatedModel(path, path, path, _served(settings.dtype or written_dtype(path)))
     # Deferred because importing Megatron takes seconds, which a Hugging Face folder does not need.
     from megatron_bapo.commands.convert import find_checkpoint
     from megatron_bapo.trainer.checkpoint import WEIGHTS

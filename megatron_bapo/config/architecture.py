@@ -137,6 +137,12 @@ def listed_files(index: Path) -> list[str]:
     return sorted(set(files.values()))
 
 
+def written_dtype(model_path: Path) -> str:
+    """Return the dtype that `model_path/config.json` gives for the weights, under the key of transformers 5 or 4."""
+    fields = read_json_object(model_path / "config.json")
+    return fields.get("dtype") or fields.get("torch_dtype") or "float32"
+
+
 def read_architecture(model_path: Path) -> Architecture:
     """Read the architecture in `model_path/config.json`.
 
