@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from megatron_bapo.cli.app import app, messages
+from megatron_bapo.errors import UserError
 from megatron_bapo.files import unwritable
 
 From = Literal["verl", "nemo-rl", "auto"]
@@ -47,6 +48,8 @@ def translate(
         from megatron_bapo.commands import translate as command
         from megatron_bapo.commands.translated_text import config_text, report_lines
 
+        if output is not None and output.resolve() == file.resolve():
+            raise UserError(f"--output {output} is the file that is translated; name another file")
         result = command.translate(file, overrides or [], source)
         if output is None:
             typer.echo(config_text(result), nl=False)

@@ -579,6 +579,11 @@ def test_the_command_writes_the_result_and_reports_to_stderr(tmp_path: Path) -> 
     wrong = CliRunner().invoke(app, ["translate", str(write(tmp_path, "seed: 1\n", "other.yaml"))])
     assert wrong.exit_code == 2
 
+    same = CliRunner().invoke(app, ["translate", str(file), "--output", str(file)])
+    assert same.exit_code == 2
+    assert f"--output {file} is the file that is translated; name another file" in same.stderr
+    assert file.read_text() == VERL
+
     for place in (tmp_path, tmp_path / "none" / "ours.yaml"):
         unwritable = CliRunner().invoke(app, ["translate", str(file), "--output", str(place)])
         assert unwritable.exit_code == 2
