@@ -277,10 +277,6 @@ def _any(foreign: Foreign) -> Converted:
     return _all(foreign, True) if foreign.value else Converted({})
 
 
-def _given(foreign: Foreign) -> Converted:
-    return _all(foreign, True)
-
-
 def _loggers(foreign: Foreign) -> Converted:
     names = _names(foreign.value)
     absent = [str(name) for name in names if name not in TRACKERS]
@@ -388,7 +384,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "last_stage": Conversion(_last_stage, "`[first, last]`, null where only the other is given"),
     "stage_contents": Conversion(_stage_contents, "the number of `t` in every model chunk"),
     "any": Conversion(_any, "one key for parameters, gradients and optimizer"),
-    "given": Conversion(_given, "a path there, true or false here"),
+    "given": Conversion(_any, "a path there, true or false here"),
     "loggers": Conversion(_loggers),
     "file": Conversion(_file, "one .jsonl or .parquet file"),
     "model": Conversion(_model, "a Hugging Face folder on disk, not a name on the Hub"),
