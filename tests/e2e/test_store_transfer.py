@@ -10,8 +10,12 @@ from typing import Any
 from megatron_bapo.cluster.host_store import HostStore, host_store_name
 from megatron_bapo.cluster.ray_cluster import create_actor, get_result, local_cluster
 from megatron_bapo.cluster.store_transfer import StoreTransfer
+from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
+from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.transport import BucketWriter, WeightStore
+from megatron_bapo.model.hf_create import byte_tokenizer
+from megatron_bapo.weight_sync.transport import PREPARED, BucketWriter, WeightStore
+from tests.unit.config.examples import config
 from tests.unit.weight_sync.examples import halves, numbered, reading
 
 SHAPES = {"w": (64, 64), "v": (32, 32)}
@@ -101,5 +105,32 @@ def test_a_receiver_waits_until_its_file_is_prepared_and_prepares_none_for_a_who
             transfer.prepare(version)
     assert [*map(json.loads, bases.read_text().splitlines())] == [None, None, 2, None, 4, None]
     assert "no file is prepared for policy version 6: OSError('no space left')" in (tmp_path / "1.log").read_text()
+    for store in stores:
+        store.close()
+
+
+def test_a_weight_update_prepares_the_engine_hosts_for_differences_once_the_engines_have_the_version(tmp_path: Path):
+    """The service has no engines here, so all of its engines have loaded a version at once."""
+    byte_tokenizer(["0123456789"]).save_pretrained(tmp_path)
+    run = config(
+        run_dir=str(tmp_path), model__create=None, model__path=str(tmp_path), data__chat_template=False,
+        data__max_prompt_length=1000, weight_sync__full_every=100,
+    )  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    stores = WeightStore.create(tmp_path), WeightStore.create(tmp_path)
+    with local_cluster(3, 80, "update"):
+        _actors = [
+            *host_stores(tmp_path, stores, HostStore),
+            create_actor(RolloutService, run, [], name=SERVICE),
+        ]  # they end with their handles
+        client = RolloutClient(run, sender_hosts=(0,), engine_hosts=((1,),))
+        for version in (1, 2):
+            publish(stores[0], version)
+            client.load_weights(version, PLAN)
+        prepared, deadline = stores[1].folder / PREPARED, time.monotonic() + LIMIT_S
+        while not prepared.exists():
+            assert time.monotonic() < deadline, "no file was prepared"
+            time.sleep(0.05)
+        assert json.loads(prepared.read_text())["version"] == 2
     for store in stores:
         store.close()
