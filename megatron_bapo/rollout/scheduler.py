@@ -302,10 +302,13 @@ class RolloutScheduler:
         try:
             await generate_group(group, self._send, deps.decode, deps.environment, max_failures=limit, sticky=sticky)
             self._admit(serial, group.oldest_version, await deps.score(await group.group(deps.decode)))
-        except QuarantinedPrompt as reason:
-            self._quarantine(serial, self._streak.add(reason, len(self._in_flight)))
-        except FunctionFailed as error:
-            self._quarantine(serial, self._failure_budget.use(group.prompt.prompt.prompt_id, error))
+        except (QuarantinedPrompt, FunctionFailed) as error:
+            if serial not in self._in_flight:  # dropped as stale while a task group awaited the failed task's siblings
+                return
+            if isinstance(error, FunctionFailed):
+                self._quarantine(serial, self._failure_budget.use(group.prompt.prompt.prompt_id, error))
+            else:
+                self._quarantine(serial, self._streak.add(error, len(self._in_flight)))
 
     async def _send(
         self, request: GenerationRequest, *, prompt_serial: int, prefer: str | None, alone: bool

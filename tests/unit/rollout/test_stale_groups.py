@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import FunctionFailed, RunError
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
@@ -145,6 +145,48 @@ def test_a_timeout_says_that_the_batch_waits_for_older_groups():
             RunError, match=r"has \d of 2 new groups, but older ones are unfinished \(rollout.on_stale="
         ):
             await world.train(3)
+        await world.scheduler.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_group_that_is_dropped_while_its_failed_reward_ends_is_not_quarantined_as_well():
+    """One of the first group's rewards fails, and another takes long to end when it is cancelled for that."""
+
+    async def main() -> None:
+        world = World(settings(mode="async", on_stale="drop"), groups_per_batch=1)
+        score, failed = world.score, asyncio.Event()
+
+        async def fail() -> None:
+            failed.set()
+            raise FunctionFailed("a reward failed")
+
+        async def end_slowly() -> None:
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                await asyncio.sleep(100.0)
+
+        async def fails_once(group: Group) -> ScoredGroups:
+            if failed.is_set():
+                return await score(group)
+            try:
+                async with asyncio.TaskGroup() as rewards:
+                    rewards.create_task(end_slowly())
+                    rewards.create_task(fail())
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            raise AssertionError
+
+        world.score = fails_once
+        await world.update_weights()
+        await failed.wait()
+        for _ in range(3):
+            await world.update_weights()
+        await asyncio.sleep(200.0)
+        counts = scalars((await world.step()).metrics)
+        assert (counts["rollout/accounting/quarantined"], world.quarantined) == (0, [])
+        assert counts["rollout/accounting/dropped_stale"] >= 1
         await world.scheduler.close()
 
     run_in_virtual_time(main())
