@@ -191,7 +191,8 @@ def create_actor(
     """Create an actor of a plain class, without waiting for it; with `node_id` only on that node.
 
     Ray retries calls to an actor with a `node_id` while it cannot be reached, so its methods must tolerate being called
-    twice. A `stateless` actor is restarted when it dies, and its calls are retried, too.
+    twice, one after the other, or be called by `called_once`. A `stateless` actor is restarted when it dies, and its
+    calls are retried, too.
     """
     options: dict[str, Any] = {"num_cpus": 1, "name": name, "runtime_env": {"env_vars": environment or {}}}
     if node_id is not None or stateless:
@@ -206,6 +207,11 @@ def create_actor(
         # actor without coroutines this would be the number of its threads.
         options["max_concurrency"] = MAX_CALLS
     return ray.remote(actor_class).options(**options).remote(*args, **kwargs)
+
+
+def called_once(method: Any) -> Any:
+    """Return an actor's method whose calls Ray does not retry: they fail if the actor cannot be reached."""
+    return method.options(max_task_retries=0)
 
 
 def kill(actor: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bapo.cluster.ray_cluster import finished, get_actor, get_result
+from megatron_bapo.cluster.ray_cluster import called_once, finished, get_actor, get_result
 from megatron_bapo.cluster.store_transfer import StoreTransfer
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
@@ -54,14 +54,17 @@ class RolloutClient:
 
     def sft_demonstrations(self, num: int) -> list[Trajectory]:
         """Return demonstrations of the next training prompts."""
-        return get_result(self._service.sft_demonstrations.remote(num), SERVICE, self._config.rollout.start_timeout_s)
+        # A second call would take other prompts.
+        call = called_once(self._service.sft_demonstrations).remote(num)
+        return get_result(call, SERVICE, self._config.rollout.start_timeout_s)
 
     def take(self) -> tuple[ScoredGroups, dict[str, float]] | None:
         """Return the next rollout batch, and the seconds of each phase of waiting for it.
 
         Returns None if an engine needs weights first.
         """
-        if (taken := self._awaited(self._service.take.remote())) is None:
+        # A second call would take the batch after the one whose reply was lost.
+        if (taken := self._awaited(called_once(self._service.take).remote())) is None:
             return None
         scored, parts, seconds = taken
         groups = [group for part in parts for group in get_result(part, SERVICE, _QUICK_S)]
@@ -103,9 +106,8 @@ class RolloutClient:
                 f"{self._config.run_dir} was trained from rollout files, so its state does not tell which prompts are "
                 "left; continue with --rollouts-from, or choose run_dir=<another folder>"
             )
-        get_result(
-            self._service.restore_data_state.remote(state, checkpoint), SERVICE, self._config.rollout.start_timeout_s
-        )
+        call = called_once(self._service.restore_data_state).remote(state, checkpoint)
+        get_result(call, SERVICE, self._config.rollout.start_timeout_s)
 
     def load_weights(self, policy_version: int, plan: WeightPlan) -> int:
         """Have every engine load this version; return when all have.

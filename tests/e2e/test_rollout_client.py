@@ -1,0 +1,72 @@
+"""The trainer's calls of the rollout service over a connection that breaks."""
+
+import asyncio
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_bapo.cluster.ray_cluster import (
+    ActorDied,
+    called_once,
+    create_actor,
+    get_actor,
+    get_result,
+    local_cluster,
+    own_node_id,
+)
+from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
+from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.model.hf_create import byte_tokenizer
+from megatron_bapo.rollout.generation import ScoredGroups
+from tests.unit.config.examples import config
+
+LIMIT_S = 120.0
+TAKE_S = 10.0
+
+
+class CountedService(RolloutService):
+    """Counts its batches, which are empty, because it has no engines."""
+
+    num_taken = 0
+
+    async def _take(self) -> Any:
+        await asyncio.sleep(TAKE_S)
+        self.num_taken += 1
+        return ScoredGroups([], 0), [], {}
+
+
+def break_connections(service: RolloutService, ports: set[int]) -> None:
+    """Break the connections of the service's process to these ports of another one."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port in ports:
+            with socket.socket(fileno=os.dup(connection.fd)) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_batch_is_not_taken_twice_when_its_reply_is_lost(tmp_path: Path):
+    byte_tokenizer(["0123456789"]).save_pretrained(tmp_path)
+    run = config(
+        run_dir=str(tmp_path), model__create=None, model__path=str(tmp_path), data__chat_template=False,
+        data__max_prompt_length=1000,
+    )  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    with local_cluster(1, 80, "client"), ThreadPoolExecutor(1) as executor:
+        _service = create_actor(CountedService, run, [], name=SERVICE, node_id=own_node_id())
+        client = RolloutClient(run)
+        assert len(client.probe_token_ids) > 0
+        taking = executor.submit(client.take)
+        time.sleep(TAKE_S / 2)
+        ports = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
+        call_in_service = called_once(get_actor(SERVICE).__ray_call__)
+        call_in_service.remote(break_connections, ports)
+        with pytest.raises(ActorDied, match="rollout service cannot be reached"):
+            taking.result(LIMIT_S)
+        time.sleep(2 * TAKE_S)
+        num_taken = call_in_service.remote(lambda service: service.num_taken)
+        assert get_result(num_taken, SERVICE, LIMIT_S) == 1
