@@ -2,7 +2,8 @@
 
     every rank                  in the store                    main trainer rank
     ----------                  ------------                    -----------------
-    join ────────────────────►  ready/<place>
+    join ────────────────────►  ready/<place>               ──► waits for all of them
+    connect  ◄────────────────  formed                      ◄── when all have joined
     transfer a version ──────►  received/<version>/<place>  ──► waits for all of them
     finish loading  ◄─────────  committed/<version>         ◄── commit
     notice a fault ──────────►  failed  ◄── or the rollout service, when an engine is lost
@@ -11,6 +12,9 @@
 
 A group is kept for all versions until a fault or until other engines take part. Then a new group forms, in which the
 transfer is repeated. An engine rank keeps what it has loaded of the version, because a version's bytes never change.
+
+Only the main trainer rank, which has the first place, looks for a key of every rank. If each of thousands of ranks did,
+Ray's head would be asked for millions of keys twice a second.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Event, Thread
@@ -89,8 +93,13 @@ class Membership:
             return
         self._group, self._chain, self._gave_up = group, None, False
         self._store.set(group.ready_key(self._place), "1")
+        first = group.places[0]
         with self._failing():
-            self.wait_for(list(map(group.ready_key, group.places)), "join")
+            if self._place == first:
+                self.wait_for({group.ready_key(place): place for place in group.places}, "join")
+                self._store.set(group.formed_key, "1")
+            else:
+                self.wait_for({group.formed_key: first}, "confirm that all ranks have joined")
             ranks = {place: rank for rank, place in enumerate(group.places)}
             store = PrefixStore(group.name, self._store)
             connected = self._connect(store, ranks[self._place], len(ranks))
@@ -116,16 +125,17 @@ class Membership:
     def received(self, version: int) -> None:
         """Tell that this rank has all of a version, and wait until every rank has. Raises TransferFailed if not."""
         self._store.set(self.group.received_key(version, self._place), "1")
-        self.wait_for([self.group.committed_key(version)], "confirm that all ranks have the version")
+        committed = {self.group.committed_key(version): self.group.places[0]}
+        self.wait_for(committed, f"confirm that all ranks have policy version {version}")
 
     def commit(self, version: int, num_senders: int) -> None:
-        """Wait until the ranks of all engines have a version, and let them use it; called by one trainer rank.
+        """Wait until the ranks of all engines have a version, and let them use it; called by the main trainer rank.
 
         The first `num_senders` places are those of the trainer.
 
         Raises TransferFailed if a fault is noticed first.
         """
-        keys = [self.group.received_key(version, place) for place in self.group.places if place >= num_senders]
+        keys = {self.group.received_key(version, each): each for each in self.group.places if each >= num_senders}
         with self._failing():
             self.wait_for(keys, f"receive policy version {version}")
             self._store.set(self.group.committed_key(version), "1")
@@ -138,14 +148,17 @@ class Membership:
         for place in group.places:
             self._store.delete_key(group.received_key(version, place))
 
-    def wait_for(self, keys: Sequence[str], what: str) -> None:
-        """Wait until all keys are set. Raises TransferFailed if a fault is noticed first, or after the limit."""
+    def wait_for(self, keys: Mapping[str, int], what: str) -> None:
+        """Wait until all keys are set, each by the rank at its place; `what` says what setting a key means.
+
+        Raises TransferFailed if a fault is noticed first, or after the limit.
+        """
         for is_over in self._waits():
-            if self._store.check(list(keys)):
+            if self._store.check([*keys]):
                 return
             self.check()
             if is_over:
-                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+                missing = [str(place) for key, place in keys.items() if not self._store.check([key])]
                 raise TransferFailed(
                     f"the ranks at places {', '.join(missing)} of the weight transfer plan did not {what} within "
                     f"{self._limit_s:.0f} s"

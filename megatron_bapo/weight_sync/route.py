@@ -91,6 +91,11 @@ class TransferGroup:
         """Key that is set when the rank at a place is ready to join."""
         return f"{self.name}/ready/{place}"
 
+    @property
+    def formed_key(self) -> str:
+        """Key that is set when all ranks are ready to join."""
+        return f"{self.name}/formed"
+
     def received_key(self, version: int, place: int) -> str:
         """Key that is set when the rank at a place has received all of a version."""
         return f"{self.name}/received/{version}/{place}"
