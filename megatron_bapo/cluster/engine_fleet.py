@@ -68,8 +68,6 @@ class EngineFleet:
         self._transfers = transfers
         self._begun: int | None = None
         """Version whose transfer has begun and has not been loaded."""
-        self._beginning: asyncio.Task[None] | None = None
-        """Waits for the turn of this transfer; repeated calls join it."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._replacing: set[str] = set()
         self._weights = asyncio.Lock()
@@ -112,17 +110,12 @@ class EngineFleet:
         and `broken` the name of the last group if it has failed.
         """
         assert self._transfers is not None, "this transport has no groups"
-        if self._begun != version:  # Ray may repeat the call
+        if self._begun != version:  # Ray may repeat the call when it has returned
+            await self._weights.acquire()
             self._begun = version
-            self._beginning = asyncio.ensure_future(self._begin(self._transfers, version, plan, broken))
-        assert self._beginning is not None, "a transfer has begun"
-        await asyncio.shield(self._beginning)
+            serving = {name: self._engines[name] for name in self._router.engines}
+            self._transfers.begin(serving if version != self._policy_version else {}, plan, broken)
         return self._transfers.group
-
-    async def _begin(self, transfers: EngineTransfers, version: int, plan: str, broken: str) -> None:
-        await self._weights.acquire()
-        serving = {name: self._engines[name] for name in self._router.engines}
-        transfers.begin(serving if version != self._policy_version else {}, plan, broken)
 
     async def repeat_transfer(self, group: TransferGroup, reason: str) -> TransferGroup:
         """Return the group that repeats the transfer in which `group` has failed."""

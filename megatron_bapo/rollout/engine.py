@@ -6,19 +6,20 @@ after a load that failed, so that no response comes from unknown weights.
     serving ──sleep(1)──► asleep ──wake(weights)──► may load weights ───wake(kv_cache)──► serving
     serving ──sleep(2)──► asleep ──wake(weights)──► must load weights ──wake(kv_cache)──► serving
 
-Ray sends a call again when its connection was interrupted, although the engine may have received it. So a call that
-changes the engine joins the same call in progress, and has no effect if the engine is already as it asks.
+Ray sends a call again when its connection was interrupted, and runs it after the first one, which goes on meanwhile
+(unordered_actor_task_execution_queue.cc in Ray's source). So a call that changes the engine has no effect if the engine
+is already as it asks, and responses are kept for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -38,7 +39,8 @@ INITIAL_VERSION = 0
 """Policy version of the checkpoint that an engine starts from."""
 MEMORY = ("weights", "kv_cache")
 """vLLM's tags of the memory that a sleeping engine frees; the KV cache is freed along with the weights."""
-T = TypeVar("T")
+KEPT_S = 60.0
+"""Time for which responses are kept; Ray gives up sending a call again after about 30 s."""
 
 
 def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: Sequence[str]) -> list[str]:
@@ -115,8 +117,8 @@ class Engine:
         self._failure: str | None = None
         """Why the engine will never serve again."""
         self._num_in_flight = 0
-        self._calls: dict[str, asyncio.Task[Any]] = {}
-        """Calls in progress that Ray may send again."""
+        self._kept: dict[tuple[int | None, str], Generated] = {}
+        """Latest responses by policy version and request id, in case Ray sends their requests again."""
 
     async def meet(self, address: str, timeout_s: float) -> str:
         """Open the store where this engine's ranks on several nodes meet; return its HOST:PORT.
@@ -131,11 +133,8 @@ class Engine:
         """Load the checkpoint and serve it as policy version 0.
 
         `endpoint` is what `meet` has returned, for an engine on several nodes. Raises UserError for settings that vLLM
-        refuses, RunError if its processes do not start.
+        refuses, RunError if its processes do not start. A second call returns what the first one did.
         """
-        return await self._once("start", lambda: self._start(spec, route, endpoint))
-
-    async def _start(self, spec: EngineSpec, route: WeightRoute, endpoint: str) -> EngineFacts:
         if self._facts is not None:
             return self._facts
         with collector_paused():  # these import torch, and the rollout service imports this file without it
@@ -161,8 +160,17 @@ class Engine:
         await self._server.connect(route)
 
     async def generate(self, request: GenerationRequest) -> Generated:
-        """Sample `n` completions; the same request under the same weights gives the same completions."""
-        (generated,) = await self._once(f"generate {request.request_id}", lambda: self.generate_many([request]))
+        """Sample `n` completions; the same request under the same weights gives the same completions.
+
+        A request that is sent again within `KEPT_S` gets what was generated for it, unless it was aborted.
+        """
+        if (kept := self._kept.get((self._policy_version, request.request_id))) is not None:
+            return kept
+        (generated,) = await self.generate_many([request])
+        if all(completion.finish_reason != "abort" for completion in generated.completions):
+            key = generated.policy_version, request.request_id
+            self._kept[key] = generated
+            asyncio.get_running_loop().call_later(KEPT_S, self._kept.pop, key, None)
         return generated
 
     async def generate_many(self, requests: Sequence[GenerationRequest]) -> list[Generated]:
@@ -224,9 +232,6 @@ class Engine:
         another model, or while requests are in flight. Raises EngineLost and stops serving for good if the load itself
         fails.
         """
-        return await self._once(f"load {version}", lambda: self._load(version, group))
-
-    async def _load(self, version: int, group: TransferGroup | None) -> int:
         server, current = self._loadable()
         if version == current and self._loaded_bytes is not None:
             return self._loaded_bytes
@@ -265,9 +270,6 @@ class Engine:
         Has no effect on an engine that sleeps at this level. Raises RunError while requests are in flight, EngineLost
         if vLLM fails.
         """
-        await self._once(f"sleep {level}", lambda: self._sleep(level))
-
-    async def _sleep(self, level: Literal[1, 2]) -> None:
         if self._failure is None and self._asleep == MEMORY and self._sleep_level == level:
             return
         server, _ = self._running()
@@ -283,9 +285,6 @@ class Engine:
 
         Raises EngineLost if vLLM fails.
         """
-        await self._once(f"wake {', '.join(tags)}", lambda: self._wake(tags))
-
-    async def _wake(self, tags: Sequence[str]) -> None:
         waking = [tag for tag in self._asleep if tag in tags]
         if self._server is None or not waking:
             return
@@ -327,14 +326,6 @@ class Engine:
     def _refuse_in_flight(self, purpose: str) -> None:
         if self._num_in_flight:
             raise RunError(f"calls in flight: {self._num_in_flight}; {purpose} after they have returned")
-
-    async def _once(self, call: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work`, or join the same call in progress."""
-        task: asyncio.Task[T] | None = self._calls.get(call)
-        if task is None:
-            task = self._calls[call] = asyncio.get_running_loop().create_task(work())
-            task.add_done_callback(lambda _: self._calls.pop(call))
-        return await task
 
     @asynccontextmanager
     async def _must_succeed(self, failure: str) -> AsyncIterator[None]:

@@ -354,11 +354,11 @@ def test_a_damaged_version_is_refused_and_the_engine_keeps_serving_the_old_one(r
 
 
 def test_calls_that_are_sent_again_have_no_further_effect(run: Running):
-    """Ray sends a call again when its connection was interrupted, during the call or after it."""
+    """Ray sends a call again when its connection was interrupted, and runs it after the first one."""
 
     async def twice(call: Callable[[], Awaitable[Any]]) -> Any:
-        first, second = await asyncio.gather(call(), call())
-        assert first == second == await call()
+        first = await call()
+        assert first == await call()
         return first
 
     assert (
@@ -371,8 +371,27 @@ def test_calls_that_are_sent_again_have_no_further_effect(run: Running):
     assert run.wait_for(twice(run.engine.wake)) is None
     run.perturb(seed=62)
     run.publish(62)
+    again = request(LONG_PROMPT)
+    before = run.wait_for(run.engine.generate(again))
+    assert run.wait_for(run.engine.generate(again)) is before
     assert run.wait_for(twice(lambda: run.engine.load_weights(62))) > 0
     run.assert_engine_has_the_models_weights()
+    assert run.wait_for(run.engine.generate(again)).policy_version == 62
+
+
+def test_an_aborted_request_that_is_sent_again_continues_to_its_end(run: Running):
+    again = replace(request(LONG_PROMPT, n=64), max_tokens=100)
+
+    async def aborted_and_sent_again() -> tuple[Generated, Generated]:
+        call = asyncio.ensure_future(run.engine.generate(again))
+        while not await run.engine.progress():
+            await asyncio.sleep(0.001)
+        await run.engine.abort()
+        return await call, await run.engine.generate(again)
+
+    aborted, whole = run.wait_for(aborted_and_sent_again())
+    assert any(completion.finish_reason == "abort" for completion in aborted.completions)
+    assert all(completion.finish_reason != "abort" for completion in whole.completions)
 
 
 def test_an_engine_serves_nothing_after_a_version_was_discarded_while_it_was_loaded(
