@@ -3,8 +3,8 @@
 A matrix [N, K] becomes `weight`, e4m3 [N, K], and `weight_scale_inv` [ceil(N / 128), ceil(K / 128)]; a value is the
 product of its number and the scale of its block. The last blocks of a ragged edge are smaller. vLLM quantizes in this
 way at each weight update under `rollout.quantization: fp8_per_block`, where each engine rank quantizes its part of the
-weights (per_block_cast_to_fp8 in vllm/utils/deep_gemm.py, vLLM 0.32). This module is the reference for preparing or
-checking such weights.
+weights (per_block_cast_to_fp8 in vllm/utils/deep_gemm.py, vLLM 0.32). Tests compare such weights with those of this
+module.
 """
 
 from __future__ import annotations

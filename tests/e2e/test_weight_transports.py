@@ -24,7 +24,6 @@ from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_
 from megatron_bapo.parallel.platform import DeviceStreams, share_storage
 from megatron_bapo.rollout.engine import Engine, engine_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
-from megatron_bapo.weight_sync.fp8_blocks import quantise
 from megatron_bapo.weight_sync.membership import offer_plan
 from megatron_bapo.weight_sync.plan import Slice, WeightPlan
 from megatron_bapo.weight_sync.plan_files import withdraw
@@ -34,6 +33,7 @@ from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
+from tests.fp8_blocks import quantise
 from tests.tolerances import ENGINE_LOG_PROB
 
 MODEL = Qwen3Config(

@@ -20,9 +20,9 @@ from megatron_bapo.parallel.platform import (
     share_storage,
 )
 from megatron_bapo.trainer.offload import Storages
-from megatron_bapo.weight_sync.fp8_blocks import quantise
 from megatron_bapo.weight_sync.plan_files import withdraw
 from megatron_bapo.weight_sync.shared_parameters import SharedParameters, offer_parameters
+from tests.fp8_blocks import quantise
 from tests.unit.weight_sync.examples import reading, whole_tensors
 
 GIB = 2**30

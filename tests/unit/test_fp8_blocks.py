@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatron_bapo.weight_sync.fp8_blocks import BLOCK, LARGEST, dequantise, quantise, scale_shape
+from tests.fp8_blocks import BLOCK, LARGEST, dequantise, quantise, scale_shape
 
 E4M3 = [torch.tensor([bits], dtype=torch.uint8).view(torch.float8_e4m3fn).item() for bits in range(0x7F)]
 """All finite non-negative numbers of e4m3."""
