@@ -122,10 +122,15 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool
 def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> str:
     """Return the text that is encoded: the conversation in the chat template, else its messages line by line.
 
-    Raises UserError as `in_chat_template` does.
+    Raises UserError as `in_chat_template` does, and if the conversation ends with an answer.
     """
     if chat_template:
         name, way_out = f"prompt {prompt.prompt_id}, counted from 0", "Change the prompt or the template"
+        if prompt.messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{name}, ends with a message of the assistant, which the policy would see before it answers. End "
+                "prompts with the question, or set data.chat_template=false to have that message continued"
+            )
         return in_chat_template(prompt.messages, tokenizer, name, way_out)
     return "\n".join(message["content"] for message in prompt.messages)
 

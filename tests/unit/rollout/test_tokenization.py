@@ -81,6 +81,13 @@ def test_a_template_that_refuses_the_conversation_or_is_wrong_is_named(template:
     assert message.endswith("or set data.chat_template=false")
 
 
+def test_a_conversation_that_ends_with_an_answer_is_refused_in_a_chat_template_only():
+    ended = Prompt("train:0", ({"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}), "2", "sums")
+    with pytest.raises(UserError, match=r"train:0, counted from 0, ends with a message of the assistant"):
+        tokenize([ended], tokenizer(TEMPLATE), data())
+    assert len(tokenize([ended], tokenizer(), data(chat_template=False))) == 1
+
+
 def test_a_prompt_without_a_token_is_refused_by_id():
     with pytest.raises(UserError, match=r"prompt train:4, counted from 0, has 0 tokens"):
         tokenize([prompt("")], tokenizer(), data(chat_template=False))
