@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 USER_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 """Exit codes of wrong input, of a failed part of the run, and of Ctrl-C."""
@@ -40,16 +37,16 @@ def code_of(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else RUN_ERROR
 
 
-def exit_code(run: Callable[[], int], console: Console, *, after_stop: str = "the same command continues") -> int:
+def exit_code(run: Callable[[], int], *, after_stop: str = "the same command continues") -> int:
     """Return what `run` returns, or print the project's errors and Ctrl-C as one message and return their exit code.
 
-    `after_stop` is the message's second half after Ctrl-C.
+    The message goes to stderr. `after_stop` is the message's second half after Ctrl-C.
     """
     try:
         return run()
     except (UserError, RunError) as error:
-        console.print(f"error: {error}", soft_wrap=True)
+        print(f"error: {error}", file=sys.stderr)
         return code_of(error)
     except KeyboardInterrupt:
-        console.print(f"stopped; {after_stop}")
+        print(f"stopped; {after_stop}", file=sys.stderr)
         return INTERRUPTED

@@ -33,8 +33,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.max_file_gib > 0:
         parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
-    console = terminal()
-    return exit_code(lambda: _main(arguments, console), console)
+    return exit_code(lambda: _main(arguments, terminal()))
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:

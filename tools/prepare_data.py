@@ -136,7 +136,7 @@ def _sources(paths: list[Path], prompt_key: str, label_key: str | None) -> list[
 def main() -> int:
     arguments = parse()
     console = terminal(stderr=arguments.json)
-    return exit_code(lambda: _main(arguments, console), console, after_stop="nothing was written")
+    return exit_code(lambda: _main(arguments, console), after_stop="nothing was written")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
 def main() -> int:
     arguments = parsed()
     console = terminal(width=130, stderr=arguments.json)
-    return exit_code(lambda: _main(arguments, console), console, after_stop="nothing was written")
+    return exit_code(lambda: _main(arguments, console), after_stop="nothing was written")
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:

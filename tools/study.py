@@ -61,8 +61,7 @@ def main() -> int:
         parser.error(f"--jobs is {arguments.jobs}; give 1 or more")
     if arguments.limit is not None and arguments.limit < 1:
         parser.error(f"--limit is {arguments.limit}; give 1 or more")
-    console = terminal()
-    return exit_code(lambda: _main(arguments, console), console)
+    return exit_code(lambda: _main(arguments, terminal()))
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import subprocess
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -121,6 +123,7 @@ def start_repeatedly(start: Callable[[], None]) -> None:
             for process in started:
                 process.kill()
             psutil.wait_procs(started, _END_TIMEOUT_S)
+            _note_ends({process.pid for process in started})
             if START_TIMEOUT not in str(error):
                 raise
         else:
@@ -129,6 +132,13 @@ def start_repeatedly(start: Callable[[], None]) -> None:
         f"Ray did not start on this machine within 30 s, {START_TRIES} times in a row. The machine may be too busy: "
         "end other processes, and run the same command again"
     )
+
+
+def _note_ends(pids: Collection[int]) -> None:
+    """Tell Ray's Popen objects that their processes have ended: they warn if they are deleted before they know."""
+    for found in gc.get_objects():
+        if issubclass(type(found), subprocess.Popen) and getattr(found, "pid", None) in pids:
+            found.poll()
 
 
 def _init(**options: Any) -> None:

@@ -29,7 +29,7 @@ reward: {{type: reasoning_gym}}
 rollout: {{max_response_length: 4, max_num_seqs: 4}}
 """
 NUM_PROBLEMS = 40
-RUN_LIMIT_S = 600
+RUN_LIMIT_S = 1800
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen:

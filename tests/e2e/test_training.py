@@ -63,7 +63,7 @@ TRACKERS = (
     *("logging.wandb.project=e2e", "logging.wandb.mode=offline", "logging.wandb.rollouts=true"),
     "logging.mlflow.experiment=e2e",
 )
-RUN_LIMIT_S = 600
+RUN_LIMIT_S = 1800
 ENGINE_AND_TIMING_METRICS = (
     "rollout/",
     "weight_sync/",

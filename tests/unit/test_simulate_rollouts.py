@@ -43,7 +43,7 @@ def test_a_recipe_is_simulated_and_the_best_settings_are_named(monkeypatch, caps
 @pytest.mark.parametrize("option", ["--and-run", "--overlapping-run"])
 def test_runs_to_compare_with_need_a_run_to_start_from(monkeypatch, capsys, option):
     assert run(monkeypatch, "simulate_rollouts", RECIPE, option, "/nonexistent") == 2
-    assert f"go with the directory of a recorded run, and {RECIPE} is none" in capsys.readouterr().out
+    assert f"go with the directory of a recorded run, and {RECIPE} is none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("on_terminal", [False, True])
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_it_with_one_line(monkeypatch, capsys, on_terminal):
 
     assert run(monkeypatch, "simulate_rollouts", RECIPE) == 130
     captured = capsys.readouterr()
-    assert captured.out == "stopped; nothing was written\n"
+    assert captured.err.endswith("stopped; nothing was written\n")
     assert "simulating sync" in captured.err
     assert ("\x1b[?25h" in captured.err) == on_terminal  # the bar gives the cursor back
 

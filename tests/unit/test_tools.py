@@ -53,7 +53,7 @@ def test_help_names_the_exit_codes(monkeypatch, capsys, name):
 def test_a_wrong_input_is_named_with_exit_code_2(monkeypatch, capsys, tmp_path, name):
     missing = tmp_path / "missing.jsonl"
     assert run(monkeypatch, name, missing, "--output", tmp_path / "out.jsonl") == 2
-    assert str(missing) in capsys.readouterr().out
+    assert str(missing) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -110,7 +110,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_rows_are_read(
 ):
     (tmp_path / "folder.jsonl").mkdir()
     assert run(monkeypatch, "prepare_data", tmp_path / "never-read.jsonl", "--output", tmp_path / output) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["input", "eval"])
@@ -118,7 +118,7 @@ def test_a_file_that_is_read_is_not_replaced(monkeypatch, capsys, rows, option):
     before = rows.read_text()
     inputs = (rows,) if option == "input" else (rows.with_name("never-read.jsonl"), "--eval", rows)
     assert run(monkeypatch, "prepare_data", *inputs, "--output", rows) == 2
-    assert f"--output {rows} is one of the files that are read; name another file" in capsys.readouterr().out
+    assert f"--output {rows} is one of the files that are read; name another file" in capsys.readouterr().err
     assert rows.read_text() == before
 
 

@@ -25,8 +25,10 @@ with local_cluster(1, 80, "test"):
 
 @pytest.mark.slow
 def test_ray_is_started_again_if_its_processes_are_too_slow():
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", SCRIPT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
+    assert "is still running" not in run.stderr, "the first processes are left to nobody"
     stopped, started = (line.split() for line in run.stdout.splitlines())
     assert started[:2] == ["started", "1"]
     assert len(started) == 3
