@@ -60,8 +60,9 @@ def transformer_config(
         # models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # A stage frees its output when it has sent it; the backward pass needs only its gradient.
-        deallocate_pipeline_outputs=True,
+        # A stage frees its output when it has sent it; the backward pass needs only its gradient. With virtual stages
+        # Megatron frees it while it is being sent (`overlap_p2p_comm`), and gloo then sends what is written there next.
+        deallocate_pipeline_outputs=parallel.virtual_pipeline_model_parallel_size == 1,
         transformer_impl=model.transformer_impl,
         apply_rope_fusion=fused,
         bias_activation_fusion=on_gpu,

@@ -117,8 +117,9 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
             activations[name] += count * num_bytes
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
     for chunk, count in zip(chunks, counts, strict=True):
-        # Megatron keeps what a chunk received until its backward pass, and frees what it has sent.
-        activations["between stages"] += count * hidden * (not chunk.has_embedding)
+        # Megatron keeps what a chunk received until its backward pass, and with virtual stages also what it has sent.
+        keeps_sent = parallel.virtual_pipeline_model_parallel_size > 1 and not chunk.has_output
+        activations["between stages"] += count * hidden * ((not chunk.has_embedding) + keeps_sent)
     kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
     backward = max(_backward_bytes(architecture, parallel, batch, lora, has_experts=kind) for kind in kinds)
     output_layer = 0
