@@ -95,16 +95,10 @@ def _field(
         axis.text(place, row, "not run", ha="center", va="center", fontsize=7, color=STYLE["axes.labelcolor"])
         return
     num_collapsed = sum(map(collapsed, cells))
-    lost = f", {num_collapsed} collapsed" if num_collapsed else ""
-    axis.text(place, row - 0.12, f"{value:.2f}", ha="center", va="center", fontsize=9)
-    axis.text(
-        place,
-        row + 0.26,
-        f"{len(cells)} seed{'s' if len(cells) > 1 else ''}{lost}",
-        ha="center",
-        va="center",
-        fontsize=6,
-    )
+    seeds = f"{len(cells)} seed{'s' if len(cells) > 1 else ''}"
+    lost = f"\n{num_collapsed} collapsed" if num_collapsed else ""
+    axis.text(place, row - 0.2, f"{value:.2f}", ha="center", va="center", fontsize=9)
+    axis.text(place, row + 0.2, seeds + lost, ha="center", va="center", fontsize=6, linespacing=1.1)
 
 
 def _line(c: Comparison, labels: Mapping[str, str]) -> str:

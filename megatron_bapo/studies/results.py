@@ -19,7 +19,7 @@ from megatron_bapo.studies.figures import (
 )
 from megatron_bapo.studies.map_figures import Panel, differences_figure, map_figure
 from megatron_bapo.studies.plan import StudyRun
-from megatron_bapo.studies.statistics import collapse_reasons, compare, comparison_rows
+from megatron_bapo.studies.statistics import collapse_reasons, compare, comparison_rows, outcome_rows
 from megatron_bapo.studies.study import Figure, Study
 from megatron_bapo.studies.table import Cell, Row, StudyTable, read_table, token_rows, update_rows, write_csv
 
@@ -64,7 +64,7 @@ def _add(
 
 
 def plot_study(study: Study, console: Console) -> None:
-    """Write figures, summary and comparisons from the tables."""
+    """Write figures, summary, outcomes and comparisons from the tables."""
     table, tokens = StudyTable(study.output / "updates.csv"), read_table(study.output / "tokens.csv")
     for name, figure in study.figures.items():
         source = tokens if figure.kind in ("ratio_boxes", "token_scatter") else table
@@ -74,6 +74,7 @@ def plot_study(study: Study, console: Console) -> None:
         save_png(_plot(study, figure, table, source), study.output / f"{name}.png")
     _write_rows(study.output / "summary.md", summary_rows(study, table))
     if study.statistics is not None:
+        _write_rows(study.output / "outcomes.md", outcome_rows(study, table))
         _write_rows(study.output / "comparisons.md", comparison_rows(study, compare(study, table)))
     console.print(f"tables and figures are in {study.output}", soft_wrap=True)
 

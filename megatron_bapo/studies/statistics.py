@@ -136,6 +136,23 @@ def comparison_rows(study: Study, comparisons: Sequence[Comparison]) -> list[lis
     return rows
 
 
+def outcome_rows(study: Study, table: StudyTable) -> list[list[str]]:
+    """Return the rows of a Markdown table with the outcome of every run: a row per cell and seed, a column per arm.
+
+    Raises UserError like `compare`.
+    """
+    assert study.statistics is not None
+    runs = set(table.every_cell())
+    rows = [["variant", "updates per step", "seed", *(arm.label for arm in study.arms.values())]]
+    rows.append(["---"] * len(rows[0]))
+    for variant, updates, seed in product(study.variants, sorted(study.updates_per_step), study.seeds):
+        cells = [Cell(arm, updates, seed, variant) for arm in study.arms]
+        if not runs.isdisjoint(cells):
+            values = [f"{_outcome(study.statistics, table, cell):.3f}" if cell in runs else "" for cell in cells]
+            rows.append([variant, str(updates), str(seed), *values])
+    return rows
+
+
 def _pairs(study: Study, table: StudyTable, arm: str, reference: str) -> Iterator[Cell]:
     """Yield the cells of the arm in the table that have a cell of the reference arm."""
     for variant in study.variants:

@@ -23,7 +23,7 @@ def test_a_map_says_what_was_not_run_how_many_seeds_there_are_and_what_collapsed
     assert found["0.10"] == (0, 0)  # column of 1 update, row of the variant `slow`
     assert found["1 seed"] == (0, 0)
     assert found["0.15"] == (1, 1)
-    assert found["2 seeds, 1 collapsed"] == (1, 1)
+    assert found["2 seeds\n1 collapsed"] == (1, 1)
     assert [text.get_text() for text in axis.texts].count("not run") == 2
 
 

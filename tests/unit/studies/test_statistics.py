@@ -12,6 +12,7 @@ from megatron_bapo.studies.statistics import (
     compare,
     comparison_rows,
     holm,
+    outcome_rows,
     sign_flip_test,
 )
 from megatron_bapo.studies.study import Collapse
@@ -118,6 +119,17 @@ def test_the_table_of_comparisons_has_the_labels_and_the_interval(compared):
     assert first == ["BAPO", "PPO", "all", "2", "+0.075", "[+0.050, +0.100]", "0.500", "0.500"]
 
 
+def test_the_table_of_outcomes_has_every_run_beside_those_of_its_seed(compared):
+    assert outcome_rows(*compared) == [
+        ["variant", "updates per step", "seed", "PPO", "BAPO"],
+        ["---"] * 5,
+        ["", "1", "1", "0.500", "0.100"],
+        ["", "4", "1", "0.200", "0.300"],
+        ["", "4", "2", "0.400", "0.450"],
+        ["", "4", "3", "", "0.900"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("accuracy", "entropy", "reasons"),
     [
@@ -191,4 +203,4 @@ def test_maps_and_the_summary_count_a_run_whose_entropy_is_nan_as_collapsed(tmp_
         lambda cell: bool(collapse_reasons(criteria, table, cell, study.window)),
     )
     (axis,) = figure.axes
-    assert "2 seeds, 1 collapsed" in [text.get_text() for text in axis.texts]
+    assert "2 seeds\n1 collapsed" in [text.get_text() for text in axis.texts]
