@@ -44,7 +44,7 @@ def loss_metrics(
     entropy, total, max_ratio, *values = torch.stack([*own, *fields]).tolist()
     totals = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
     num = totals["num_tokens"]
-    taught = tokens.teacher_log_probs_T is not None
+    has_reference, taught = tokens.reference_log_probs_T is not None, tokens.teacher_log_probs_T is not None
     return {
         "actor/loss": Mean(total, share),
         "actor/entropy": Mean(entropy, entropy_N.numel()),
@@ -55,6 +55,7 @@ def loss_metrics(
         "actor/pg_clipfrac_upper": Mean(totals["num_clipped_high"], num),
         "actor/pg_clipfrac_dual": Mean(totals["num_clipped_dual"], num),
         "actor/kl_loss": Mean(totals["kl_loss"], share),
+        **({"actor/kl_loss_dropped_tokens": Sum(totals["num_kl_dropped"])} if has_reference else {}),
         **({"actor/teacher_kl": Mean(totals["teacher_kl"], num)} if taught else {}),
         "actor/positive_token_share": Mean(totals["num_positive"], totals["num_positive"] + totals["num_negative"]),
         "actor/positive_loss_share": Mean(totals["positive_sum"], totals["positive_sum"] + totals["negative_sum"]),

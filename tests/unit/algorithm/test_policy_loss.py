@@ -202,6 +202,7 @@ def test_a_token_that_the_reference_model_has_no_log_prob_of_keeps_its_objective
     (expected,) = torch.autograd.grad(plain, current)
     assert loss.isfinite()
     assert sums.kl_loss.isfinite()
+    assert sums.num_kl_dropped == 1
     assert (gradient == expected).tolist() == [False, True, False]
 
 

@@ -17,7 +17,7 @@ LOG_RATIO = [0.5, -1.0, 0.1, float("nan"), 3.0]
 ADVANTAGES = [1.0, -2.0, -1.0, 1.0, 2.0]
 WEIGHTS = [1.0, 1.0, 1.0, 1.0, 0.0]
 LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
-BAPO = AlgorithmConfig()
+BAPO, WITH_KL = AlgorithmConfig(), AlgorithmConfig(kl_loss_coef=0.1)
 
 
 def of_micro_batch(
@@ -26,15 +26,17 @@ def of_micro_batch(
     weights: list[float],
     share: float = 1.0,
     correction: list[float] | None = None,
+    reference: list[float] | None = None,
 ) -> dict[str, Metric]:
     ratio, advantage, weight = (
         torch.tensor(values, dtype=torch.float64) for values in (log_ratio, advantages, weights)
     )
     behaviour = torch.full_like(ratio, -1.0)
     current, entropy = behaviour + ratio, torch.ones_like(ratio)
-    tokens = LossTokens(behaviour, advantage, weight, None if correction is None else torch.tensor(correction))
-    loss = policy_loss(current, entropy, tokens, LOW, HIGH, BAPO)
-    sums = policy_statistics(current, tokens, LOW, HIGH, BAPO)
+    given = (None if values is None else torch.tensor(values) for values in (correction, reference))
+    tokens, settings = LossTokens(behaviour, advantage, weight, *given), BAPO if reference is None else WITH_KL
+    loss = policy_loss(current, entropy, tokens, LOW, HIGH, settings)
+    sums = policy_statistics(current, tokens, LOW, HIGH, settings)
     return loss_metrics(loss, tokens, sums, entropy, ratio, share=share)
 
 
@@ -59,6 +61,13 @@ def test_absent_and_dropped_tokens_affect_no_metric_except_their_count():
     assert (found["actor/pg_clipfrac_upper"], found["actor/pg_clipfrac_lower"]) == pytest.approx((1 / 3, 1 / 3))
     positive, negative = 1.2, 2 * 0.8 + math.exp(0.1)
     assert found["actor/positive_loss_share"] == pytest.approx(positive / (positive + negative))
+
+
+def test_tokens_without_a_log_prob_under_the_reference_model_are_counted_where_there_is_one() -> None:
+    reference = [math.nan, -1.0, math.nan, math.nan, math.nan]
+    parts = [of_micro_batch(LOG_RATIO, ADVANTAGES, WEIGHTS, 1 / 2, reference=reference)] * 2
+    assert scalars(merge(parts))["actor/kl_loss_dropped_tokens"] == 2 * 2
+    assert "actor/kl_loss_dropped_tokens" not in metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
 
 
 def test_the_ratio_of_a_rejected_token_is_not_the_largest():
