@@ -9,38 +9,42 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
+Value = TypeVar("Value")
+"""Type of a metric's values: float, or a tensor that is still on its device."""
+
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Generic[Value]):
     """Weighted mean, stored as total and weight, e.g. nats and tokens; NaN if the weight is 0."""
 
-    total: float
-    weight: float
+    total: Value
+    weight: Value
 
 
 @dataclass(frozen=True)
-class Sum:
-    value: float
+class Sum(Generic[Value]):
+    value: Value
 
 
 @dataclass(frozen=True)
-class Max:
+class Max(Generic[Value]):
     """Maximum; `-inf` on a rank without values."""
 
-    value: float
+    value: Value
 
 
 @dataclass(frozen=True)
-class Last:
+class Last(Generic[Value]):
     """Latest value, equal on every rank, e.g. a learning rate or a clip bound."""
 
-    value: float
+    value: Value
 
 
-Metric = Mean | Sum | Max | Last
+Metric = Mean[float] | Sum[float] | Max[float] | Last[float]
 Metrics = Mapping[str, Metric]
 
 

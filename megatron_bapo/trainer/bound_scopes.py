@@ -40,7 +40,7 @@ from megatron_bapo.parallel.collectives import max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device, now_s
 from megatron_bapo.trainer.micro_batches import MicroBatch
-from megatron_bapo.trainer.update_metrics import bounds_metrics, speculation_metrics
+from megatron_bapo.trainer.update_metrics import DeviceMetric, bounds_metrics, speculation_metrics
 from megatron_bapo.trainer.worker import Scores, Worker, score
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
@@ -51,7 +51,7 @@ Bounds = tuple[torch.Tensor, torch.Tensor]
 class PassResult:
     """Result of the training pass for one micro-batch."""
 
-    metrics: dict[str, Metric]
+    metrics: dict[str, DeviceMetric]
     scores: Scores
 
 

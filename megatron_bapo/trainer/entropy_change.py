@@ -9,12 +9,13 @@ import torch
 from megatron_bapo.algorithm.entropy_clip_rule import sampled_entropy_change
 from megatron_bapo.metrics.values import Mean, Metric
 from megatron_bapo.trainer.micro_batches import MicroBatch
+from megatron_bapo.trainer.update_metrics import DeviceMetric
 from megatron_bapo.trainer.worker import Scores, Worker, score
 
 
 def predicted_entropy_change(
     micro_batch: MicroBatch, scores: Scores, low: torch.Tensor, high: torch.Tensor
-) -> dict[str, Metric]:
+) -> dict[str, DeviceMetric]:
     """Return the predicted entropy change per token and per unit of the logit step.
 
     The size of the step is unknown, so only sign and trend can be compared with the measurement. Tokens that rollout
@@ -30,12 +31,11 @@ def predicted_entropy_change(
     )
     weights_N = micro_batch.weights_N.double() * (micro_batch.corrections_N != 0)
     gradient, printed = (
-        (sampled_entropy_change(*arguments, form) * weights_N).sum().item() for form in ("gradient", "printed")
+        (sampled_entropy_change(*arguments, form) * weights_N).sum() for form in ("gradient", "printed")
     )
-    weight = weights_N.sum().item()
     return {
-        "actor/entropy_clip_rule/predicted": Mean(gradient, weight),
-        "actor/entropy_clip_rule/predicted_as_printed": Mean(printed, weight),
+        "actor/entropy_clip_rule/predicted": Mean(gradient, weights_N.sum()),
+        "actor/entropy_clip_rule/predicted_as_printed": Mean(printed, weights_N.sum()),
     }
 
 
@@ -44,7 +44,5 @@ def measured_entropy_change(
 ) -> dict[str, Metric]:
     """Measure the entropy change in nats per token with a forward pass after the update; last pipeline stage only."""
     after = score(worker, micro_batches, worker.config.rollout.temperature)
-    change = sum(
-        (now.entropy_N.double() - then.entropy_N).sum().item() for now, then in zip(after, before, strict=True)
-    )
-    return {"actor/entropy_clip_rule/measured": Mean(change, sum(scores.entropy_N.numel() for scores in before))}
+    change = sum((now.entropy_N.double() - then.entropy_N).sum() for now, then in zip(after, before, strict=True))
+    return {"actor/entropy_clip_rule/measured": Mean(float(change), sum(scores.entropy_N.numel() for scores in before))}

@@ -34,7 +34,14 @@ from megatron_bapo.trainer.micro_batches import Example, MicroBatch
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.token_trace import TokenTrace
-from megatron_bapo.trainer.update_metrics import length_metrics, loss_metrics, mismatch_metrics, step_metrics
+from megatron_bapo.trainer.update_metrics import (
+    DeviceMetric,
+    length_metrics,
+    loss_metrics,
+    mismatch_metrics,
+    read,
+    step_metrics,
+)
 from megatron_bapo.trainer.utilization import update_flops
 from megatron_bapo.trainer.worker import Scores, Worker, response_outputs
 
@@ -80,7 +87,7 @@ def update_policy(
         )
         sums = policy_statistics(log_probs_N, tokens, low, high, algorithm)
         log_ratio_N = log_probs_N - tokens.behaviour_log_probs_T
-        metrics = loss_metrics(loss, tokens, sums, entropy_N, log_ratio_N, share=share) | found
+        metrics = {**loss_metrics(loss, tokens, sums, entropy_N, log_ratio_N, share=share), **found}
         scores = Scores(log_probs_N, entropy_N)
         _store(reservoir, trace, micro_batch, scores, tokens, (low, high), algorithm)
         if fresh_rollout:
@@ -94,7 +101,7 @@ def update_policy(
         return run_micro_batches(worker.model, micro_batches, partial(head, bounds), forward_only=False)
 
     trained = train_within_bounds(worker, micro_batches, train, on_policy=on_policy, fresh_rollout=fresh_rollout)
-    metrics = merge(r.metrics for r in trained.micro_batches) | trained.metrics | length_metrics(examples)
+    metrics = merge(read([r.metrics for r in trained.micro_batches])) | trained.metrics | length_metrics(examples)
     metrics |= update_flops(worker, examples, scored=trained.scored) | step_metrics(worker.optimizer.step(lr), lr)
     if config.logging.entropy_clip_rule:
         metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in trained.micro_batches])
@@ -149,18 +156,18 @@ def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, 
 def supervised_update(worker: Worker, examples: Sequence[Example], lr: float) -> dict[str, Metric]:
     """Run one update on the negative log-likelihood of the examples; metrics are returned as in `update_policy`."""
 
-    def head(micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    def head(micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, dict[str, DeviceMetric]]:
         weights_N = micro_batch.weights_N
         loss, _, _ = token_loss(
             *response_outputs(worker, micro_batch, hidden_TH),
             lambda log_probs_C, _, chunk: supervised_loss(log_probs_C, weights_N[chunk]),
             temperature=1.0,
         )
-        return loss, {"actor/loss": Mean(loss.item(), weights_N.sum().item())}
+        return loss, {"actor/loss": Mean(loss.detach(), weights_N.sum())}
 
     worker.optimizer.zero_grad()
-    metrics = merge(run_micro_batches(worker.model, worker.micro_batches(examples), head, forward_only=False))
-    return metrics | step_metrics(worker.optimizer.step(lr), lr)
+    parts = run_micro_batches(worker.model, worker.micro_batches(examples), head, forward_only=False)
+    return merge(read(parts)) | step_metrics(worker.optimizer.step(lr), lr)
 
 
 def reduce_updates(updates: Sequence[dict[str, Metric]], groups: ParallelGroups) -> list[dict[str, Metric]]:

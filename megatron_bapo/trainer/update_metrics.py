@@ -5,9 +5,8 @@ Legend: N response tokens of a micro-batch on this rank.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -20,9 +19,12 @@ from megatron_bapo.metrics.values import Last, Max, Mean, Metric, Sum
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.optimizer import StepResult
 
+DeviceMetric = Mean[Any] | Sum[Any] | Max[Any] | Last[Any]
+"""Metric whose values may be 0-d tensors on the device, so that a micro-batch does not wait for them (`read`)."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
+@torch.no_grad()
 def loss_metrics(
     loss: torch.Tensor,
     tokens: LossTokens,
@@ -31,39 +33,46 @@ def loss_metrics(
     log_ratio_N: torch.Tensor,
     *,
     share: float,
-) -> dict[str, Metric]:
+) -> dict[str, DeviceMetric]:
     """Return the loss metrics of one micro-batch.
 
     `share` is 1 / (number of micro-batches of the minibatch on all data- and context-parallel ranks). Losses add up
     over these micro-batches, and the shares add up to 1, so the metric of the minibatch is the loss that is optimized.
     """
-    fields = [getattr(sums, field.name) for field in dataclasses.fields(sums)]
     ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(~usable_tokens(log_ratio_N, tokens), 0.0)
     largest = torch.cat([ratio_N, ratio_N.new_zeros(1)]).amax()
-    own = [entropy_N.double().sum(), loss.detach().double(), largest]
-    entropy, total, max_ratio, *values = torch.stack([*own, *fields]).tolist()
-    totals = dict(zip((field.name for field in dataclasses.fields(sums)), values, strict=True))
-    num = totals["num_tokens"]
     has_reference, taught = tokens.reference_log_probs_T is not None, tokens.teacher_log_probs_T is not None
     return {
-        "actor/loss": Mean(total, share),
-        "actor/entropy": Mean(entropy, entropy_N.numel()),
-        "actor/ppo_kl": Mean(totals["k1_kl"], num),
-        "actor/ppo_kl_k3": Mean(totals["k3_kl"], num),
-        "actor/pg_clipfrac": Mean(totals["num_clipped_low"] + totals["num_clipped_high"], num),
-        "actor/pg_clipfrac_lower": Mean(totals["num_clipped_low"], num),
-        "actor/pg_clipfrac_upper": Mean(totals["num_clipped_high"], num),
-        "actor/pg_clipfrac_dual": Mean(totals["num_clipped_dual"], num),
-        "actor/kl_loss": Mean(totals["kl_loss"], share),
-        **({"actor/kl_loss_dropped_tokens": Sum(totals["num_kl_dropped"])} if has_reference else {}),
-        **({"actor/teacher_kl": Mean(totals["teacher_kl"], num)} if taught else {}),
-        "actor/positive_token_share": Mean(totals["num_positive"], totals["num_positive"] + totals["num_negative"]),
-        "actor/positive_loss_share": Mean(totals["positive_sum"], totals["positive_sum"] + totals["negative_sum"]),
-        "actor/num_positive_tokens": Sum(totals["num_positive"]),
-        "actor/num_negative_tokens": Sum(totals["num_negative"]),
-        "actor/num_dropped_tokens": Sum(totals["num_dropped"]),
-        "actor/ratio_max": Max(max_ratio),
+        "actor/loss": Mean(loss.detach(), share),
+        "actor/entropy": Mean(entropy_N.double().sum(), entropy_N.numel()),
+        "actor/ppo_kl": Mean(sums.k1_kl, sums.num_tokens),
+        "actor/ppo_kl_k3": Mean(sums.k3_kl, sums.num_tokens),
+        "actor/pg_clipfrac": Mean(sums.num_clipped_low + sums.num_clipped_high, sums.num_tokens),
+        "actor/pg_clipfrac_lower": Mean(sums.num_clipped_low, sums.num_tokens),
+        "actor/pg_clipfrac_upper": Mean(sums.num_clipped_high, sums.num_tokens),
+        "actor/pg_clipfrac_dual": Mean(sums.num_clipped_dual, sums.num_tokens),
+        "actor/kl_loss": Mean(sums.kl_loss, share),
+        **({"actor/kl_loss_dropped_tokens": Sum(sums.num_kl_dropped)} if has_reference else {}),
+        **({"actor/teacher_kl": Mean(sums.teacher_kl, sums.num_tokens)} if taught else {}),
+        "actor/positive_token_share": Mean(sums.num_positive, sums.num_positive + sums.num_negative),
+        "actor/positive_loss_share": Mean(sums.positive_sum, sums.positive_sum + sums.negative_sum),
+        "actor/num_positive_tokens": Sum(sums.num_positive),
+        "actor/num_negative_tokens": Sum(sums.num_negative),
+        "actor/num_dropped_tokens": Sum(sums.num_dropped),
+        "actor/ratio_max": Max(largest),
     }
+
+
+def read(parts: Sequence[Mapping[str, DeviceMetric]]) -> list[dict[str, Metric]]:
+    """Return the metrics of all parts as numbers. The host waits for the device once."""
+    given = [value for part in parts for metric in part.values() for value in vars(metric).values()]
+    tensors = [value.double() for value in given if isinstance(value, torch.Tensor)]
+    found = iter(torch.stack(tensors).tolist() if tensors else [])
+
+    def numbers(metric: DeviceMetric) -> Metric:
+        return type(metric)(*(next(found) if isinstance(v, torch.Tensor) else v for v in vars(metric).values()))
+
+    return [{name: numbers(metric) for name, metric in part.items()} for part in parts]
 
 
 def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
@@ -79,20 +88,14 @@ def length_metrics(examples: Sequence[Example]) -> dict[str, Metric]:
     return {f"response_length/{sign}": Mean(sum(values), len(values)) for sign, values in lengths.items()}
 
 
-def mismatch_metrics(sums: MismatchSums) -> dict[str, Metric]:
-    """Return metrics of the train/rollout mismatch under the same weights, under verl's and NeMo-RL's names.
-
-    The host waits for the device once.
-    """
-    names = [field.name for field in dataclasses.fields(sums)]
-    values = dict(zip(names, torch.stack([getattr(sums, name) for name in names]).tolist(), strict=True))
-    num = values["num_tokens"]
+def mismatch_metrics(sums: MismatchSums) -> dict[str, DeviceMetric]:
+    """Return metrics of the train/rollout mismatch under the same weights, under verl's and NeMo-RL's names."""
     return {
-        "training/rollout_probs_diff_mean": Mean(values["abs_prob_diff_sum"], num),
-        "training/rollout_probs_diff_max": Max(values["abs_prob_diff_max"]),
-        "training/gen_kl_error": Mean(values["k3_kl_sum"], num),
-        "training/token_mult_prob_error": Mean(values["mult_prob_error_sum"], num),
-        "training/sampling_importance_ratio": Mean(values["importance_ratio_sum"], num),
+        "training/rollout_probs_diff_mean": Mean(sums.abs_prob_diff_sum, sums.num_tokens),
+        "training/rollout_probs_diff_max": Max(sums.abs_prob_diff_max),
+        "training/gen_kl_error": Mean(sums.k3_kl_sum, sums.num_tokens),
+        "training/token_mult_prob_error": Mean(sums.mult_prob_error_sum, sums.num_tokens),
+        "training/sampling_importance_ratio": Mean(sums.importance_ratio_sum, sums.num_tokens),
     }
 
 

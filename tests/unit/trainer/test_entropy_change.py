@@ -7,6 +7,7 @@ from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.entropy_change import predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, to_micro_batch
+from megatron_bapo.trainer.update_metrics import read
 from megatron_bapo.trainer.worker import Scores
 
 LOW, HIGH = torch.tensor(0.8), torch.tensor(1.2)
@@ -27,7 +28,7 @@ def predicted(log_ratios: list[float], corrections: list[float] | None) -> dict[
     example = Example(trajectory, advantage=1.0, weight=0.5, correction_weights=weights)
     micro_batch = to_micro_batch([example], PaddingRule(), ALONE, torch.device("cpu"))
     scores = Scores(torch.tensor(log_ratios) - 1.0, torch.full((num,), 2.0))
-    return scalars(predicted_entropy_change(micro_batch, scores, LOW, HIGH))
+    return scalars(read([predicted_entropy_change(micro_batch, scores, LOW, HIGH)])[0])
 
 
 def test_tokens_that_rollout_correction_rejects_are_excluded_from_the_prediction() -> None:

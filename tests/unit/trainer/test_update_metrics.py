@@ -9,8 +9,15 @@ from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics
 from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
-from megatron_bapo.metrics.values import Metric, merge, scalars
-from megatron_bapo.trainer.update_metrics import bounds_metrics, length_metrics, loss_metrics, mismatch_metrics
+from megatron_bapo.metrics.values import merge, scalars
+from megatron_bapo.trainer.update_metrics import (
+    DeviceMetric,
+    bounds_metrics,
+    length_metrics,
+    loss_metrics,
+    mismatch_metrics,
+    read,
+)
 from tests.unit.trainer.test_token_reservoir import example
 
 LOG_RATIO = [0.5, -1.0, 0.1, float("nan"), 3.0]
@@ -27,7 +34,7 @@ def of_micro_batch(
     share: float = 1.0,
     correction: list[float] | None = None,
     reference: list[float] | None = None,
-) -> dict[str, Metric]:
+) -> dict[str, DeviceMetric]:
     ratio, advantage, weight = (
         torch.tensor(values, dtype=torch.float64) for values in (log_ratio, advantages, weights)
     )
@@ -41,14 +48,14 @@ def of_micro_batch(
 
 
 def metrics(log_ratio: list[float], advantages: list[float], weights: list[float]) -> dict[str, float]:
-    return scalars(of_micro_batch(log_ratio, advantages, weights))
+    return scalars(merge(read([of_micro_batch(log_ratio, advantages, weights)])))
 
 
 def test_the_loss_of_a_minibatch_is_the_sum_over_its_micro_batches_for_any_weights() -> None:
     """Use r = 1, where the loss is -sum w A; weights of 1 / trajectories, for example, do not add up to 1."""
     parts = [of_micro_batch([0.0] * 3, [1.0, -2.0, 4.0], [0.5] * 3, 1 / 2), of_micro_batch([0.0], [1.0], [0.25], 1 / 2)]
-    assert scalars(merge(parts))["actor/loss"] == pytest.approx(-(0.5 * 3.0 + 0.25), rel=1e-12)
-    updates = [merge(parts), of_micro_batch([0.0], [1.0], [2.0])]
+    assert scalars(merge(read(parts)))["actor/loss"] == pytest.approx(-(0.5 * 3.0 + 0.25), rel=1e-12)
+    updates = [merge(read(parts)), *read([of_micro_batch([0.0], [1.0], [2.0])])]
     assert scalars(merge(updates))["actor/loss"] == pytest.approx((-1.75 - 2.0) / 2, rel=1e-12)
 
 
@@ -66,13 +73,13 @@ def test_absent_and_dropped_tokens_affect_no_metric_except_their_count():
 def test_tokens_without_a_log_prob_under_the_reference_model_are_counted_where_there_is_one() -> None:
     reference = [math.nan, -1.0, math.nan, math.nan, math.nan]
     parts = [of_micro_batch(LOG_RATIO, ADVANTAGES, WEIGHTS, 1 / 2, reference=reference)] * 2
-    assert scalars(merge(parts))["actor/kl_loss_dropped_tokens"] == 2 * 2
+    assert scalars(merge(read(parts)))["actor/kl_loss_dropped_tokens"] == 2 * 2
     assert "actor/kl_loss_dropped_tokens" not in metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
 
 
 def test_the_ratio_of_a_rejected_token_is_not_the_largest():
-    found = of_micro_batch([0.1, 5.0], [1.0, 1.0], [1.0, 1.0], correction=[1.0, 0.0])
-    assert scalars(found)["actor/ratio_max"] == pytest.approx(math.exp(0.1))
+    found = read([of_micro_batch([0.1, 5.0], [1.0, 1.0], [1.0, 1.0], correction=[1.0, 0.0])])
+    assert scalars(found[0])["actor/ratio_max"] == pytest.approx(math.exp(0.1))
 
 
 def test_a_micro_batch_of_padding_has_no_largest_ratio():
@@ -91,6 +98,15 @@ def test_the_positive_share_of_the_loss_equals_the_share_of_the_bound_search():
     assert of_loss["negative_sum"] == pytest.approx(found["actor/bapo_negative_sum"], rel=1e-6)
 
 
+def test_a_micro_batch_does_not_wait_for_the_values_of_its_metrics() -> None:
+    """A tensor on the meta device has no values, so that whatever reads one raises."""
+    with torch.device("meta"):
+        found = of_micro_batch(LOG_RATIO, ADVANTAGES, WEIGHTS, correction=[1.0] * 5, reference=[-1.0] * 5)
+        found |= mismatch_metrics(mismatch_sums(torch.tensor(LOG_RATIO), torch.tensor(LOG_RATIO)))
+    with pytest.raises(RuntimeError, match="meta"):
+        read([found])
+
+
 def test_lengths_are_means_over_the_trained_trajectories_of_each_sign():
     examples = [example(3, 1.0), example(5, -2.0), example(9, -1.0), example(4, 0.0)]
     absent = dataclasses.replace(example(100, 1.0), weight=0.0)
@@ -104,7 +120,7 @@ def test_lengths_are_means_over_the_trained_trajectories_of_each_sign():
 
 def test_mismatch_is_reported_as_means_over_the_tokens_that_both_sides_have():
     sums = mismatch_sums(torch.tensor([0.5, 0.2, math.nan]).log(), torch.tensor([0.25, 0.3, 0.1]).log())
-    found = scalars(mismatch_metrics(sums))
+    found = scalars(merge(read([mismatch_metrics(sums)])))
 
     assert found["training/token_mult_prob_error"] == pytest.approx((2 + 3 / 2) / 2, rel=1e-6)
     assert found["training/sampling_importance_ratio"] == pytest.approx((2 + 2 / 3) / 2, rel=1e-6)
