@@ -14,8 +14,6 @@ from megatron_bapo.config.algorithm import AdvEstimator
 
 STD_EPSILON: Final = 1e-6
 """`epsilon` of verl's `compute_grpo_outcome_advantage`."""
-NORMALIZED_OVER_TOKENS: Final = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators whose advantages are normalized over all tokens of the batch."""
 VARIANCE_EPSILON: Final = 1e-8
 """Epsilon of verl's `masked_whiten`."""
 
@@ -27,35 +25,34 @@ def estimate_advantages(
     penalties: Tensor | None,
     *,
     norm_by_std: bool,
-    accepted_T: Tensor | None = None,
+    num_accepted: Tensor | None = None,
 ) -> Tensor:
-    """Return advantages, float64, from trajectory rewards and lengths and token penalties.
-
-    There is one for each trajectory [B] under `grpo` and `rloo`, and one for each response token [T] under the
-    estimators that normalize over tokens (`NORMALIZED_OVER_TOKENS`): a batch may have a billion tokens.
+    """Return the advantage of each trajectory, float64 [B], from rewards, lengths and penalties.
 
     Penalties (of a KL term in the reward) are subtracted from the reward of the trajectory, and given as their sum [B].
     Under `reinforce_plus_plus` they are given by token [T], and each one is subtracted from the return of its own token
-    and of every earlier token. `norm_by_std` applies to `grpo` only. `accepted_T` masks the tokens that rollout
-    correction accepts, by default all; it affects whitening only.
+    and of every earlier token; the advantages are then those of the tokens, [T]. `norm_by_std` applies to `grpo` only.
+    `num_accepted` are the numbers of tokens, of each trajectory or of each token, that rollout correction accepts, by
+    default all; it affects whitening only.
     """
     lengths = lengths_GN.flatten()
-    if estimator == "reinforce_plus_plus":
+    if estimator == "reinforce_plus_plus" and penalties is not None:
+        parts = penalties.split(lengths.tolist())
         returns_T = rewards_GN.flatten().repeat_interleave(lengths)
-        if penalties is not None:
-            parts = penalties.split(lengths.tolist())
-            returns_T = returns_T - torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
-        return whiten(returns_T, accepted_T)
+        returns_T = returns_T - torch.cat([part.flip(0).cumsum(0).flip(0) for part in parts])
+        return whiten(returns_T, torch.ones_like(returns_T) if num_accepted is None else num_accepted)
     if penalties is not None:
         rewards_GN = rewards_GN - penalties.view_as(rewards_GN)
+    counts = lengths if num_accepted is None else num_accepted
     match estimator:
         case "grpo":
             return group_relative_advantages(rewards_GN, norm_by_std=norm_by_std).flatten()
         case "rloo":
             return leave_one_out_advantages(rewards_GN).flatten()
+        case "reinforce_plus_plus":
+            return whiten(rewards_GN.flatten(), counts)
         case "reinforce_plus_plus_baseline":
-            relative_GN = group_relative_advantages(rewards_GN, norm_by_std=False)
-            return whiten(relative_GN.flatten().repeat_interleave(lengths), accepted_T)
+            return whiten(group_relative_advantages(rewards_GN, norm_by_std=False).flatten(), counts)
 
 
 def group_relative_advantages(rewards_GN: Tensor, *, norm_by_std: bool) -> Tensor:
@@ -83,22 +80,20 @@ def leave_one_out_advantages(rewards_GN: Tensor) -> Tensor:
     return group_relative_advantages(rewards_GN, norm_by_std=False) * (num / max(num - 1, 1))
 
 
-def whiten(values_T: Tensor, accepted_T: Tensor | None = None) -> Tensor:
-    """Return REINFORCE++ advantages [T]: token values normalized over the whole batch (arXiv 2501.03262).
+def whiten(values: Tensor, counts: Tensor) -> Tensor:
+    """Return REINFORCE++ advantages: values normalized over all tokens of the batch (arXiv 2501.03262).
 
     The values are returns-to-go (reward minus the sum of the penalties from this token on) or, with a baseline, the
-    differences of the rewards from their group means. Every token has equal weight, and the variance is the unbiased
-    one plus 1e-8, as in verl. Rejected tokens do not count and get 0: in verl, rejection changes the response mask
+    differences of the rewards from their group means. Each value is that of `counts` tokens: those of a trajectory, or
+    one. Every token has equal weight, and the variance is the unbiased one plus 1e-8, as in verl. Rejected tokens do
+    not count, and a value without any other is 0: in verl, rejection changes the response mask
     (`compute_rollout_correction_and_add_to_batch` in `verl/trainer/ppo/rollout_corr_helper.py`) before the advantages
     are computed (`fit` in `verl/trainer/ppo/ray_trainer.py`), which `masked_whiten` normalizes over that mask.
     """
-    counted_T = values_T if accepted_T is None else values_T[accepted_T]
-    if not len(counted_T):
-        return torch.zeros_like(values_T)
-    mean = counted_T.mean()
-    variance = (counted_T - mean).square().sum() / max(len(counted_T) - 1, 1)
-    whitened_T = (values_T - mean) / (variance + VARIANCE_EPSILON).sqrt()
-    return whitened_T if accepted_T is None else whitened_T.masked_fill(~accepted_T, 0.0)
+    num_tokens = counts.sum()
+    centred = values - (values * counts).sum() / num_tokens
+    variance = (centred.square() * counts).sum() / (num_tokens - 1).clamp(min=1)
+    return (centred / (variance + VARIANCE_EPSILON).sqrt()).masked_fill(counts == 0, 0.0)
 
 
 def positive_factor(positive_sum: float, negative_sum: float, min_share: float) -> float:

@@ -241,6 +241,11 @@ class AlgorithmConfig(Section):
         return self.kl_loss_coef > 0.0 or self.kl_reward_coef > 0.0
 
     @property
+    def has_token_advantages(self) -> bool:
+        """Whether the tokens of a trajectory have advantages of their own, because each has its own KL penalties."""
+        return self.adv_estimator == "reinforce_plus_plus" and self.kl_reward_coef > 0.0
+
+    @property
     def teacher_engines(self) -> TeacherEnginesConfig | None:
         """The engines that serve the teacher; None without a teacher, and if the trainer holds it."""
         return self.distillation and self.distillation.engines

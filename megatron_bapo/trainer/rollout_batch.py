@@ -11,12 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_bapo.algorithm.advantages import (
-    NORMALIZED_OVER_TOKENS,
-    estimate_advantages,
-    overlong_penalty,
-    positive_factor,
-)
+from megatron_bapo.algorithm.advantages import estimate_advantages, overlong_penalty, positive_factor
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.policy_loss import token_weights
 from megatron_bapo.algorithm.rollout_correction import rollout_correction
@@ -232,24 +227,32 @@ def _advantages(
         total -= algorithm.kl_reward_coef * kl_sum
         metrics["actor/reward_kl_penalty"] = Mean(kl_sum, int(num_tokens_B.sum()) - num_dropped)
         metrics["actor/reward_kl_dropped_tokens"] = Sum(num_dropped)
-    over_tokens, accepted_T = algorithm.adv_estimator in NORMALIZED_OVER_TOKENS, None
-    if over_tokens and algorithm.rollout_correction.active:
-        accepted_T = _cat([example.correction_weights for example in examples]) != 0
+    by_token = algorithm.has_token_advantages
+    num_accepted = _accepted(examples) if by_token else torch.tensor([each.num_trained_tokens for each in examples])
     advantages = estimate_advantages(
         algorithm.adv_estimator,
         rewards_GN,
         num_sampled_GN,
         penalties,
         norm_by_std=algorithm.norm_adv_by_std,
-        accepted_T=accepted_T,
+        num_accepted=num_accepted,
     )
-    token_sum = advantages.sum() if over_tokens else (advantages * num_tokens_B).sum()
     metrics |= {
         "critic/rewards/mean": Mean(total, num),
-        "critic/advantages/mean": Mean(token_sum.item(), int(num_tokens_B.sum())),
+        "critic/advantages/mean": Mean((advantages * num_accepted).sum().item(), num_accepted.sum().item()),
         "critic/advantages/max": Max(advantages.max().item()),
     }
-    return _split(advantages, trajectories) if over_tokens else advantages.tolist(), metrics
+    return _split(advantages, trajectories) if by_token else advantages.tolist(), metrics
+
+
+def _accepted(examples: Sequence[Example]) -> torch.Tensor:
+    """Return 1 for each token that rollout correction accepts and 0 for the others, float64 [T]."""
+    return _cat(
+        [
+            np.ones(each.trajectory.num_sampled) if each.correction_weights is None else each.correction_weights != 0
+            for each in examples
+        ]
+    )
 
 
 def _shaped_rewards(config: Config, trajectories: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,7 +287,7 @@ def _penalties(worker: Worker, examples: Sequence[Example]) -> tuple[torch.Tenso
     sums_B3 = torch.stack([torch.stack([part.sum().double() for part in parts]) for parts in by_trajectory])
     sums_B3 = on_every_rank(sums_B3, own, len(examples), worker.groups)
     _, kl_sum, num_dropped = sums_B3.sum(dim=0).tolist()
-    penalties = penalties_T if algorithm.adv_estimator == "reinforce_plus_plus" else sums_B3[:, 0]
+    penalties = penalties_T if algorithm.has_token_advantages else sums_B3[:, 0]
     return penalties, kl_sum, int(num_dropped)
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megatron_bapo.algorithm.advantages import NORMALIZED_OVER_TOKENS
-from megatron_bapo.config.schema import Config
 from megatron_bapo.freed_memory import FreedMemory
 from megatron_bapo.parallel.collectives import broadcast_in_replica, broadcast_object, receive, send
 from megatron_bapo.records import Trajectory
@@ -76,7 +74,7 @@ def _indices_by_replica(
     worker: Worker, trajectories: Sequence[Trajectory], batches: Sequence[Sequence[int]], in_groups: bool
 ) -> list[np.ndarray]:
     """Return for each replica the indices of the trajectories in its micro-batches, int32 in ascending order."""
-    if _needs_all_log_probs(worker.config):
+    if worker.config.algorithm.has_token_advantages:  # which are normalized over the tokens of the whole batch
         return [np.arange(len(trajectories), dtype=np.int32)] * worker.groups.data.size
     numbers = worker.config.group_numbers(len(trajectories)) if in_groups else [None] * len(trajectories)
     examples = [Example(each, 0.0, 0.0, group=group) for each, group in zip(trajectories, numbers, strict=True)]
@@ -85,15 +83,6 @@ def _indices_by_replica(
         for indices, plan in zip(by_replica, worker.plans([examples[i] for i in batch]), strict=True):
             indices.update(batch[index] for micro_batch in plan for index in micro_batch)
     return [np.array(sorted(indices), np.int32) for indices in by_replica]
-
-
-def _needs_all_log_probs(config: Config) -> bool:
-    """Whether every rank needs all tokens: to normalize over those that are penalized, or that are not rejected."""
-    algorithm = config.algorithm
-    penalizes_tokens = algorithm.adv_estimator == "reinforce_plus_plus" and algorithm.kl_reward_coef > 0.0
-    return penalizes_tokens or (
-        algorithm.adv_estimator in NORMALIZED_OVER_TOKENS and algorithm.rollout_correction.active
-    )
 
 
 def _messages(trajectories: Sequence[Trajectory], sizes: np.ndarray) -> Iterator[torch.Tensor]:

@@ -44,6 +44,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_reward_coef": 0.05,
         "overlong": {"mode": "filter"},
     },
+    "rejecting-baseline": {
+        "objective": "ppo",
+        "behaviour_policy": "recomputed",
+        "rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 3.0},
+        "adv_estimator": "reinforce_plus_plus_baseline",
+    },
     "distill": {"objective": "distill", "distillation": {"max_ratio": 1.2}},
     "bapo-distill": {
         "objective": "bapo",
@@ -311,7 +317,7 @@ def test_every_additional_term_has_an_effect(results: Path) -> None:
 def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, layout: str) -> None:
     scored = {name: metrics(results, f"{name}-{layout}")["batch"]["perf/model_flops"] for name in ALGORITHMS}
     trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
-    num_passes = {"kl-loss-entropy": 1, "corrected-grpo": 2, "decoupled": 2, "bapo-distill": 1}
+    num_passes = {"kl-loss-entropy": 1, "corrected-grpo": 2, "decoupled": 2, "rejecting-baseline": 1, "bapo-distill": 1}
     lengths = [example.num_input_tokens for example in make_examples(MODELS["qwen3"].vocab_size)]
     taught = forward_pass_flops(read_architecture(results / "teacher"), lengths)
     expected = {

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import math
 from typing import get_args
 
 import pytest
 import torch
 
-from megatron_bapo.algorithm.advantages import (
-    NORMALIZED_OVER_TOKENS,
-    estimate_advantages,
-    group_relative_advantages,
-    overlong_penalty,
-)
+from megatron_bapo.algorithm.advantages import estimate_advantages, group_relative_advantages, overlong_penalty
 from megatron_bapo.config.algorithm import AdvEstimator
 
 
@@ -82,11 +78,11 @@ def expected_advantages(estimator: str, penalties: torch.Tensor | None) -> list[
 @pytest.mark.parametrize("penalties", [None, PENALTIES], ids=["plain", "penalties"])
 @pytest.mark.parametrize("estimator", get_args(AdvEstimator))
 def test_every_estimator_matches_its_definition(estimator: AdvEstimator, penalties: torch.Tensor | None) -> None:
-    given = penalties
-    if penalties is not None and estimator != "reinforce_plus_plus":
+    given, by_token = penalties, estimator == "reinforce_plus_plus" and penalties is not None
+    if penalties is not None and not by_token:
         given = torch.stack([part.sum() for part in penalties.split(LENGTHS.flatten().tolist())])
     found = estimate_advantages(estimator, REWARDS, LENGTHS, given, norm_by_std=True)
-    if estimator not in NORMALIZED_OVER_TOKENS:
+    if not by_token:
         assert found.shape == (6,)
         found = found.repeat_interleave(LENGTHS.flatten())
     assert found.tolist() == pytest.approx(expected_advantages(estimator, penalties), rel=1e-11)
@@ -110,15 +106,29 @@ def test_the_overlong_penalty_falls_linearly_within_the_buffer() -> None:
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_whitening_takes_its_mean_and_variance_from_the_accepted_tokens(estimator: AdvEstimator) -> None:
-    accepted = torch.arange(23) % 3 != 1
-    found = estimate_advantages(estimator, REWARDS, LENGTHS, None, norm_by_std=True, accepted_T=accepted)
+    """Accept two thirds of the tokens, and none of the first trajectory, which has two."""
+    accepted = (torch.arange(23) % 3 != 1) & (torch.arange(23) >= 2)
+    num_accepted = torch.stack([part.sum() for part in accepted.split(LENGTHS.flatten().tolist())])
+    found = estimate_advantages(estimator, REWARDS, LENGTHS, None, norm_by_std=True, num_accepted=num_accepted)
     rewards = REWARDS - REWARDS.mean(dim=1, keepdim=True) if estimator.endswith("baseline") else REWARDS
-    values = rewards.flatten().repeat_interleave(LENGTHS.flatten())
-    assert found[accepted].tolist() == pytest.approx(standardised(values[accepted].tolist()), rel=1e-12)
+    values, advantages = (each.flatten().repeat_interleave(LENGTHS.flatten()) for each in (rewards, found))
+    assert advantages[accepted].tolist() == pytest.approx(standardised(values[accepted].tolist()), rel=1e-12)
+    assert found[0] == 0.0
+
+
+def test_whitening_of_penalized_tokens_leaves_out_the_rejected_ones() -> None:
+    accepted = torch.arange(23) % 3 != 1
+    found = estimate_advantages(
+        "reinforce_plus_plus", REWARDS, LENGTHS, PENALTIES, norm_by_std=True, num_accepted=accepted
+    )
+    everything = itertools.chain(*trajectories(PENALTIES))
+    returns = [reward - sum(costs[t:]) for reward, costs in everything for t in range(len(costs))]
+    kept = [value for value, is_accepted in zip(returns, accepted.tolist(), strict=True) if is_accepted]
+    assert found[accepted].tolist() == pytest.approx(standardised(kept), rel=1e-11)
     assert found[~accepted].tolist() == [0.0] * int((~accepted).sum())
 
 
 def test_whitening_without_an_accepted_token_gives_zeros() -> None:
-    accepted = torch.zeros(23, dtype=torch.bool)
-    found = estimate_advantages("reinforce_plus_plus", REWARDS, LENGTHS, None, norm_by_std=True, accepted_T=accepted)
-    assert found.equal(torch.zeros(23, dtype=torch.float64))
+    none = torch.zeros(6, dtype=torch.int64)
+    found = estimate_advantages("reinforce_plus_plus", REWARDS, LENGTHS, None, norm_by_std=True, num_accepted=none)
+    assert found.equal(torch.zeros(6, dtype=torch.float64))
