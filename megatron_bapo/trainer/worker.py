@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -33,6 +34,9 @@ from megatron_bapo.trainer.speculation import Speculation
 from megatron_bapo.trainer.token_values import for_own_trajectories
 from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
 
+packed = lru_cache(maxsize=16)(pack)
+"""`pack`, which takes seconds for thousands of trajectories, and gets the same lengths from each pass over a batch."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -60,9 +64,9 @@ class Worker:
         """Return the example indices of each micro-batch of every data-parallel rank."""
         sharing = None
         if self.config.shares_prompts:
-            sharing = Sharing([e.group for e in examples], [e.num_shared_tokens for e in examples])
-        return pack(
-            [example.num_input_tokens for example in examples],
+            sharing = Sharing(tuple(e.group for e in examples), tuple(e.num_shared_tokens for e in examples))
+        return packed(
+            tuple(example.num_input_tokens for example in examples),
             self.config.max_micro_batch_tokens,
             self.groups.data.size,
             sharing=sharing,

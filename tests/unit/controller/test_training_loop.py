@@ -37,7 +37,7 @@ from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
-from megatron_bapo.trainer.worker import create_worker
+from megatron_bapo.trainer.worker import create_worker, packed
 
 # Megatron-Core warns about its own defaults and calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -116,6 +116,18 @@ def test_rollouts_recorded_without_a_trainer_are_stale_after_a_warm_start(tmp_pa
 def test_rollouts_of_a_training_run_keep_the_versions_of_that_run(tmp_path: Path, groups: ParallelGroups):
     run = start(make_config(tmp_path), groups, {}, [0, 0, 5])
     assert train_steps(run) == [(0, True), (0, True), (5, False)]
+
+
+def test_each_batch_is_packed_once_for_its_scatter_its_scoring_passes_and_its_updates(
+    tmp_path: Path, groups: ParallelGroups
+) -> None:
+    """The rollout batch, which two models score, and its two minibatches."""
+    config = make_config(tmp_path, algorithm={"behaviour_policy": "recomputed", "kl_loss_coef": 0.1})
+    run = start(config, groups, {}, [0, 1, 2])
+    run.frozen = load_frozen_models(run.worker, run.directory, run.announce, is_new=True)
+    packed.cache_clear()
+    update_on_batch(run, *take_groups(run, Timer()))
+    assert packed.cache_info().misses == 3
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
