@@ -38,6 +38,7 @@ from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.parallel.collectives import broadcast_object, on_main
+from megatron_bapo.parallel.groups import seed_update
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
 from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Prompt, Trajectory, grouped
@@ -185,6 +186,7 @@ def warm_start(run: Run) -> None:
             num = settings.num_steps
             schedule = OptimizerConfig(lr=settings.lr, lr_warmup_steps=num // 10, lr_decay_style="cosine")
             lr = learning_rate(schedule, run.state.warm_start_step, num)
+            seed_update(run.config.seed, run.state.update)
             metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
         run.state.warm_start_step += 1
         run.state.update += 1
@@ -280,6 +282,7 @@ def update_on_batch(
     trace = run.sampler.trace(run.state.step + 1, trajectories)
     for chosen in minibatches(config, trajectories, run.state.step):
         unchanged = run.worker.optimizer.num_steps == num_steps
+        seed_update(config.seed, run.state.update + len(parts))
         parts.append(
             update_policy(
                 run.worker,

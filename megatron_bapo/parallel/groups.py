@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_bapo.config.schema import ParallelConfig
@@ -146,3 +147,11 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
         num_virtual_stages=num_virtual_stages,
         main_calls=MainCalls(timeout_s),
     )
+
+
+def seed_update(seed: int, update: int) -> None:
+    """Seed Megatron's RNG tracker by the number of an update in the run, so that a resumed run has the same dropout.
+
+    Megatron's checkpoints have the RNG states of all ranks instead, which are of no use to another layout.
+    """
+    model_parallel_cuda_manual_seed(int(np.random.default_rng((seed, update)).integers(1 << 31)))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config, CreateModelConfig
@@ -22,6 +24,7 @@ from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import (
     Run,
     Timer,
+    checkpoint,
     prepare_engines,
     take_groups,
     train,
@@ -36,6 +39,7 @@ from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import FINISHED, RunDirectory
+from megatron_bapo.trainer.checkpoint import load_checkpoint
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.worker import create_worker, packed
 
@@ -89,11 +93,17 @@ def start(config: Config, groups: ParallelGroups, header: dict[str, Any], versio
     return Run(config, directory, worker, None, colocation, RunState(), rollouts, None, sampler, writer, None)
 
 
-def train_steps(run: Run) -> list[tuple[int, bool]]:
+def weights(run: Run) -> torch.Tensor:
+    """Return the trained values of the model."""
+    trained = (parameter for _, parameter in run.worker.model.trained.named_parameters())
+    return torch.cat([parameter.detach().flatten() for parameter in trained])
+
+
+def train_steps(run: Run, steps: Sequence[int] = range(1, NUM_STEPS + 1)) -> list[tuple[int, bool]]:
     """Train on all batches and return each step's policy version and whether it reported a mismatch."""
     seen = []
     prepare_engines(run)
-    for step in range(1, NUM_STEPS + 1):
+    for step in steps:
         scored, trajectories = take_groups(run, Timer())
         metrics, _, _ = update_on_batch(run, scored, trajectories)
         seen.append((run.state.policy_version, MISMATCH in metrics))
@@ -128,6 +138,26 @@ def test_each_batch_is_packed_once_for_its_scatter_its_scoring_passes_and_its_up
     packed.cache_clear()
     update_on_batch(run, *take_groups(run, Timer()))
     assert packed.cache_info().misses == 3
+
+
+def test_a_resumed_run_drops_the_same_inputs_of_adapters_as_an_uninterrupted_one(
+    tmp_path: Path, groups: ParallelGroups
+) -> None:
+    model = {"create": {"num_hidden_layers": 1, "hidden_size": 16}, "dtype": "float32", "lora": {"dropout": 0.5}}
+    config = make_config(tmp_path, model=model)
+    run = start(config, groups, {}, [0, 1, 2])
+    train_steps(run, [1, 2])
+    checkpoint(run, wait=True)
+    first = weights(run)
+    train_steps(run, [3])
+
+    resumed = start(config, groups, {}, [0, 1, 2])
+    assert run.directory.newest_checkpoint is not None
+    resumed.state = RunState.from_json(load_checkpoint(resumed.worker, run.directory.newest_checkpoint))
+    assert (weights(resumed) == first).all()
+    train_steps(resumed, [3])
+    assert not (weights(run) == first).all()
+    assert (weights(resumed) == weights(run)).all()
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
