@@ -1,7 +1,7 @@
 """Scores a rollout batch and records which experts its tokens use, for routing replay in the updates on the batch.
 
-Updates pack the trajectories differently from the scoring pass, so a trajectory may be trained by another data-parallel
-rank. The routes are therefore summed over the ranks of a pipeline stage, each of which has recorded different tokens.
+The ranks of a replica have recorded different tokens, so the routes are summed over them. Updates pack the trajectories
+differently from the scoring pass, so the routes are then sent to the replicas that train on these trajectories.
 
 Legend: A tokens that this rank's routers have seen; M tokens of a message; L layers with experts of this pipeline
 stage; K experts of a token.
@@ -9,7 +9,9 @@ stage; K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -20,11 +22,12 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.records import Trajectory
 from megatron_bapo.trainer.micro_batches import Example, input_positions
 from megatron_bapo.trainer.scatter_routes import members_of_messages
+from megatron_bapo.trainer.token_values import for_own_trajectories
 from megatron_bapo.trainer.trajectory_sums import indices_with_tokens
 from megatron_bapo.trainer.worker import Worker, gather_log_probs, score
 
 MESSAGE_BYTES = 64 << 20
-"""Bytes of routes that are summed at once, or those of one trajectory if it has more."""
+"""Bytes of routes of a replica that are summed and sent at once, on average over the replicas."""
 
 
 def score_and_record(
@@ -56,28 +59,35 @@ def _gather(
     groups, routes = worker.groups, list[np.ndarray | None]([None] * len(examples))
     if not routing.layers:
         return routes
-    starts = np.cumsum([0, *(example.num_input_tokens for example in examples)])
+    lengths = [example.num_input_tokens for example in examples]
+    scored_by = [sorted(chain.from_iterable(each)) for each in worker.plans(examples)]
+    own = indices_with_tokens([example.trajectory for example in examples])
+    mine = scored_by[groups.data.rank]
+    ends = np.cumsum([0, *(lengths[i] for i in mine)]).tolist()
+    starts = dict(zip(mine, ends, strict=False))
     places_A = torch.cat([routing.own_part(places) for places in _places(worker, examples, plan, starts)])
     # NCCL cannot sum int16. As every token is recorded once, the sum of its bytes is the route itself.
-    values = torch.cat([own.flatten(1).view(torch.uint8) for own in recorded])
-    axes = [groups.data_context] if routing.num_parts == 1 else [groups.tensor, groups.data_context]
-    kept = set(indices_with_tokens([example.trajectory for example in examples]))
-    for members in members_of_messages(np.diff(starts) * values.shape[1], MESSAGE_BYTES):
-        start, end = starts[members.start], starts[members.stop]
-        table = torch.zeros(int(end - start), values.shape[1], dtype=torch.uint8, device=local_device())
-        own = (places_A >= start) & (places_A < end)
-        table[places_A[own] - start] = values[own]
+    values = torch.cat([recording.flatten(1).view(torch.uint8) for recording in recorded])
+    axes = [groups.context] if routing.num_parts == 1 else [groups.tensor, groups.context]
+    for members in members_of_messages(np.array(lengths) * values.shape[1], MESSAGE_BYTES * groups.data.size):
+        scored = [[i for i in each if i in members] for each in scored_by]
+        kept = [i for i in own if i in members]
+        start, end = (ends[bisect_left(mine, index)] for index in (members.start, members.stop))
+        table = torch.zeros(end - start, values.shape[1], dtype=torch.uint8, device=local_device())
+        here = (places_A >= start) & (places_A < end)
+        table[places_A[here] - start] = values[here]
         sum_over(*axes)(table)
-        found_MLK = table.view(routing.dtype).unflatten(1, (len(routing.layers), -1)).cpu().numpy()
-        for index in kept.intersection(members):
-            routes[index] = found_MLK[starts[index] - start : starts[index + 1] - start].copy()
+        found = for_own_trajectories(table, scored, kept, lengths, groups.data).cpu().view(routing.dtype)
+        parts = found.unflatten(1, (len(routing.layers), -1)).split([lengths[i] for i in kept])
+        for index, part in zip(kept, parts, strict=True):
+            routes[index] = part.numpy()
     return routes
 
 
 def _places(
-    worker: Worker, examples: Sequence[Example], plan: Sequence[Sequence[int]], starts: np.ndarray
+    worker: Worker, examples: Sequence[Example], plan: Sequence[Sequence[int]], starts: Mapping[int, int]
 ) -> Iterator[torch.Tensor]:
-    """Yield for each micro-batch the place of its tokens among the input tokens of all examples, -1 for padding."""
+    """Yield for each micro-batch the place of its tokens among the input tokens of this replica, -1 for padding."""
     rule, context = worker.config.padding_rule, worker.groups.context
     for indices in plan:
         members = [examples[i] for i in indices]
@@ -85,7 +95,7 @@ def _places(
         places = np.full(allocated // context.size, -1)
         parts = input_positions(members, rule, context)
         found = [
-            np.where(p < starts[i + 1] - starts[i], starts[i] + p, -1) for i, p in zip(indices, parts, strict=True)
+            np.where(p < examples[i].num_input_tokens, starts[i] + p, -1) for i, p in zip(indices, parts, strict=True)
         ]
         joined = np.concatenate([np.zeros(0, np.int64), *found])
         places[: len(joined)] = joined

@@ -1,9 +1,9 @@
-"""Values of sampled tokens that one data-parallel replica computes, for the replicas that train on these tokens.
+"""Values of tokens that one data-parallel replica computes, for the replicas that train on these tokens.
 
 A trajectory is scored by one replica and trained on by another one, or by several, because scoring and updates pack the
 batch differently. Its values are sent to these only: no rank receives or allocates more than its own share.
 
-Legend: T sampled tokens of several trajectories, concatenated in ascending order of their indices in the batch.
+Legend: T tokens of several trajectories, concatenated in ascending order of their indices in the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_bapo.parallel.groups import Axis
 def for_own_trajectories(
     values_T: Tensor, computed_by: Sequence[Sequence[int]], own: Sequence[int], lengths: Sequence[int], data: Axis
 ) -> Tensor:
-    """Return the values [T] of the trajectories `own` of this replica. Collective over the data axis.
+    """Return the values [T, ...] of the trajectories `own` of this replica. Collective over the data axis.
 
     `values_T` has those of `computed_by[data.rank]`: the trajectories that each replica has computed values of, every
-    one on one replica. `lengths` are the numbers of sampled tokens of all trajectories of the batch.
+    one on one replica. `lengths` are the numbers of tokens of all trajectories of the batch.
     """
     needed_by = gather_objects(np.array(own, np.int32), data)
     found = _by_trajectory(values_T, sorted(computed_by[data.rank]), lengths)
@@ -33,7 +33,9 @@ def for_own_trajectories(
     received = {other: sorted({*own}.intersection(computed_by[other])) for other in others}
     outgoing = {other: torch.cat([found[i] for i in indices]) for other, indices in sent.items() if indices}
     incoming = {
-        other: values_T.new_empty(sum(lengths[i] for i in indices)) for other, indices in received.items() if indices
+        other: values_T.new_empty(sum(lengths[i] for i in indices), *values_T.shape[1:])
+        for other, indices in received.items()
+        if indices
     }
     exchange(outgoing, incoming, data)
     for other, values in incoming.items():

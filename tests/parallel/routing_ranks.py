@@ -13,10 +13,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from examples import LEARNING_RATE, NUM_EXAMPLES, make_config, make_examples
 from megatron.core.transformer.moe import moe_utils
 from running import run_cases
@@ -52,6 +54,20 @@ def noisy_choices(seed: int) -> Iterator[None]:
     # On CPUs, Megatron's modules have their own copy of torch's namespace.
     with patch.object(moe_utils.torch, "topk", noisy):
         yield
+
+
+@contextmanager
+def count_summed_bytes() -> Iterator[list[int]]:
+    """Yield a list that gets the sizes of the byte tensors that this rank sums with others."""
+    sizes, all_reduce = list[int](), dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.uint8:
+            sizes.append(tensor.nbytes)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(dist, "all_reduce", counted):
+        yield sizes
 
 
 def make_run_config(case: dict, out: Path) -> Config:
@@ -90,7 +106,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     barrier(groups)
     with noisy_choices(groups.global_rank) if case["noise"] else nullcontext():
         trajectories = scatter_batch(worker, given, batches)
-        examples, _ = rollout_batch.make_examples(worker, None, trajectories)
+        with count_summed_bytes() as summed:
+            examples, _ = rollout_batch.make_examples(worker, None, trajectories)
         chosen = rollout_batch.minibatches(config, trajectories, step=0)[0]
         trace = TokenTrace.of(trajectories, range(NUM_EXAMPLES))
         given = make_examples(worker.model.architecture.vocab_size)  # their advantages and weights
@@ -108,7 +125,7 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         save_file(dict(ChainMap(*recomputed)), out / "recomputed.safetensors")
         updated_log_probs = {str(i): np.array(traced[i].figures["log_probs"]) for i in chosen}
         save_file(updated_log_probs, out / "updated.safetensors")
-        (out / "metrics.json").write_text(json.dumps({"update": metrics, "held": held_by_rank}))
+        (out / "metrics.json").write_text(json.dumps({"update": metrics, "held": held_by_rank, "summed": sum(summed)}))
 
 
 if __name__ == "__main__":

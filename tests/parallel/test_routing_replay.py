@@ -181,3 +181,10 @@ def test_a_rank_keeps_the_routes_of_its_own_trajectories(results: Path, layout: 
     lengths = [len(e.trajectory.prompt_token_ids) + len(e.trajectory.response_token_ids) - 1 for e in make_examples(9)]
     assert held.max(axis=0).tolist() == lengths
     assert ((held > 0).sum(axis=0) == 1).all()
+
+
+@pytest.mark.parametrize(("layout", "bytes_of_token"), [("dp2", 0), ("cp2-ep2", 3 * 2)])
+def test_only_the_ranks_of_a_replica_sum_routes(results: Path, layout: str, bytes_of_token: int) -> None:
+    """The ranks of `cp2-ep2` are one replica; a token has a byte for each of 2 experts in 3 layers."""
+    found = json.loads((results / f"trainer-{layout}" / "metrics.json").read_text())
+    assert found["summed"] == bytes_of_token * sum(e.num_input_tokens for e in make_examples(9, replies=True))
