@@ -109,8 +109,10 @@ class MicroBatch:
     """Rollout correction; 1 if it is off."""
     recorded_K: torch.Tensor
     """Indices into N of the tokens that the token reservoir keeps."""
-    traced_at_N: torch.Tensor | None
-    """Place of each token in the token trace, -1 outside; None if the trace has no token of the micro-batch."""
+    traced_K: torch.Tensor
+    """Indices into N of the tokens that the token trace has."""
+    traced_at_K: torch.Tensor
+    """Place of each of them in the trace."""
     routes_TLK: torch.Tensor | None
     """Experts of each token to replay, int8 or int16 in host memory, `NO_ROUTE` where there are none; None: the routers
     choose."""
@@ -196,10 +198,7 @@ def to_micro_batch(
             local.append(whole[part.response_index])
         return cat(local, np.float32)
 
-    traced = [
-        np.full(part.response_index.size, -1) if e.traced_at is None else e.traced_at + part.response_index
-        for e, part in zip(examples, parts, strict=True)
-    ]
+    traced_at_N = _traced_at(examples, parts)
     recorded = [np.isin(part.response_index, e.recorded) for e, part in zip(examples, parts, strict=True)]
     return MicroBatch(
         tokens_T=cat([*(part.tokens for part in parts), padding], np.int64)[once],
@@ -221,9 +220,19 @@ def to_micro_batch(
         weights_N=per_response(lambda e: e.weight),
         corrections_N=per_response(lambda e: e.correction_weights, default=1.0),
         recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
-        traced_at_N=cat(traced, np.int64) if any(e.traced_at is not None for e in examples) else None,
+        traced_K=cat([np.flatnonzero(traced_at_N >= 0)], np.int64),
+        traced_at_K=cat([traced_at_N[traced_at_N >= 0]], np.int64),
         routes_TLK=_routes(examples, rule, context),
     )
+
+
+def _traced_at(examples: Sequence[Example], parts: Sequence[_Part]) -> np.ndarray:
+    """Return the place of each response token in the token trace, [N]; -1 outside."""
+    places = [
+        np.full(part.response_index.size, -1) if e.traced_at is None else e.traced_at + part.response_index
+        for e, part in zip(examples, parts, strict=True)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *places])
 
 
 def input_positions(examples: Sequence[Example], rule: PaddingRule, context: Axis) -> list[np.ndarray]:

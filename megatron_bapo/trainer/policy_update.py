@@ -120,7 +120,7 @@ def _store(
     """Store the tokens of a micro-batch that the reservoir and the trace have chosen."""
     if reservoir is not None:
         reservoir.add(micro_batch, scores.log_probs_N, scores.entropy_N)
-    if trace is not None and micro_batch.traced_at_N is not None:
+    if trace is not None and len(micro_batch.traced_K):
         trace.add(micro_batch, scores, clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm), bounds)
 
 

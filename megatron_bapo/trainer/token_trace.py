@@ -91,8 +91,6 @@ class TokenTrace:
     @torch.no_grad()
     def add(self, micro_batch: MicroBatch, scores: Scores, clipped: ClippedTokens, bounds: Bounds) -> None:
         """Store the marked tokens of a micro-batch; a repeated pass replaces those of the first one."""
-        assert micro_batch.traced_at_N is not None, "the micro-batch has marked tokens"
-        (own_K,) = torch.nonzero(micro_batch.traced_at_N >= 0, as_tuple=True)
         correction_N = micro_batch.corrections_N
         plain_N = clamped_log_ratio(scores.log_probs_N - micro_batch.behaviour_log_probs_N).exp()
         rejected_N = correction_N == 0
@@ -103,8 +101,8 @@ class TokenTrace:
             *(micro_batch.behaviour_log_probs_N, correction_N, marks_N),
         ]
         whole = [torch.full_like(plain_N, self._update), *(bound.expand_as(plain_N) for bound in bounds)]
-        values = torch.stack([column.float()[own_K] for column in (*columns, *whole)])
-        self._parts[self._update, id(micro_batch)] = micro_batch.traced_at_N[own_K], values
+        values = torch.stack([column.float()[micro_batch.traced_K] for column in (*columns, *whole)])
+        self._parts[self._update, id(micro_batch)] = micro_batch.traced_at_K, values
 
     def gather(self, index: int, groups: ParallelGroups) -> TracedTrajectory | None:
         """Return the trajectory with this index in the batch on the main rank, None on the others. Collective.
