@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_bapo.errors import RunError
+from megatron_bapo.functions.worker import START_LIMIT_S
 from megatron_bapo.functions.worker_pool import start_process
 from megatron_bapo.rollout.decoder_process import ERROR, FOLDER, SERIALIZED, receive, send
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_PROCESSES = 4
+REPLY_LIMIT_S = 60.0
+"""Timeout of a response, which takes milliseconds."""
 _END_LIMIT_S = 10.0
 
 
@@ -46,16 +49,19 @@ class Decoder:
     def _decode(self, token_ids: np.ndarray) -> str:
         """Decode in an idle process, of which there is one or a new one can start: threads are as many as processes.
 
-        The process may have been killed since its last call, so the call is repeated once in a new process.
+        The process may have been killed or stopped since its last call, so the call is repeated once in a new process.
         """
         content = np.ascontiguousarray(token_ids, np.int32).view(np.uint8).data
         process = self._idle.pop() if self._idle else _Process(self._source)
         try:
             text = process.decode(content)
-        except ConnectionError:
-            process.close()
+        except OSError:
             process = _Process(self._source)
-            text = process.decode(content)
+            try:
+                text = process.decode(content)
+            except OSError as error:
+                message = f"a response of {len(token_ids)} tokens could not be decoded by 2 processes: {error}"
+                raise RunError(message) from error
         self._idle.append(process)
         return text
 
@@ -66,15 +72,22 @@ class _Process:
         self._source: tuple[bytes, bytes] | None = source
 
     def decode(self, content: memoryview) -> str:
-        """Return the decoded text. Raises ConnectionError if the process has ended, RunError if it cannot decode."""
-        if self._source is not None:
-            send(self._connection, *self._source)
-            self._source = None
-        send(self._connection, b"I", content)
-        kind, reply = receive(self._connection)
-        if kind == ERROR:
+        """Return the decoded text. Raises RunError if the process cannot decode, and OSError if it has ended or hangs.
+
+        Then the process is killed.
+        """
+        try:
+            self._connection.settimeout(REPLY_LIMIT_S if self._source is None else START_LIMIT_S)
+            if self._source is not None:
+                send(self._connection, *self._source)
+                self._source = None
+            send(self._connection, b"I", content)
+            kind, reply = receive(self._connection)
+            if kind == ERROR:
+                raise RunError(f"a response of {len(content) // 4} tokens cannot be decoded:\n{reply.decode()}")
+        except (OSError, RunError):
             self.close()
-            raise RunError(f"a response of {len(content) // 4} tokens cannot be decoded:\n{reply.decode()}")
+            raise
         return reply.decode()
 
     def close(self) -> None:

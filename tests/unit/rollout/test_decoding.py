@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_bapo.errors import RunError
+from megatron_bapo.rollout import decoding
 from megatron_bapo.rollout.decoding import Decoder
 from megatron_bapo.rollout.tokenization import load_tokenizer, text_of
 from tests.processes import command_line
@@ -80,6 +81,23 @@ def test_a_process_that_was_killed_is_replaced(decoder: Decoder, folder: Path):
         assert asyncio.run(decoder.decode(token_ids)) == expected
         (process,) = children()
         process.send_signal(signal.SIGKILL)
+
+
+def test_a_process_that_hangs_is_replaced(decoder: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    expected, token_ids = text_of(np.arange(250), load_tokenizer(folder)), np.arange(250, dtype=np.int32)
+    assert asyncio.run(decoder.decode(token_ids)) == expected
+    (stopped,) = children()
+    stopped.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(decoding, "REPLY_LIMIT_S", 0.5)
+    assert asyncio.run(asyncio.wait_for(decoder.decode(token_ids), 60.0)) == expected
+    assert stopped not in children()
+
+
+def test_a_response_is_an_error_if_no_process_decodes_it_in_time(decoder: Decoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoding, "START_LIMIT_S", 0.001)
+    with pytest.raises(RunError, match="a response of 1 tokens could not be decoded by 2 processes: timed out"):
+        asyncio.run(decoder.decode(np.array([70], np.int32)))
+    assert children() == []
 
 
 def test_tokens_that_cannot_be_decoded_are_an_error_and_do_not_end_the_decoder(decoder: Decoder):
