@@ -17,7 +17,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.logs import redirect_output
 from megatron_bapo.parallel.platform import host_group
 from megatron_bapo.run_directory import RunDirectory
-from megatron_bapo.weight_sync.host_chain import Chain, SendResult, receive, send
+from megatron_bapo.weight_sync.host_chain import Chain, receive, send
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.ray_store import RayStore
 from megatron_bapo.weight_sync.transport import WeightStore
@@ -75,7 +75,7 @@ class HostStore:
         self._name, self._group = "", None
         self._plan: WeightPlan | None = None
         self._ranks: dict[int, int] = {}
-        self._finished: tuple[int, SendResult | None] | None = None
+        self._finished: tuple[int, int | None] | None = None
         """The last version that was transferred in this group, and the call's result."""
         self._background = ThreadPoolExecutor(1)
         self._preparation: Future[None] | None = None
@@ -94,8 +94,11 @@ class HostStore:
         """Return the committed versions that were written under the plan with this digest, oldest first."""
         return [version for version in self._store.versions() if self._store.manifest(version).plan == digest]
 
-    def send(self, version: int, receivers: tuple[int, ...], base: int | None) -> SendResult:
-        """Send this host's buckets; `base` is the older version that all hosts have, or None to send them whole."""
+    def send(self, version: int, receivers: tuple[int, ...], base: int | None) -> int:
+        """Send this host's buckets and return the number of bytes.
+
+        `base` is the older version that all hosts have, or None to send them whole.
+        """
         sent = self._once(version, receivers, lambda chain, _: send(self._store, version, self._host, chain, base))
         assert sent is not None
         return sent
@@ -114,8 +117,8 @@ class HostStore:
         self._preparation = self._background.submit(self._store.prepare, version)
 
     def _once(
-        self, version: int, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], SendResult | None]
-    ) -> SendResult | None:
+        self, version: int, receivers: tuple[int, ...], transfer: Callable[[Chain, WeightPlan], int | None]
+    ) -> int | None:
         if self._group is None or self._plan is None:
             raise RunError(f"{host_store_name(self._host)} has restarted and is in no process group")
         if self._finished is not None and self._finished[0] == version:

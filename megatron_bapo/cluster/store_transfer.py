@@ -9,7 +9,6 @@ from typing import Any
 from megatron_bapo.cluster.host_store import host_store_name
 from megatron_bapo.cluster.ray_cluster import get_actor, get_result, head_address
 from megatron_bapo.errors import RunError
-from megatron_bapo.weight_sync.host_chain import SendResult
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.ray_store import RayStore
 
@@ -44,11 +43,11 @@ class StoreTransfer:
 
         Raises RunError, which names the host, if a host does not receive the version in `NUM_ATTEMPTS` attempts.
         """
-        sent: list[SendResult] = []
+        sent: list[int] = []
         for attempt in range(1, NUM_ATTEMPTS + 1):
             try:
                 self._transfer(version, plan, sent, may_send_differences=attempt == 1)
-                return sum(result.num_bytes for result in sent)
+                return sum(sent)
             except RunError as error:
                 self._has_group = False
                 if attempt == NUM_ATTEMPTS:
@@ -66,8 +65,8 @@ class StoreTransfer:
         """Whether a version is sent whole, and not as differences to an older one."""
         return version % self._full_every == 0
 
-    def _transfer(self, version: int, plan: WeightPlan, sent: list[SendResult], *, may_send_differences: bool) -> None:
-        """Bring a version to the hosts that lack it; the results of the senders are added to `sent`."""
+    def _transfer(self, version: int, plan: WeightPlan, sent: list[int], *, may_send_differences: bool) -> None:
+        """Bring a version to the hosts that lack it; the bytes of each sender are added to `sent`."""
         stored: dict[int, list[int]] = self._call(
             self._stores, lambda _, store: store.versions.remote(plan.digest), _QUICK_S
         )

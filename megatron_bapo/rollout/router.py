@@ -122,9 +122,6 @@ class Router:
     def engines(self) -> dict[str, GenerationEngine]:
         return {name: slot.engine for name, slot in self._slots.items()}
 
-    def outstanding_tokens(self) -> dict[str, int]:
-        return {name: slot.outstanding_tokens for name, slot in self._slots.items()}
-
     def add(self, name: str, engine: GenerationEngine, capacity_tokens: int) -> None:
         """Add a serving engine whose KV cache holds `capacity_tokens` tokens."""
         assert name not in self._slots, f"the router already has {name}"

@@ -85,19 +85,8 @@ class Link:
     destination: int | None
 
 
-@dataclass(frozen=True)
-class SendResult:
-    """Statistics of what a host sent from its own store."""
-
-    num_bytes: int
-    num_whole: int
-    """Number of buckets sent whole."""
-    num_changed: int
-    """Number of buckets sent as differences."""
-
-
-def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | None = None) -> SendResult:
-    """Send a trainer host's buckets of a committed version down the chain.
+def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | None = None) -> int:
+    """Send a trainer host's buckets of a committed version down the chain; return the number of bytes.
 
     `base` is an older version of the same plan that this store and those of all receivers have; without it all buckets
     are sent whole. Raises RunError if the version is not committed, or if another host cannot be reached.
@@ -105,7 +94,7 @@ def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | 
     manifest, plan = store.manifest(version), store.plan(version)
     new = _Buckets(plan, store.map(version))
     old = None if base is None else _Buckets(plan, store.map(base))
-    outgoing, num_bytes, num_changed = _Outgoing(chain.group), 0, 0
+    outgoing, num_bytes = _Outgoing(chain.group), 0
     links = list(chain.links(plan, host))
     with _network_errors(version), ThreadPoolExecutor(NUM_THREADS) as executor:
         for link, changes in zip(links, _ahead(executor, partial(_changes, new, old), links), strict=True):
@@ -114,10 +103,9 @@ def send(store: WeightStore, version: int, host: int, chain: Chain, base: int | 
             for piece in (piece for data in whole for piece in data.split(PIECE_BYTES)):
                 outgoing.send(link, piece)
                 num_bytes += len(piece)
-            num_changed += changes is not None
         outgoing.finish()
     store.manifest(version)  # raises if the file was overwritten in the meantime
-    return SendResult(num_bytes, len(links) - num_changed, num_changed)
+    return num_bytes
 
 
 def receive(

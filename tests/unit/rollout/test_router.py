@@ -114,28 +114,51 @@ def reported(*lengths: int, ended: int = 0, before: tuple[int, ...] = ()) -> Gen
     return Generated(0, tuple(completions))
 
 
+def filling(tokens: int) -> GenerationRequest:
+    """Return a request that is expected to need so many tokens of the KV cache."""
+    return request(str(tokens), prompt=tokens - 1, max_tokens=1)
+
+
+async def needed_tokens(router: Router, engine: FaultyEngine, limit: int) -> int:
+    """Return what the requests on an engine are expected to need, as the largest request shows that it still gets."""
+    num = len(served(engine))
+    for tokens in range(limit, 1, -1):
+        call = asyncio.ensure_future(router.generate(filling(tokens)))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await asyncio.wait({call})
+        if len(served(engine)) > num:
+            return limit - tokens
+    raise AssertionError("the engine gets no request")
+
+
 def test_reports_correct_what_a_request_is_expected_to_need():
     async def main() -> list[int]:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, PLENTY)
+        router.add(engine.name, engine, limit * 2 // 3)
         engine.hangs = True
         call = asyncio.ensure_future(router.generate(request("a", n=3)))
         await asyncio.sleep(0.1)
-        found = [router.outstanding_tokens()[engine.name]]
+        found = [await needed_tokens(router, engine, limit)]
         for each in (
             reported(5, 5, 5),
             reported(0, 35, 35, ended=1, before=(5, 5, 5)),
             reported(0, 0, 10, ended=2, before=(5, 40, 40)),
         ):
             router.record_partial({engine.name: {"a": each}})
-            found.append(router.outstanding_tokens()[engine.name])
+            found.append(await needed_tokens(router, engine, limit))
         assert router.lengths.expected(100) == -(-(5 + 40) // 2)
         call.cancel()
         await asyncio.wait({call})
-        return [*found, router.outstanding_tokens()[engine.name]]
+        following = asyncio.ensure_future(router.generate(filling(20)))
+        await asyncio.sleep(0.1)
+        found.append(await needed_tokens(router, engine, limit))
+        following.cancel()
+        return found
 
-    longest = 3 * EXPECTED
-    assert run_in_virtual_time(main()) == [10 + longest, 10 + longest, 10 + 40 + 40, 10 + 50, 0]
+    longest, limit = 3 * EXPECTED, 600
+    assert OVERCOMMIT * (limit * 2 // 3) == limit
+    assert run_in_virtual_time(main()) == [10 + longest, 10 + longest, 10 + 40 + 40, 10 + 50, 20]
 
 
 def test_a_restored_estimate_of_lengths_is_used_for_the_first_request():
@@ -210,14 +233,16 @@ def test_a_paused_router_starts_no_request_and_a_drain_timeout_names_the_engine(
 def test_requests_that_are_cancelled_leave_nothing_outstanding():
     async def main() -> None:
         router, (engine,) = Router(), engines(1)
-        router.add(engine.name, engine, 110)
+        router.add(engine.name, engine, cache_for(1))
         calls = [asyncio.ensure_future(router.generate(request(str(i)))) for i in range(3)]
         await asyncio.sleep(0.1)
         for call in (calls[1], calls[0]):  # a waiting request, then the one in flight
             call.cancel()
         await calls[2]
-        assert router.outstanding_tokens() == {engine.name: 0}
         await router.drain(1.0)
+        assert engine.most_in_flight == 1
+        await asyncio.gather(*(router.generate(filling(num)) for num in (20, 16)))
+        assert engine.most_in_flight == 2, "together they need all that the engine gets"
 
     run_in_virtual_time(main())
 

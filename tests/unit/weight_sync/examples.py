@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.parallel.platform import host_group
-from megatron_bapo.weight_sync.host_chain import Chain, Group, SendResult, receive, send
+from megatron_bapo.weight_sync.host_chain import Chain, Group, receive, send
 from megatron_bapo.weight_sync.plan import Box, Shard, Slice, WeightPlan, make_plan
 from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
@@ -98,23 +98,23 @@ def transfer(
     *,
     num_senders: int = 1,
     wrap: Callable[[int, Group], Group] = lambda host, group: group,
-) -> list[SendResult]:
+) -> list[int]:
     """Transfer a version from the first hosts' stores to the others', in a thread and with gloo for each host.
 
-    Returns what each sender sent. `wrap` may replace the process group of a host.
+    Returns the bytes that each sender sent. `wrap` may replace the process group of a host.
     """
     rendezvous, hosts = dist.HashStore(), sorted(stores)
     ranks = {host: rank for rank, host in enumerate(hosts)}
     plan = stores[hosts[0]].plan(version)
 
-    def take_part(host: int) -> SendResult | None:
+    def take_part(host: int) -> int | None:
         group = host_group(rendezvous, ranks[host], len(hosts), "127.0.0.1", timeout_s=60.0)
         chain = Chain(wrap(host, group), ranks, tuple(hosts[num_senders:]))
         if host in hosts[:num_senders]:
             return send(stores[host], version, host, chain, base)
         return receive(stores[host], version, plan, host, chain, base)
 
-    def failing_fast(host: int) -> SendResult | None:
+    def failing_fast(host: int) -> int | None:
         """Drop the failed group together with the error's frames, which closes its connections."""
         try:
             return take_part(host)
