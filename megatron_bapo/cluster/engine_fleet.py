@@ -93,7 +93,7 @@ class EngineFleet:
     def on_lost(self, name: str, reason: str) -> None:
         """Replace an engine that the router has removed."""
         if self._transfers is not None:
-            self._transfers.lose(name, reason)
+            self._spawn(self._transfers.lose(name, reason))
         if name not in self._replacing:
             self._replacing.add(name)
             self._spawn(self._replace(name, reason))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class TransferEngine(Protocol):
 class EngineTransfers:
     """Forms the groups and follows the engines of the current one."""
 
-    def __init__(self, num_senders: int, publish: Callable[[str, str], None], notice_s: float) -> None:
+    def __init__(self, num_senders: int, publish: Callable[[str, str], Awaitable[None]], notice_s: float) -> None:
         """`num_senders` is the number of trainer ranks, and `publish` sets a key that all ranks can read.
 
         A lost engine is noticed within about `notice_s` after a transfer has failed.
@@ -69,14 +69,14 @@ class EngineTransfers:
         """Return the group that repeats the transfer in which `group` has failed, with the engines that are left."""
         if group != self._group:  # Ray has repeated the call
             return self.group
-        self._publish(group.failed_key, reason)
+        await self._publish(group.failed_key, reason)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._notice_s):
                 await self._lost.wait()
         self._lost.clear()
         self._members = dict(self._receiving)
         self._group = self._of(self._members, group.plan)
-        self._publish(group.next_key, self._group.to_json())
+        await self._publish(group.next_key, self._group.to_json())
         return self._group
 
     async def load(self, name: str, engine: TransferEngine, version: int) -> None:
@@ -84,7 +84,7 @@ class EngineTransfers:
         try:
             await engine.load_weights(version, self.group)
         except BaseException as error:
-            self.lose(name, str(error))
+            await self.lose(name, str(error))
             if isinstance(error, RunError):
                 raise EngineLost(str(error)) from error
             raise
@@ -118,11 +118,11 @@ class EngineTransfers:
         self._lacks.set()
         return await loaded
 
-    def lose(self, name: str, reason: str) -> None:
+    async def lose(self, name: str, reason: str) -> None:
         """End the current group if this engine has not loaded its version yet."""
         if self._receiving.pop(name, None) is not None:
             self._lost.set()
-            self._publish(self.group.failed_key, f"{name} was lost: {reason}")
+            await self._publish(self.group.failed_key, f"{name} was lost: {reason}")
 
     async def until_lacking(self) -> None:
         """Wait until an engine lacks weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import logging
@@ -239,9 +240,9 @@ def head_address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def put_key(namespace: bytes, key: str, value: str) -> None:
-    """Set a key of the cluster's key-value store."""
-    internal_kv._internal_kv_put(key, value, namespace=namespace)
+async def put_key(namespace: bytes, key: str, value: str) -> None:
+    """Set a key of the cluster's key-value store, as soon as the head can be reached."""
+    await asyncio.to_thread(internal_kv._internal_kv_put, key, value, namespace=namespace)
 
 
 def own_address() -> str:

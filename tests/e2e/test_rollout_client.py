@@ -1,8 +1,9 @@
-"""The trainer's calls of the rollout service over a connection that breaks."""
+"""The trainer's calls of the rollout service over a connection that breaks, and the service's calls of Ray's head."""
 
 import asyncio
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,13 +18,18 @@ from megatron_bapo.cluster.ray_cluster import (
     create_actor,
     get_actor,
     get_result,
+    head_address,
     local_cluster,
     own_node_id,
+    put_key,
 )
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.weight_sync.ray_store import RayStore
+from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE
+from tests.processes import title
 from tests.unit.config.examples import config
 
 LIMIT_S = 120.0
@@ -70,3 +76,21 @@ def test_a_batch_is_not_taken_twice_when_its_reply_is_lost(tmp_path: Path):
         time.sleep(2 * TAKE_S)
         num_taken = call_in_service.remote(lambda service: service.num_taken)
         assert get_result(num_taken, SERVICE, LIMIT_S) == 1
+
+
+def test_the_services_event_loop_runs_while_rays_head_cannot_be_reached():
+    async def main() -> None:
+        (head,) = [each for each in psutil.Process().children(recursive=True) if title(each) == "gcs_server"]
+        head.suspend()
+        reachable = threading.Timer(30.0, head.resume)
+        reachable.start()
+        call = asyncio.ensure_future(put_key(RENDEZVOUS_NAMESPACE, "a", "1"))
+        await asyncio.sleep(0.5)
+        assert not call.done()
+        reachable.cancel()
+        head.resume()
+        await call
+        assert RayStore(head_address(), LIMIT_S).get("a") == b"1"
+
+    with local_cluster(1, 80, "keys"):
+        asyncio.run(main())

@@ -16,7 +16,10 @@ class DirectRun(ModelledRun):
 
     def __init__(self, num_engines: int) -> None:
         self.keys: dict[str, str] = {}
-        super().__init__(num_engines, transfers=EngineTransfers(1, self.keys.__setitem__, NOTICE_S))
+        super().__init__(num_engines, transfers=EngineTransfers(1, self.publish, NOTICE_S))
+
+    async def publish(self, key: str, value: str) -> None:
+        self.keys[key] = value
 
     async def update(self, version: int, broken: str = "") -> TransferGroup:
         group = await self.fleet.begin_transfer(version, "plan", broken)
@@ -128,8 +131,8 @@ def test_an_engine_lost_during_a_transfer_ends_the_group_and_the_next_one_has_th
 
 def test_a_failure_that_no_engine_explains_is_repeated_with_all_of_them_after_a_while():
     async def main() -> None:
-        transfers = EngineTransfers(1, {}.__setitem__, NOTICE_S)
-        run = ModelledRun(1)
+        run = DirectRun(1)
+        transfers = EngineTransfers(1, run.publish, NOTICE_S)
         group = transfers.begin(run.engines, "plan", "")
         start = asyncio.get_running_loop().time()
         following = await transfers.repeat(group, "a connection was reset")
