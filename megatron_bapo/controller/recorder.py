@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_rollouts
+from megatron_bapo.data.rollout_files import RolloutHeader, remove_rollouts_after, write_parts, write_rollouts
 from megatron_bapo.data.rollout_table import COLUMNS, rollout_table
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.sinks import (
@@ -29,6 +29,7 @@ from megatron_bapo.metrics.sinks import (
 from megatron_bapo.metrics.token_table import TokenTable, remove_token_tables_after, write_token_table
 from megatron_bapo.metrics.values import Mean, Metric, merge, scalars
 from megatron_bapo.metrics.wandb_sink import WandbSink
+from megatron_bapo.records import Group
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import RunDirectory
@@ -125,12 +126,12 @@ class Recorder:
         header = replace(self._header(state, scored), step=state.step + 1, teacher=self._teacher)
         write_rollouts(self._rollouts_folder, header, scored.groups, advantages)
 
-    def write_validation(self, state: RunState, scored: ScoredGroups) -> None:
-        """Write the responses to held-out prompts after the current step if `logging.dump_validation` is set."""
+    def write_validation(self, state: RunState, scored: ScoredGroups, parts: Iterable[Sequence[Group]]) -> None:
+        """Write parts of the responses to held-out prompts after the current step, if it is configured."""
         if self._validation_folder is None:
             return
         header = replace(self._header(state, scored), sampling=self._validation_sampling)
-        write_rollouts(self._validation_folder, header, scored.groups, None)
+        write_parts(self._validation_folder, header, parts)
 
     def _header(self, state: RunState, scored: ScoredGroups) -> RolloutHeader:
         return RolloutHeader(

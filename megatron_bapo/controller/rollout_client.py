@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from megatron_bapo.cluster.ray_cluster import called_once, finished, get_actor, 
 from megatron_bapo.cluster.store_transfer import StoreTransfer
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.weight_probe import ProbeDifference, WeightProbe
 from megatron_bapo.weight_sync.plan import WeightPlan
@@ -67,12 +67,17 @@ class RolloutClient:
         if (taken := self._awaited(called_once(self._service.take).remote())) is None:
             return None
         scored, parts, seconds = taken
-        groups = [group for part in parts for group in get_result(part, SERVICE, _QUICK_S)]
-        return replace(scored, groups=groups), seconds
+        return replace(scored, groups=[group for part in _each(parts) for group in part]), seconds
 
-    def validate(self, seed: int) -> ScoredGroups | None:
-        """Return scored responses to every held-out prompt, or None if an engine needs weights first."""
-        return self._awaited(self._service.validate.remote(seed))
+    def validate(self, seed: int) -> tuple[ScoredGroups, Iterator[list[Group]]] | None:
+        """Return the scores of responses to every held-out prompt, or None if an engine needs weights first.
+
+        With `logging.dump_validation` the iterator yields parts of the whole responses, otherwise nothing.
+        """
+        if (validated := self._awaited(self._service.validate.remote(seed))) is None:
+            return None
+        scored, parts = validated
+        return scored, _each(parts)
 
     def _awaited(self, reference: Any) -> Any:
         """Return the result of a call that the service bounds by its progress, for as long as the service answers."""
@@ -154,3 +159,9 @@ class RolloutClient:
         """
         limit_s = self._config.rollout.health_check_timeout_s + _QUICK_S
         return get_result(self._service.probe.remote(probe), SERVICE, limit_s)
+
+
+def _each(parts: list[Any]) -> Iterator[list[Group]]:
+    """Yield the parts of a batch in order; each leaves the object store when nothing uses it any more."""
+    while parts:
+        yield get_result(parts.pop(0), SERVICE, _QUICK_S)

@@ -34,7 +34,7 @@ from megatron_bapo.rewards.scorer import Scorer
 from megatron_bapo.rollout.decoding import Decoder
 from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.generation import ScoredGroups, generate_group
-from megatron_bapo.rollout.hand_over import ResponseTexts, taken_apart
+from megatron_bapo.rollout.hand_over import ResponseTexts, taken_apart, without_contents
 from megatron_bapo.rollout.in_flight_group import Sampling, create_in_flight_group
 from megatron_bapo.rollout.messages import CompletedRequest
 from megatron_bapo.rollout.quarantine import FailureBudget, QuarantinedPrompt
@@ -159,10 +159,7 @@ class RolloutService:
         return waiting.result()
 
     async def _take(self) -> tuple[ScoredGroups, list[Any], dict[str, float]]:
-        """Return what `take` does when it is complete.
-
-        Each part is freed here when it is in the object store, so that the batch is in memory once.
-        """
+        """Return what `take` does when it is complete."""
         loop = asyncio.get_running_loop()
         start = loop.time()
         scored = await self._scheduler.take()
@@ -179,29 +176,37 @@ class RolloutService:
             scored.metrics.update(self._teacher.take_metrics())
         if self._environment is not None:
             scored.metrics["rollout/environment_timeouts"] = Last(self._environment.num_timeouts)
-        waited_s, groups = loop.time() - start, scored.groups
-        scored, parts = replace(scored, groups=[]), list[Any]()
+        waited_s = loop.time() - start
+        return replace(scored, groups=[]), await self._parts(scored.groups), {"generate": waited_s}
+
+    async def _parts(self, groups: list[Group]) -> list[Any]:
+        """Move groups from the list to the object store; return references to parts of them.
+
+        Each part is freed here when it is in the object store, so that the batch is in memory once.
+        """
+        parts = list[Any]()
         for start, part in taken_apart(groups):
             parts.append(put(await self._texts.restored(part, start)))
             part.clear()
             release_freed_memory()
             await asyncio.sleep(0)  # a part for each turn of the event loop
-        return scored, parts, {"generate": waited_s}
+        return parts
 
-    async def validate(self, seed: int) -> ScoredGroups | None:
-        """Return scored responses to every held-out prompt, or None as `take` does.
+    async def validate(self, seed: int) -> tuple[ScoredGroups, list[Any]] | None:
+        """Return what metrics need of the scored responses to every held-out prompt, and references to their parts.
 
-        Raises RunError if no prompt is finished for `idle_limit_s`, or if every prompt was quarantined.
+        There are parts only with `logging.dump_validation`. Returns None as `take` does. Raises RunError if no prompt
+        is finished for `idle_limit_s`, or if every prompt was quarantined.
         """
         return await self._unless_lacking("validate", lambda: self._validate(seed))
 
-    async def _validate(self, seed: int) -> ScoredGroups:
+    async def _validate(self, seed: int) -> tuple[ScoredGroups, list[Any]]:
         n, limits = self._config.evaluation.n, self._config.rollout
-        failure_budget = FailureBudget(limits.max_reward_failures)
+        failure_budget, dumped = FailureBudget(limits.max_reward_failures), dict[int, Group]()
 
         async def sample_or_quarantine(prompt: TokenizedPrompt, index: int) -> ScoredGroups:
             try:
-                return await self._sample_group(prompt, n, seed, index)
+                scored = await self._sample_group(prompt, n, seed, index)
             except (QuarantinedPrompt, FunctionFailed) as error:
                 self._quarantine(
                     error
@@ -209,6 +214,10 @@ class RolloutService:
                     else failure_budget.use(prompt.prompt.prompt_id, error)
                 )
                 return ScoredGroups([], 0)
+            (group,) = scored.groups
+            if self._config.logging.dump_validation:
+                dumped[index] = group
+            return replace(scored, groups=[without_contents(group)])
 
         work = (sample_or_quarantine(prompt, index) for index, prompt in enumerate(self._validation))
         try:
@@ -222,7 +231,8 @@ class RolloutService:
         if not groups:
             raise RunError(f"every held-out prompt was quarantined; see {self._directory.quarantined} for the reasons")
         metrics: dict[str, Metric] = {"validation/quarantined": Sum(len(self._validation) - len(groups))}
-        return ScoredGroups(groups, sum(scored.num_reward_timeouts for scored in results), metrics)
+        parts = await self._parts([dumped.pop(index) for index in sorted(dumped)])
+        return ScoredGroups(groups, sum(scored.num_reward_timeouts for scored in results), metrics), parts
 
     async def sample_response(self, prompt: int, sample: int) -> ScoredGroups | None:
         """Return a scored response to a training prompt, sampled as for evaluation; None if it was quarantined."""
@@ -298,7 +308,9 @@ class RolloutService:
         group = create_in_flight_group(prompt, sampling, batch_seed=seed, index=index, prompt_serial=_VALIDATION_SERIAL)
         limit = self._config.rollout.max_request_failures
         await generate_group(group, self._router.generate, self._decoder.decode, self._environment, max_failures=limit)
-        return await self._score(await group.group(self._decoder.decode))
+        sampled = await group.group(self._decoder.decode)
+        # Routes, which only training needs, may have many times the bytes of the tokens.
+        return await self._score(Group(sampled.prompt, tuple(replace(t, routes=None) for t in sampled.trajectories)))
 
     async def _on_every(self, action: Callable[[EngineActor], Awaitable[T]]) -> dict[str, T]:
         return await self._router.on_every(lambda engine: action(cast(EngineActor, engine)))

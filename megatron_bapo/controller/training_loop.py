@@ -350,10 +350,11 @@ def evaluate(run: Run) -> None:
     if broadcast_object(recorder is not None and ("validation", step) in recorder.recorded, run.worker.groups):
         return
     run.announce("evaluating on held-out prompts")
-    scored = waited_for(run, engines and partial(engines.validate, seed=run.config.seed))
-    if scored is None or recorder is None:
+    validated = waited_for(run, engines and partial(engines.validate, seed=run.config.seed))
+    if validated is None or recorder is None:
         return
-    recorder.write_validation(run.state, scored)
+    scored, parts = validated
+    recorder.write_validation(run.state, scored, parts)
     recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
     recorder.recorded.add(("validation", step))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,13 @@ def write_rollouts(
     if shapes:
         (shape,) = shapes
         header = replace(header, route_shape=shape)
-    schema = _schema(header).with_metadata({_HEADER: json.dumps(asdict(header))})
-    path = folder / f"step-{header.step:08d}.parquet"
-    partial = path.with_suffix(".partial")
-    _write(partial, rows, schema)
-    partial.replace(path)
+    _write(folder, header, [rows])
+
+
+def write_parts(folder: Path, header: RolloutHeader, parts: Iterable[Sequence[Group]]) -> None:
+    """Write the same file from the parts of a batch that no trainer uses, without routes; one part is in memory."""
+    numbers = count()
+    _write(folder, header, ([row for group in part for row in _rows(next(numbers), group)] for part in parts))
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
@@ -184,9 +186,15 @@ def _read_saved(path: Path, schema: pa.Schema) -> pa.Table:
         raise UserError(f"{path} is damaged: {error}. Delete it; its rollouts are then generated again") from None
 
 
-def _write(path: Path, rows: list[dict[str, Any]], schema: pa.Schema) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows, schema), path, compression="zstd", write_page_checksum=True)
+def _write(folder: Path, header: RolloutHeader, parts: Iterable[list[dict[str, Any]]]) -> None:
+    schema = _schema(header).with_metadata({_HEADER: json.dumps(asdict(header))})
+    path = folder / f"step-{header.step:08d}.parquet"
+    partial = path.with_suffix(".partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(partial, schema, compression="zstd", write_page_checksum=True) as writer:
+        for rows in parts:
+            writer.write_table(pa.Table.from_pylist(rows, schema))
+    partial.replace(path)
 
 
 def _read(path: Path, schema: pa.Schema) -> pa.Table:

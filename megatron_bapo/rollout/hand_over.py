@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.in_flight_group import Decode
 
@@ -17,6 +19,7 @@ PART_BYTES = 1 << 24
 """Size of a part of a batch; copying it takes some milliseconds."""
 TRAJECTORY_BYTES = 1 << 14
 """Bytes that a trajectory counts as besides its tokens and log-probs: pickling it takes as long as copying so many."""
+_NO_TOKENS, _NO_LOG_PROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 class ResponseTexts:
@@ -47,6 +50,25 @@ class ResponseTexts:
         if trajectory.text:
             return trajectory
         return replace(trajectory, text=await self._decode(trajectory.response_token_ids))
+
+
+def without_contents(group: Group) -> Group:
+    """Return a scored group with only what the metrics of held-out prompts need: rewards and the turns' roles."""
+    kept = (
+        replace(
+            trajectory,
+            prompt_token_ids=_NO_TOKENS,
+            response_token_ids=_NO_TOKENS,
+            behaviour_log_probs=_NO_LOG_PROBS,
+            version_spans=(),
+            text="",
+            answer=None,
+            loss_mask=None,
+            turns=tuple({"role": turn["role"]} for turn in trajectory.turns),
+        )
+        for trajectory in group.trajectories
+    )
+    return Group(group.prompt, tuple(kept))
 
 
 def taken_apart(groups: list[Group]) -> Iterator[tuple[int, list[Group]]]:

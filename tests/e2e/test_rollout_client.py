@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -26,11 +27,14 @@ from megatron_bapo.cluster.ray_cluster import (
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.model.hf_create import byte_tokenizer
+from megatron_bapo.records import Group, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.hand_over import PART_BYTES
+from megatron_bapo.rollout.tokenization import TokenizedPrompt
 from megatron_bapo.weight_sync.ray_store import RayStore
 from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE
 from tests.processes import title
-from tests.unit.config.examples import config
+from tests.unit.config.examples import ARITHMETIC, config
 
 LIMIT_S = 120.0
 TAKE_S = 10.0
@@ -76,6 +80,39 @@ def test_a_batch_is_not_taken_twice_when_its_reply_is_lost(tmp_path: Path):
         time.sleep(2 * TAKE_S)
         num_taken = call_in_service.remote(lambda service: service.num_taken)
         assert get_result(num_taken, SERVICE, LIMIT_S) == 1
+
+
+class HeldOut(RolloutService):
+    """Responds to a held-out prompt with its number, so often that it is a part of its own; the first one ends last."""
+
+    async def _sample_group(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
+        await asyncio.sleep(0.0 if index else 0.5)
+        numbers = np.full(PART_BYTES // 8, index, np.int32)
+        span = VersionSpan(0, len(numbers))
+        response = Trajectory(numbers[:1], numbers, numbers.astype(np.float32), (span,), "stop", "x" * 100, 0.25)
+        return ScoredGroups([Group(prompt.prompt, (response,))], 1)
+
+
+@pytest.mark.parametrize("dump", [False, True])
+def test_held_out_responses_leave_the_service_in_parts_and_only_if_they_are_written(tmp_path: Path, dump: bool):
+    byte_tokenizer(["0123456789"]).save_pretrained(tmp_path)
+    run = config(
+        run_dir=str(tmp_path), model__create=None, model__path=str(tmp_path), data__chat_template=False,
+        data__max_prompt_length=1000, data__validation={**ARITHMETIC, "size": 3, "seed": 2},
+        logging__dump_validation=dump,
+    )  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    with local_cluster(1, 80, "held-out"):
+        _service = create_actor(HeldOut, run, [], name=SERVICE)
+        scored, parts = RolloutClient(run).validate(seed=1) or pytest.fail("no engine lacks weights")
+        responses = [response for group in scored.groups for response in group.trajectories]
+        assert (scored.num_reward_timeouts, [response.reward for response in responses]) == (3, [0.25] * 3)
+        assert sum(response.num_bytes + len(response.text) for response in responses) == 0
+        found = [
+            [(len(each.text), int(each.response_token_ids[-1])) for group in part for each in group.trajectories]
+            for part in parts
+        ]
+        assert found == [[(100, index)] for index in range(3) if dump]
 
 
 def test_the_services_event_loop_runs_while_rays_head_cannot_be_reached():

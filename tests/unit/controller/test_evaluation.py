@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ from megatron_bapo.controller.evaluation import rollout_metrics, samples, valida
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.records import FinishReason, Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.hand_over import without_contents
 
 
 def trajectory(reward: float, length: int = 2, finish_reason: FinishReason = "stop") -> Trajectory:
@@ -93,6 +95,9 @@ def test_with_an_environment_turns_are_counted_and_samples_name_the_roles():
     several = conversation("<calculator>1 + 1</calculator>", "2", "<calculator>2</calculator>", "2", "2")
     scored = ScoredGroups([group(several, *(conversation(number) for number in "234"))], 0)
 
+    without = replace(scored, groups=[without_contents(group) for group in scored.groups])
+    assert validation_metrics(without, n=4) == validation_metrics(scored, n=4)
+    assert len(pickle.dumps(without)) < 1000
     for metrics in (rollout_metrics(scored), validation_metrics(scored, n=4)):
         turns = {name: value for name, value in scalars(metrics).items() if name.startswith("num_turns/")}
         assert turns == {"num_turns/mean": 1.5, "num_turns/max": 3.0, "num_turns/multi_turn_ratio": 0.25}

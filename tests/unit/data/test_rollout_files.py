@@ -13,6 +13,7 @@ from megatron_bapo.data.rollout_files import (
     read_rollouts,
     remove_rollouts_after,
     rollout_files,
+    write_parts,
     write_rollouts,
 )
 from megatron_bapo.errors import UserError
@@ -96,6 +97,18 @@ def test_advantages_and_groups_are_plain_columns_for_other_programs(file, tmp_pa
     assert table["advantages"].to_pylist() == [[0.1] * length for length in (5, 2, 3, 3)]
     write_rollouts(tmp_path / "untrained", HEADER, groups(), None)
     assert pq.read_table(tmp_path / "untrained" / file.name)["advantages"].to_pylist() == [None] * 4
+
+
+def test_a_batch_that_arrives_in_parts_is_read_like_a_whole_one(tmp_path: Path):
+    write_parts(tmp_path, HEADER, ([group] for group in groups()))
+    (file,) = rollout_files(tmp_path).values()
+    assert pq.read_metadata(file).num_row_groups == 2
+    assert pq.read_table(file)["advantages"].to_pylist() == [None] * 4
+    header, found = read_rollouts(file)
+    assert header == HEADER
+    assert [[bits(each) for each in group.trajectories] for group in found] == [
+        [bits(each) for each in group.trajectories] for group in groups()
+    ]
 
 
 def test_a_truncated_file_is_refused(file):
