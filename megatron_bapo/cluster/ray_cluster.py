@@ -277,9 +277,14 @@ def get_result(reference: Any, who: str, timeout_s: float) -> Any:
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
-        raise RunError(f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder") from None
+        raise unanswered(who, timeout_s) from None
     except RayError as error:
         raise _cause(error, who) from error
+
+
+def unanswered(who: str, timeout_s: float) -> RunError:
+    """Return the error of a call that the actor `who` did not answer in time."""
+    return RunError(f"{who} did not answer within {timeout_s:.0f} s; see the run's logs folder")
 
 
 async def await_result(reference: Any, who: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_bapo.cluster.host_store import host_store_name
-from megatron_bapo.cluster.ray_cluster import get_actor, get_result, head_address
+from megatron_bapo.cluster.ray_cluster import finished, get_actor, get_result, head_address, unanswered
 from megatron_bapo.errors import RunError
 from megatron_bapo.weight_sync.plan import WeightPlan
 from megatron_bapo.weight_sync.ray_store import RayStore
@@ -111,12 +111,14 @@ class StoreTransfer:
     ) -> tuple[dict[int, Any], RunError | None]:
         """Return the results of a call to each store that did not fail, and the error of the last host that did.
 
-        Hosts later in the chain are those that notice damaged data.
+        Hosts later in the chain are those that notice damaged data. `limit_s` limits the wait for all of them together.
         """
         references = {host: call(host, store) for host, store in stores.items()}
-        results, failure = {}, None
+        results, failure, ready = {}, None, finished(references, limit_s)
         for host, reference in references.items():
             try:
+                if host not in ready:
+                    raise unanswered(host_store_name(host), limit_s)
                 results[host] = get_result(reference, host_store_name(host), limit_s)
             except RunError as error:
                 failure = error

@@ -108,6 +108,23 @@ def test_a_receiver_waits_until_its_file_is_prepared_and_prepares_none_for_a_who
         store.close()
 
 
+class Late:
+    def answer(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+def test_the_limit_of_a_transfer_is_that_of_all_hosts_together():
+    with local_cluster(3, 80, "late"):
+        transfer = StoreTransfer((), (), full_every=1, limit_s=LIMIT_S)
+        stores = {host: create_actor(Late, name=host_store_name(host)) for host in range(3)}
+        transfer._results(stores, lambda host, store: store.answer.remote(0.0), LIMIT_S)  # all have started
+        seconds = {0: 0.0, 1: 60.0, 2: 9.0}
+        results, failure = transfer._results(stores, lambda host, store: store.answer.remote(seconds[host]), 6.0)
+    assert results == {0: 0.0}
+    assert str(failure).startswith(f"{host_store_name(2)} did not answer within 6 s")
+
+
 def test_a_weight_update_prepares_the_engine_hosts_for_differences_once_the_engines_have_the_version(tmp_path: Path):
     """The service has no engines here, so all of its engines have loaded a version at once."""
     byte_tokenizer(["0123456789"]).save_pretrained(tmp_path)
