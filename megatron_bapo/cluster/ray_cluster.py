@@ -255,9 +255,12 @@ def own_node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def put(value: Any) -> Any:
-    """Copy a value to the object store; return its reference. It is freed with the last reference in any process."""
-    return ray.put(value)
+async def put(value: Any) -> Any:
+    """Copy a value to the object store; return its reference. It is freed with the last reference in any process.
+
+    A full object store makes room on disk first, which may take seconds.
+    """
+    return await asyncio.to_thread(ray.put, value)
 
 
 def finished(references: Mapping[Name, Any], timeout_s: float = 0.0) -> list[Name]:

@@ -186,10 +186,9 @@ class RolloutService:
         """
         parts = list[Any]()
         for start, part in taken_apart(groups):
-            parts.append(put(await self._texts.restored(part, start)))
+            parts.append(await put(await self._texts.restored(part, start)))
             part.clear()
             release_freed_memory()
-            await asyncio.sleep(0)  # a part for each turn of the event loop
         return parts
 
     async def validate(self, seed: int) -> tuple[ScoredGroups, list[Any]] | None:

@@ -5,9 +5,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -22,6 +23,7 @@ from megatron_bapo.cluster.ray_cluster import (
     head_address,
     local_cluster,
     own_node_id,
+    put,
     put_key,
 )
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
@@ -36,6 +38,7 @@ from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE
 from tests.processes import title
 from tests.unit.config.examples import ARITHMETIC, config
 
+T = TypeVar("T")
 LIMIT_S = 120.0
 TAKE_S = 10.0
 
@@ -115,19 +118,27 @@ def test_held_out_responses_leave_the_service_in_parts_and_only_if_they_are_writ
         assert found == [[(100, index)] for index in range(3) if dump]
 
 
-def test_the_services_event_loop_runs_while_rays_head_cannot_be_reached():
+async def result_after_a_pause(name: str, call: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a call that waits for a process of Ray, during which the event loop runs."""
+    (process,) = [each for each in psutil.Process().children(recursive=True) if title(each) == name]
+    process.suspend()
+    goes_on = threading.Timer(20.0, process.resume)
+    goes_on.start()
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    goes_on.cancel()
+    process.resume()
+    return await task
+
+
+def test_the_services_event_loop_runs_while_rays_head_or_its_object_store_is_busy():
     async def main() -> None:
-        (head,) = [each for each in psutil.Process().children(recursive=True) if title(each) == "gcs_server"]
-        head.suspend()
-        reachable = threading.Timer(30.0, head.resume)
-        reachable.start()
-        call = asyncio.ensure_future(put_key(RENDEZVOUS_NAMESPACE, "a", "1"))
-        await asyncio.sleep(0.5)
-        assert not call.done()
-        reachable.cancel()
-        head.resume()
-        await call
+        part = np.arange(PART_BYTES, dtype=np.int8)
+        reference = await result_after_a_pause("raylet", put(part))
+        assert np.array_equal(get_result(reference, "the object store", LIMIT_S), part)
+        await result_after_a_pause("gcs_server", put_key(RENDEZVOUS_NAMESPACE, "a", "1"))
         assert RayStore(head_address(), LIMIT_S).get("a") == b"1"
 
-    with local_cluster(1, 80, "keys"):
+    with local_cluster(1, 80, "busy"):
         asyncio.run(main())
