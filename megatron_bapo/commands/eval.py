@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_bapo.cluster.interrupts import Interrupts
 from megatron_bapo.cluster.ray_cluster import finished, get_result
 from megatron_bapo.commands.evaluated_model import EvaluatedModel, find_model
-from megatron_bapo.config.checks import differences, prompt_source_problems, refuse
+from megatron_bapo.config.checks import differences, missing_prompt_file, prompt_source_problems, refuse
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
 from megatron_bapo.config.rollout import IDLE_LIMIT
@@ -106,7 +106,7 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
     """
     console = terminal(stderr=as_json)
     directory, n = BenchmarkDirectory(config.run_dir), config.evaluation.n
-    model = find_model(config.model, directory.export)
+    model = _checked_model(config, directory)
     prompts = _checked_problems(config, model, console)
     subject = Subject.of(model, prompts)
     _check_continued(config, directory, subject)
@@ -138,13 +138,20 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
     return 0
 
 
+def _checked_model(config: EvalConfig, directory: RunDirectory) -> EvaluatedModel:
+    """Return the model. Raises UserError that lists all that is wrong with the model and the source of the problems."""
+    key, source = "data.validation", config.data.validation
+    broken = [*prompt_source_problems(key, source, config.reward.type), *missing_prompt_file(key, source)]
+    try:
+        model = find_model(config.model, directory.export)
+    except UserError as error:
+        raise UserError("\n".join([str(error), *broken])) from None
+    refuse([*model.problems(config), *broken])
+    return model
+
+
 def _checked_problems(config: EvalConfig, model: EvaluatedModel, console: Console) -> list[Prompt]:
-    """Run all cheap checks and return the prompts. Raises UserError."""
-    broken = [
-        *model.problems(config),
-        *prompt_source_problems("data.validation", config.data.validation, config.reward.type),
-    ]
-    refuse(broken)
+    """Run the other cheap checks and return the prompts. Raises UserError."""
     serving = model.serving(config)
     check_this_machine(serving)
     check_writable(config.run_dir)

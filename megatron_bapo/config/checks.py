@@ -279,13 +279,18 @@ def prompt_source_problems(key: str, source: PromptSourceConfig, reward_type: st
         yield f"{key}.path={source.path} must end in {' or '.join(PROMPT_FILE_SUFFIXES)}; convert it to one of them"
 
 
+def missing_prompt_file(key: str, source: PromptSourceConfig) -> Iterator[str]:
+    """Yield what to do if the file of a source, whose configuration key is `key`, does not exist."""
+    if source.path is not None and source.path.suffix in PROMPT_FILE_SUFFIXES and not source.path.is_file():
+        yield (
+            f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}. "
+            "docs/guides/data.md says how to make one"
+        )
+
+
 def _missing_prompt_files(config: Config) -> Iterator[str]:
     for key, source in _prompt_sources(config).items():
-        if source.path is not None and source.path.suffix in PROMPT_FILE_SUFFIXES and not source.path.is_file():
-            yield (
-                f"{key}.path={source.path} must be an existing file; relative paths start at {Path.cwd()}. "
-                "docs/guides/data.md says how to make one"
-            )
+        yield from missing_prompt_file(key, source)
     curriculum = config.data.curriculum
     if curriculum is not None and curriculum.pass_rates is not None and not curriculum.pass_rates.is_file():
         yield (

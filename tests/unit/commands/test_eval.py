@@ -89,7 +89,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
         (None, ["evaluation.k=[1,8]"], "k=8 must not exceed n=2, the responses per problem; raise n or lower k"),
         (None, ["reward.function=nowhere:f"], "there is no module 'nowhere'"),
         (None, ["model.path=nowhere"], "model.path=nowhere does not exist; give a Hugging Face folder"),
-        (None, ["data.validation.path=nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (None, ["data.validation.path=nowhere.jsonl"], "data.validation.path=nowhere.jsonl must be an existing file"),
         (None, ["data.max_prompt_length=2"], "prompt validation:0, counted from 0, has 6 tokens"),
         (
             None,
@@ -120,6 +120,13 @@ def test_a_wrong_input_is_named_with_exit_code_2_before_anything_starts(folder, 
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not (folder / "eval").exists()
+
+
+def test_a_missing_model_and_missing_problems_are_named_at_once(folder: Path) -> None:
+    result = evaluate(folder, "--dry-run", "model.path=nowhere", "data.validation.path=nowhere.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "model.path=nowhere does not exist; give a Hugging Face folder" in result.stderr
+    assert "data.validation.path=nowhere.jsonl must be an existing file" in result.stderr
 
 
 def test_a_skipped_row_is_shown_verbatim(folder: Path) -> None:
