@@ -94,7 +94,7 @@ def _load_file(source: PromptSourceConfig, path: Path, name: str, system_prompt:
                 continue
             problem = f"{where}: {row}"
             if source.on_bad_line == "stop":
-                raise UserError(f"{problem}. Correct it, or set on_bad_line: skip to skip such rows.")
+                raise UserError(f"{problem}. Correct it, or set data.{name}.on_bad_line=skip to skip such rows.")
             num_skipped += 1
             if len(reasons) < NUM_SKIPPED_REASONS:
                 reasons.append(problem)

@@ -81,6 +81,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
             [],
             "sums.jsonl:1: no ground truth under 'reward_model.ground_truth' or 'answer' or 'label'",
         ),
+        ({}, [], "Correct it, or set data.validation.on_bad_line=skip to skip such rows."),
         (
             {"prompt": "4?", "answer": " "},
             ["reward.type=math_verify", "reward.function=null"],
@@ -101,6 +102,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
     ],
     ids=[
         "no answers",
+        "no columns",
         "unreadable answer",
         "k > n",
         "no function",

@@ -137,7 +137,7 @@ def test_a_malformed_line_stops_and_names_location_reason_excerpt_and_remedy(tmp
     assert f"{path}:3: " in message
     assert reason in message
     assert line[:60] in message
-    assert "on_bad_line: skip" in message
+    assert "set data.train.on_bad_line=skip" in message
 
 
 @pytest.mark.parametrize("column", ["prompt", "answer", "data_source", "extra_info"])
