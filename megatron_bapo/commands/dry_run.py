@@ -1,6 +1,6 @@
 """What `train --dry-run` shows: one rendered prompt, the reward's scores of it, and what the run directory holds.
 
-Nothing is written, and nothing is started but the processes of the user's functions.
+Nothing stays written, and nothing is started but the processes of the user's functions.
 """
 
 from __future__ import annotations

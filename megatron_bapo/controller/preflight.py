@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from errno import EACCES, ENOTDIR
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megatron_bapo.config.schema import Config
@@ -46,7 +46,7 @@ class Inputs:
 def check_inputs(config: Config, rollouts_from: Path | None = None) -> tuple[str, ...]:
     """Check everything that can go wrong cheaply, for commands that do not train, and return notes for the user.
 
-    Nothing is written. Raises UserError.
+    Nothing stays written. Raises UserError.
     """
     return read_inputs(config, rollouts_from).prompts.notes
 
@@ -123,11 +123,12 @@ def check_replies(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_writable(run_dir: Path) -> None:
-    """Check that the folder can be created, or written to. Raises UserError."""
+    """Check that the folder can be created, or written to, with a folder that is removed at once. Raises UserError."""
     nearest = next(folder for folder in (run_dir, *run_dir.parents) if os.path.exists(folder))
-    code = ENOTDIR if not nearest.is_dir() else 0 if os.access(nearest, os.W_OK | os.X_OK) else EACCES
-    if code:
-        raise unwritable(f"run_dir={run_dir}", OSError(code, os.strerror(code), str(nearest)))
+    try:
+        TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        raise unwritable(f"run_dir={run_dir}", OSError(error.errno, error.strerror, str(nearest))) from None
 
 
 def check_functions(config: Config, *, engines: bool = True, reward: bool = True) -> None:

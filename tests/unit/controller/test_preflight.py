@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bapo.config.schema import Config, CreateModelConfig
-from megatron_bapo.controller.preflight import check_inputs, checked_prompts, read_inputs
+from megatron_bapo.controller.preflight import check_inputs, check_writable, checked_prompts, read_inputs
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.rollout.tokenization import load_tokenizer
@@ -104,9 +104,10 @@ def test_a_run_directory_that_cannot_be_made_is_refused_before_prompts_are_read(
         checked_prompts(checked)
 
 
-def test_a_run_directory_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write in any folder
-    assert f"cannot be written to (Permission denied: {tmp_path})" in refusal(config(tmp_path))
+def test_a_run_directory_in_a_folder_that_takes_no_folders_is_refused() -> None:
+    """The permissions of /proc let root write there."""
+    with pytest.raises(UserError, match=r"run_dir=/proc/run cannot be written to \(.*: /proc\)"):
+        check_writable(Path("/proc/run"))
 
 
 def test_a_folder_without_rollouts_is_refused_and_no_reward_is_imported_for_it(tmp_path: Path) -> None:
