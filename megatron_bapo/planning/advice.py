@@ -13,6 +13,7 @@ from megatron_bapo.planning.plan import Plan, gib
 from megatron_bapo.planning.search import (
     TOKEN_ROUNDING,
     Settings,
+    broken_rules,
     changes,
     largest_engine,
     nearest,
@@ -46,7 +47,8 @@ def obstacles(plan: Plan, num_gpus: int) -> tuple[Plan | None, list[str]]:
     """Return the layout that comes nearest to fitting where none does, and its problems with the ways out."""
     near = nearest(plan, num_gpus)
     if near is None:
-        return None, [f"no sizes of the axes that divide {num_gpus} GPUs keep the rules; take another number of GPUs"]
+        none = f"no sizes of the axes that divide {num_gpus} GPUs keep the rules; take another number of GPUs"
+        return None, [none, *broken_rules(plan, num_gpus)]
     lines = [*near.problems]
     if near.problems_of_gpus:
         lines.append("Take more or larger GPUs, or shorter responses.")

@@ -83,6 +83,15 @@ def nearest(plan: Plan, num_gpus: int) -> Plan | None:
     return min(candidates, key=_distance, default=None)
 
 
+def broken_rules(plan: Plan, num_gpus: int) -> list[str]:
+    """Return the rules that the search's layout with the fewest data-parallel ranks breaks."""
+    num_own = num_gpus - plan.config.num_teacher_ranks
+    layouts = chain(_layouts(plan, num_own), _wide_layouts(plan, num_own))
+    configs = (with_settings(plan.config, settings) for settings in layouts)
+    fewest = min(configs, key=lambda config: config.parallel.data_parallel_size, default=None)
+    return [] if fewest is None else planned_problems(fewest, plan.architecture, "the model", teacher_of(fewest))
+
+
 def _distance(plan: Plan) -> tuple[int, int, int]:
     excess = max(0, plan.while_training(plan.worst_stage) - plan.gpu_bytes)
     return excess, len(plan.problems), plan.host_bytes
@@ -163,7 +172,7 @@ def _layouts(plan: Plan, num_gpus: int, *, usual: bool = True) -> Iterator[Setti
         tensor_sizes = [size for size in _divisors(world, most_tensor) if arch.num_attention_heads % size == 0]
         stages = _divisors(world, min(most, arch.num_hidden_layers))
         context_sizes = _divisors(world, min(most, max(1, config.max_model_len // TOKEN_ROUNDING)))
-        expert_sizes = [size for size in _divisors(world, most_experts) if has_experts and arch.num_experts % size == 0]
+        expert_sizes = [size for size in _divisors(arch.num_experts, most_experts) if has_experts and world % size == 0]
         axes = product(
             tensor_sizes, stages, VIRTUAL_SIZES, context_sizes, expert_sizes or [1], RECOMPUTE, (False, True)
         )

@@ -168,3 +168,15 @@ def test_the_nearest_layout_names_the_gpus_where_they_are_the_limit() -> None:
     _, lines = obstacles(recipe("qwen2.5-32b_8gpus"), 1)
     assert "while it trains; an H100 has 79.2 GiB" in lines[0]
     assert lines[-1] == "Take more or larger GPUs, or shorter responses."
+
+
+@pytest.mark.parametrize("num_gpus", [10**6, 10**23])
+def test_a_number_of_gpus_on_which_every_layout_breaks_a_rule_names_the_rule(num_gpus: int) -> None:
+    near, lines = obstacles(recipe(NAME), num_gpus)
+    assert near is None
+    assert lines[0].startswith(f"no sizes of the axes that divide {num_gpus} GPUs keep the rules; take another number")
+    assert lines[1].startswith("trainer.ppo_mini_batch_size=1024 trajectories must be at least one for each of the ")
+
+
+def test_a_search_on_any_number_of_gpus_ends() -> None:
+    assert search(recipe(NAME), 10**23) == []
