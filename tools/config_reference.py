@@ -48,6 +48,7 @@ EVALUATION = """## Keys of an evaluation
 `eval` also reads the keys of `data.validation`, `reward` and `rollout` above that say how prompts are read, responses
 scored and engines run. The keys below exist only for `eval`, or have another default there.
 """
+LINE_LENGTH = 120
 HEADER = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
@@ -76,8 +77,9 @@ def _tables(
     rows = [row for name, field in plain if (row := _row(f"{prefix}{name}", field, docstrings[name])) not in known]
     if rows:
         title = f"{level} {title}" if title else f"{level} `{prefix.rstrip('.')}`"
-        about = [" ".join((section.__doc__ or "").split()), "This section is optional." * optional]
-        yield "\n".join([title, "", *([" ".join(about).strip(), ""] if any(about) else []), HEADER, *rows, ""])
+        about = " ".join([*(section.__doc__ or "").split(), "This section is optional." * optional])
+        lines = textwrap.wrap(about, LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
+        yield "\n".join([title, "", *([*lines, ""] if lines else []), HEADER, *rows, ""])
     for name, found in nested.items():
         is_optional = section.model_fields[name].default is None
         yield from _tables(f"{prefix}{name}.", found, level=level, optional=is_optional, known=known)
