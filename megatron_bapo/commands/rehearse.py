@@ -11,18 +11,17 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
-from megatron_bapo.model.build import build_policy
+from megatron_bapo.model.build import PolicyModel, build_policy
 from megatron_bapo.parallel.fake_ranks import FakeRank, Group, fake_rank, process_group
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups, embedding_group
 from megatron_bapo.planning.activations import MicroBatch
@@ -31,7 +30,7 @@ from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.trainer_memory import largest_micro_batch, num_micro_batches, stage_memory
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.optimizer import Optimizer
+from megatron_bapo.trainer.optimizer import Optimizer, StepResult
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import Worker
 
@@ -150,8 +149,7 @@ def rehearse_rank(
         with fake_rank((tokens, 1, architecture.hidden_size), num_routed) as played:
             worker = _worker(config, architecture, groups, played)
             played.forget_traffic()  # of the model's construction
-            with _without_device_memory(worker, played):
-                update_policy(worker, _examples(config, batch, num), lr=LEARNING_RATE, on_policy=False)
+            update_policy(worker, _examples(config, batch, num), lr=LEARNING_RATE, on_policy=False)
             traffic = tuple(_traffic(played, groups))
             del worker
         stage = groups.pipeline.rank
@@ -170,26 +168,22 @@ def rehearse_rank(
 
 def _worker(config: Config, architecture: Architecture, groups: ParallelGroups, played: FakeRank) -> Worker:
     # Weights are initialized on the device, as on a GPU. The checkpoint may be on another machine.
-    with patch("megatron_bapo.model.build.has_gpu", lambda: True):
-        model = build_policy(config, architecture, groups)
-    chunks = [chunk.ddp for chunk in model.chunks]
-    if not config.optimizer.cpu_offload:
-        return Worker(config, groups, model, Optimizer(chunks, groups, config.optimizer))
-    with played.on_host():
-        return Worker(config, groups, model, Optimizer(chunks, groups, config.optimizer))
+    model = build_policy(config, architecture, groups, on_gpu=True)
+    with played.on_host() if config.optimizer.cpu_offload else nullcontext():
+        optimizer = _HostStep(played, model, groups, config.optimizer)
+    return Worker(config, groups, model, optimizer)
 
 
-@contextmanager
-def _without_device_memory(worker: Worker, played: FakeRank) -> Iterator[None]:
-    """Let the optimizer step allocate nothing on the device, as a fused or an offloaded Adam."""
-    step = worker.optimizer.step
+class _HostStep(Optimizer):
+    """Optimizer whose step allocates nothing on the device, as that of a fused or an offloaded Adam."""
 
-    def on_host(lr: float) -> Any:
-        with played.on_host():
-            return step(lr)
+    def __init__(self, played: FakeRank, model: PolicyModel, groups: ParallelGroups, settings: OptimizerConfig) -> None:
+        super().__init__([chunk.ddp for chunk in model.chunks], groups, settings)
+        self._played = played
 
-    with patch.object(worker.optimizer, "step", on_host):
-        yield
+    def step(self, lr: float) -> StepResult:
+        with self._played.on_host():
+            return super().step(lr)
 
 
 def _micro_batch(config: Config) -> MicroBatch:

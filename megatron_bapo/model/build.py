@@ -138,14 +138,20 @@ def ddp_config(
 
 
 def build_policy(
-    config: Config, architecture: Architecture, groups: ParallelGroups, *, frozen: bool = False
+    config: Config,
+    architecture: Architecture,
+    groups: ParallelGroups,
+    *,
+    frozen: bool = False,
+    on_gpu: bool | None = None,
 ) -> PolicyModel:
     """Build this rank's shard of a model on its device, with randomly initialized weights.
 
-    A `frozen` model has no gradients and no gradient buffers.
+    A `frozen` model has no gradients and no gradient buffers. `on_gpu` says whether the device is a GPU; None: whether
+    this machine has one.
     """
-    parallel = config.parallel
-    megatron = transformer_config(architecture, config.model, parallel, config.fp8, on_gpu=has_gpu())
+    parallel, on_gpu = config.parallel, has_gpu() if on_gpu is None else on_gpu
+    megatron = transformer_config(architecture, config.model, parallel, config.fp8, on_gpu=on_gpu)
     layers = stage_layers(architecture, parallel, groups.pipeline.rank)
     chunks = tuple(
         _build_chunk(config, architecture, megatron, groups, index, layers[index], frozen)
