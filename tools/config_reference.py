@@ -124,7 +124,10 @@ def _values(annotation: Any, limits: Sequence[Any] = (), *, in_list: bool = Fals
         # A null outside of lists is the default, which the next column shows.
         return " and ".join([*described, *["`null`"] * (NoneType in inner)]) if in_list else " or ".join(described)
     bounds = [
-        f"{sign} {getattr(limit, name):g}" for limit in limits for name, sign in SIGNS.items() if hasattr(limit, name)
+        f"{sign} {getattr(limit, name):.10g}"
+        for limit in limits
+        for name, sign in SIGNS.items()
+        if hasattr(limit, name)
     ]
     return " ".join([NAMES[annotation] + "s" * in_list, ", ".join(bounds)]).strip()
 

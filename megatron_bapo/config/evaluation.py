@@ -11,7 +11,7 @@ from megatron_bapo.config.data import DataConfig, PromptConfig, PromptSourceConf
 from megatron_bapo.config.reward import FREE_FUNCTION_KEYS, EnvironmentConfig, RewardConfig
 from megatron_bapo.config.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from megatron_bapo.config.schema import Config, EvaluationConfig, ModelConfig, TrainerConfig
-from megatron_bapo.config.section import NonNegativeInt, Section
+from megatron_bapo.config.section import Section, Seed
 
 RESPONSE_KEYS = ("max_response_length", "quantization", "kv_cache_dtype")
 """Keys of the engines that change responses, not only where and how fast they are generated."""
@@ -69,7 +69,7 @@ class EvalConfig(Section):
 
     run_dir: Path
     """Folder for everything that the evaluation writes. An evaluation that was interrupted there is continued."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of sampling."""
     model: EvaluatedModelConfig
     data: BenchmarkConfig

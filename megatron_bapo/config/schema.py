@@ -21,7 +21,7 @@ from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
 from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
-from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, Section
+from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, Section, Seed
 
 FLOAT32_LOG_PROB_NOISE = 1e-4
 """Largest root mean square, in nats, of the differences between two float32 implementations on the weight probe."""
@@ -269,7 +269,7 @@ class Config(Section):
 
     run_dir: Path
     """Folder for everything that the run writes. A run that was interrupted there is continued."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of initialization, data order and sampling."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -12,6 +14,10 @@ PartialFraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveFraction = Annotated[float, Field(gt=0.0, le=1.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+"""The seeds that NumPy's global generator takes, which vLLM seeds."""
+_LONGEST_NAME = 255
+"""Bytes of the longest name of a file or folder on Linux."""
 
 
 class Section(BaseModel):
@@ -27,6 +33,16 @@ class Section(BaseModel):
         if kinds & {int, float} and bool not in kinds:
             raise ValueError("must be a number")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _expand_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return a path with the home directory for ~. Refuse text that cannot be a path."""
+        if not isinstance(value, str) or Path not in _kinds(cls.model_fields[info.field_name or ""].annotation):
+            return value
+        if not value or "\0" in value or max(len(os.fsencode(name)) for name in value.split("/")) > _LONGEST_NAME:
+            raise ValueError(f"must be a path: not empty, no NUL character, no name of over {_LONGEST_NAME} bytes")
+        return os.path.expanduser(value)
 
 
 def _kinds(annotation: Any) -> set[type]:

@@ -44,6 +44,12 @@ def test_relative_paths_are_kept_as_given(tmp_path: Path) -> None:
     assert "path: prompts/train.jsonl" in dump_config(config)
 
 
+def test_a_tilde_at_the_start_of_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_config(write(tmp_path, BASE), ["run_dir=~/runs/~x", "data.train.path=~/x.jsonl"])
+    assert (config.run_dir, config.data.train.path) == (tmp_path / "runs" / "~x", tmp_path / "x.jsonl")
+
+
 def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
     overrides = ["optimizer.lr=2e-6", "seed=3", "data.train.path=x.jsonl", "data.shuffle=false", "seed=4"]
     config = load_config(write(tmp_path, BASE), overrides)
@@ -77,6 +83,10 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("rollout.n=0", "rollout.n=0: must be greater than 0"),
         ("rollout.n=2.5", "rollout.n=2.5: must be a whole number"),
         ("rollout.n=true", "rollout.n=true: must be a number"),
+        ("seed=4294967296", "seed=4294967296: must be less than 4294967296"),
+        ("run_dir=''", "run_dir='': must be a path: not empty, no NUL character, no name of over 255 bytes"),
+        ('run_dir="a\\0b"', "must be a path: not empty, no NUL character, no name of over 255 bytes"),
+        (f"data.train.path={'ü' * 128}", "must be a path: not empty, no NUL character, no name of over 255 bytes"),
         ("optimizer.lr=on", "optimizer.lr=true: must be a number"),
         ("rollout.sleep_level=true", "rollout.sleep_level=true: must be a number"),
         ("optimizer.lr_decay_steps=true", "optimizer.lr_decay_steps=true: must be a number"),
