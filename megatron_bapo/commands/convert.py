@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def find_checkpoint(
     run = RunDirectory(checkpoint.absolute().parent.parent)
     in_run = run.config.is_file() and checkpoint.parent.name == run.checkpoints.name
     # The override makes a moved run directory find the model that it contains.
-    config = load_config(run.config, [f"run_dir={run.root}"]) if in_run else None
+    config = load_config(run.config, [f"run_dir={json.dumps(str(run.root))}"]) if in_run else None
     if origin is None and config is None:
         raise UserError(
             f"{checkpoint} is not in a run directory, whose config.yaml would name the model; give the Hugging "

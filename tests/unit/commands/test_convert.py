@@ -49,6 +49,13 @@ def test_the_newest_checkpoint_of_a_run_is_found_with_its_model_and_dtype(run_di
     assert find_checkpoint(older, None, None).checkpoint == older
 
 
+@pytest.mark.parametrize("name", ["lr: 1e-6", "run #2", "{a", 'ü "quoted"'])
+def test_a_run_directory_may_have_any_name(run_dir: Path, name: str) -> None:
+    renamed = run_dir.rename(run_dir.with_name(name))
+    newest = checkpoint(renamed / "checkpoints" / "step-00000020")
+    assert find_checkpoint(renamed, None, None) == CheckpointSource(newest, renamed / "initial_model", "bfloat16")
+
+
 def test_given_origin_and_dtype_take_precedence_over_the_runs(run_dir, tmp_path):
     checkpoint(run_dir / "checkpoints" / "step-00000020")
     origin = hugging_face_folder(tmp_path / "base", dtype="float16")
