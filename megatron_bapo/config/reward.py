@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -147,5 +148,5 @@ class EnvironmentConfig(Section):
 
 def check_spec(key: str, spec: str | None) -> None:
     """Raise ValueError if `spec` is not of the form path.to.module:function; `key` is its configuration key."""
-    if spec is not None and spec.count(":") != 1:
-        raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function")
+    if spec is not None and not re.fullmatch(r"[^/:]+(?<!\.py):[^/:]+", spec):
+        raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function, with dots for / and without .py")

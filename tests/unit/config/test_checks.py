@@ -294,6 +294,14 @@ def test_the_files_and_variables_of_rewards_and_curriculum_must_exist(monkeypatc
             {"type": "function", "function": "f"},
             "reward.function is 'f'; write it as path.to.module:function",
         ),
+        *(
+            (
+                "reward",
+                {"type": "function", "function": path},
+                f"reward.function is '{path}'; write it as path.to.module:function, with dots for / and without .py",
+            )
+            for path in ("rewards.py:f", "rewards/sums:f", ":f", "rewards:")
+        ),
         ("environment", {"type": "function"}, "environment.function is required by environment.type=function"),
         ("environment", {"type": "function", "function": "a.b"}, "environment.function is 'a.b'; write it as"),
         ("environment", {"max_turns": 1}, "greater than or equal to 2"),
