@@ -70,10 +70,11 @@ def find_model(settings: EvaluatedModelConfig, converted: Path) -> EvaluatedMode
     Raises UserError if there is no model.
     """
     path = settings.path
-    if not path.exists():
+    if not path.is_dir():
+        state = "is not a folder" if path.exists() else "does not exist"
         raise UserError(
-            f"model.path={path} does not exist; give a Hugging Face folder, a run directory or a checkpoint (relative "
-            f"paths start at {Path.cwd()}){download_hint(path)}"
+            f"model.path={path} {state}; give a Hugging Face folder, a run directory or a checkpoint (relative paths "
+            f"start at {Path.cwd()}){download_hint(path)}"
         )
     if (path / "config.json").is_file():
         return EvaluatedModel(path, path, path, _served(settings.dtype or written_dtype(path)))

@@ -90,6 +90,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
         (None, ["evaluation.k=[1,8]"], "k=8 must not exceed n=2, the responses per problem; raise n or lower k"),
         (None, ["reward.function=nowhere:f"], "there is no module 'nowhere'"),
         (None, ["model.path=nowhere"], "model.path=nowhere does not exist; give a Hugging Face folder"),
+        (None, ["model.path=/dev/null"], "model.path=/dev/null is not a folder; give a Hugging Face folder"),
         (None, ["data.validation.path=nowhere.jsonl"], "data.validation.path=nowhere.jsonl must be an existing file"),
         (None, ["data.max_prompt_length=2"], "prompt validation:0, counted from 0, has 6 tokens"),
         (
@@ -107,6 +108,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
         "k > n",
         "no function",
         "no model",
+        "a file as the model",
         "no problems",
         "long prompt",
         "reward",
