@@ -22,6 +22,7 @@ from megatron_bapo.data.rollout_samples import (
     read_sample_header,
     token_staleness,
 )
+from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.viewer.answers import MAX_BYTES, NotFound, fitting, number
 from megatron_bapo.viewer.token_text import TokenTexts
@@ -241,8 +242,11 @@ def _whole_words(line: str, length: int) -> int:
 
 @lru_cache(maxsize=32)
 def _metadata(path: Path, modified_ns: int) -> tuple[pq.FileMetaData, dict[str, Any]]:
-    file = pq.ParquetFile(path)
-    return file.metadata, vars(read_sample_header(file))
+    try:
+        file = pq.ParquetFile(path)
+        return file.metadata, vars(read_sample_header(file))
+    except (pa.ArrowInvalid, UserError) as error:
+        raise UserError(f"{path} has no sampled rollouts ({error}); copy it again, or show another step") from None
 
 
 @lru_cache(maxsize=32)

@@ -237,6 +237,16 @@ def test_a_run_without_sampled_rollouts_says_which_key_turns_them_on(tmp_path: P
         export(Samples(RunDirectory(tmp_path)), tmp_path / "page.html", None)
 
 
+def test_a_damaged_file_of_samples_is_named(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.sampled_rollouts.mkdir()
+    file = directory.sampled_rollouts / "step-00000001.parquet"
+    for data in (b"", b"PAR1" * 9):
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=rf"{file} has no sampled rollouts \(.*Parquet.*\); copy it again"):
+            export(Samples(directory), tmp_path / "page.html", None)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
