@@ -26,6 +26,7 @@ from megatron_bapo.commands.evaluated_model import EvaluatedModel, find_model
 from megatron_bapo.config.checks import differences, missing_prompt_file, prompt_source_problems, refuse
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
+from megatron_bapo.config.reward import missing_variables
 from megatron_bapo.config.rollout import IDLE_LIMIT
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.launcher import POLL_S, check_this_machine
@@ -139,9 +140,10 @@ def run_benchmark(config: EvalConfig, *, dry_run: bool = False, as_json: bool = 
 
 
 def _checked_model(config: EvalConfig, directory: RunDirectory) -> EvaluatedModel:
-    """Return the model. Raises UserError that lists all that is wrong with the model and the source of the problems."""
+    """Return the model. Raises UserError that lists what is wrong with the model, the problems and the reward."""
     key, source = "data.validation", config.data.validation
     broken = [*prompt_source_problems(key, source, config.reward.type), *missing_prompt_file(key, source)]
+    broken += missing_variables(config.reward)
     try:
         model = find_model(config.model, directory.export)
     except UserError as error:
@@ -178,6 +180,12 @@ def _check_continued(config: EvalConfig, directory: BenchmarkDirectory, subject:
     has_responses = directory.responses.exists()
     if not has_responses and not directory.export.exists():
         return  # there is nothing yet that could conflict
+    if not directory.subject.exists():
+        found = (directory.responses if has_responses else directory.export).name
+        raise UserError(
+            f"{directory.root} contains {found} but not {directory.subject.name}, so it is not of an evaluation; "
+            "choose run_dir=<another folder>"
+        )
     old, new = read_json_object(directory.subject), asdict(subject)
     if not has_responses:  # only a checkpoint has been converted
         del new["problems"]

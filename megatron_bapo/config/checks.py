@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from itertools import chain
@@ -21,7 +20,7 @@ from megatron_bapo.config.logging_checks import logging_problems, missing_packag
 from megatron_bapo.config.lora_checks import lora_problems
 from megatron_bapo.config.lora_warnings import lora_warnings
 from megatron_bapo.config.model_checks import model_problems, shape_problems, teacher_problems, teacher_shape_problems
-from megatron_bapo.config.reward import FREE_FUNCTION_KEYS
+from megatron_bapo.config.reward import FREE_FUNCTION_KEYS, missing_variables
 from megatron_bapo.config.rollout import EngineConfig, EngineSizeConfig
 from megatron_bapo.config.rollout_checks import rollout_problems, rollout_warnings
 from megatron_bapo.config.schema import Config, ParallelConfig
@@ -50,7 +49,7 @@ def check_config(config: Config) -> list[str]:
 
     Raises UserError that lists all broken rules.
     """
-    missing = chain(_missing_prompt_files(config), _missing_variables(config), missing_packages(config))
+    missing = chain(_missing_prompt_files(config), missing_variables(config.reward), missing_packages(config))
     return _checked(config, chain(missing, model_problems(config), teacher_problems(config)))
 
 
@@ -296,15 +295,6 @@ def _missing_prompt_files(config: Config) -> Iterator[str]:
         yield (
             f"data.curriculum.pass_rates={curriculum.pass_rates} must be an existing file; relative paths start at "
             f"{Path.cwd()}"
-        )
-
-
-def _missing_variables(config: Config) -> Iterator[str]:
-    name = config.reward.remote and config.reward.remote.authorization_env
-    if name and not os.environ.get(name):
-        yield (
-            f"reward.remote.authorization_env={name} names an environment variable that is not set; set it to the "
-            "whole Authorization header, such as 'Bearer ...'"
         )
 
 

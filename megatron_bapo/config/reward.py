@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -150,3 +152,13 @@ def check_spec(key: str, spec: str | None) -> None:
     """Raise ValueError if `spec` is not of the form path.to.module:function; `key` is its configuration key."""
     if spec is not None and not re.fullmatch(r"[^/:]+(?<!\.py):[^/:]+", spec):
         raise ValueError(f"{key} is {spec!r}; write it as path.to.module:function, with dots for / and without .py")
+
+
+def missing_variables(reward: RewardConfig) -> Iterator[str]:
+    """Yield what to do if the variable with the credentials of a reward server is not set."""
+    for name in reward.secret_variables:
+        if not os.environ.get(name):
+            yield (
+                f"reward.remote.authorization_env={name} names an environment variable that is not set; set it to the "
+                "whole Authorization header, such as 'Bearer ...'"
+            )

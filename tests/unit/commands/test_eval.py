@@ -88,6 +88,14 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
             "reward.type=math_verify cannot read",
         ),
         (None, ["evaluation.k=[1,8]"], "k=8 must not exceed n=2, the responses per problem; raise n or lower k"),
+        (
+            None,
+            [
+                "reward={type: remote, remote: {url: 'http://localhost', authorization_env: NO_SUCH_VARIABLE}}",
+                "reward.function=null",
+            ],
+            "reward.remote.authorization_env=NO_SUCH_VARIABLE names an environment variable that is not set",
+        ),
         (None, ["reward.function=nowhere:f"], "there is no module 'nowhere'"),
         (None, ["model.path=nowhere"], "model.path=nowhere does not exist; give a Hugging Face folder"),
         (None, ["model.path=/dev/null"], "model.path=/dev/null is not a folder; give a Hugging Face folder"),
@@ -106,6 +114,7 @@ def test_a_dry_run_prints_the_work_and_writes_nothing(folder: Path) -> None:
         "no columns",
         "unreadable answer",
         "k > n",
+        "no variable",
         "no function",
         "no model",
         "a file as the model",
@@ -124,6 +133,13 @@ def test_a_wrong_input_is_named_with_exit_code_2_before_anything_starts(folder, 
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not (folder / "eval").exists()
+
+
+def test_a_folder_with_another_model_is_refused(folder: Path) -> None:
+    (folder / "model").rename(folder / "hf")
+    result = evaluate(folder, "--dry-run", f"model.path={folder}/hf", f"run_dir={folder}")
+    assert result.exit_code == 2, result.output
+    assert f"{folder} contains hf but not subject.json, so it is not of an evaluation; choose run_dir=" in result.stderr
 
 
 def test_a_missing_model_and_missing_problems_are_named_at_once(folder: Path) -> None:
