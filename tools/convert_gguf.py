@@ -39,6 +39,9 @@ def convert(gguf: Path, output: Path) -> None:
 
     if not gguf.is_file():
         sys.exit(f"error: there is no file {gguf}")
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            sys.exit(f"error: {gguf} is not a GGUF file, which starts with the bytes GGUF; download it again")
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if tokenizer.chat_template is None:

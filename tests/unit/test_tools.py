@@ -134,6 +134,15 @@ def test_a_length_limit_needs_a_tokenizer(monkeypatch, capsys, rows):
     assert "needs --tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04"])
+def test_a_file_that_is_not_gguf_is_named(monkeypatch, tmp_path, data):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    monkeypatch.setattr(sys, "argv", ["convert_gguf.py", "--gguf", str(file), "--output", str(tmp_path / "model")])
+    with pytest.raises(SystemExit, match=f"error: {file} is not a GGUF file, which starts with the bytes GGUF"):
+        runpy.run_path(str(TOOLS / "convert_gguf.py"), run_name="__main__")
+
+
 def test_the_page_of_keys_is_what_its_command_prints() -> None:
     from tools.config_reference import reference
 
