@@ -32,6 +32,9 @@ def parse_yaml(text: str, where: str, loader: type[yaml.SafeLoader] = UniqueKeyL
         return yaml.load(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{where}{line}: {error.problem or error.context}") from None
+        problem = error.problem or error.context or ""
+        if problem.startswith("but "):  # about a second document: the sentence begins in the context
+            problem = f"{error.context}, {problem}"
+        raise UserError(f"{where}{line}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not YAML: {error}") from None

@@ -89,7 +89,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
                     number += 1
                     yield f"{path}, row {number}", row
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a complete Parquet file: {error}") from error
+        raise UserError(f"{path} is not a complete Parquet file ({error}); download or write it again") from error
 
 
 def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]] | list[dict[str, Any] | Malformed]:

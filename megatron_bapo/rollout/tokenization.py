@@ -114,8 +114,8 @@ def token_counter(model_path: Path, *, chat_template: bool) -> Callable[[Prompt]
 def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
     if chat_template and tokenizer.chat_template is None:
         raise UserError(
-            "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false to join "
-            "the messages as plain text"
+            "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false, or "
+            "--no-chat-template of tools/prepare_data.py, to join the messages as plain text"
         )
 
 

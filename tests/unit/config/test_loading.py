@@ -229,6 +229,7 @@ def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
         ("seed: !!python/object:os.system {}\n", "line 1: could not determine a constructor"),
         ("seed: 2024-13-45\n", "not YAML: month must be in 1..12"),
         ("? [a]\n: 1\n", "line 1: found unhashable key"),
+        ("seed: 1\n---\n", "line 2: expected a single document in the stream, but found another document"),
         ("- seed\n", "contains [seed]; it must be a mapping of sections"),
         ("", "contains null; it must be a mapping of sections"),
         ("extends: [a, b]\n", "extends=[a, b] must be one file name, relative to this file"),

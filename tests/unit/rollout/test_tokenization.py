@@ -45,7 +45,9 @@ def test_the_chat_template_renders_the_roles_and_adds_the_generation_prompt():
 
 
 def test_the_error_of_a_missing_chat_template_names_the_setting():
-    with pytest.raises(UserError, match=r"has no chat template; set data\.chat_template=false"):
+    with pytest.raises(
+        UserError, match=r"has no chat template; set data\.chat_template=false, or --no-chat-template of"
+    ):
         tokenize([prompt("hello")], tokenizer(), data())
 
 
