@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -326,8 +327,8 @@ def _failure(exit_code: int, directory: RunDirectory, log: TrainerLog) -> Except
 
 
 def _resume_command(directory: RunDirectory, rollouts_from: Path | None) -> str:
-    option = "" if rollouts_from is None else f" --rollouts-from {rollouts_from}"
-    return f"python -m megatron_bapo train {directory.config}{option}"
+    option = [] if rollouts_from is None else ["--rollouts-from", str(rollouts_from)]
+    return shlex.join(["python", "-m", "megatron_bapo", "train", str(directory.config), *option])
 
 
 def _summarise(display: ProgressDisplay, directory: RunDirectory, report: Path) -> None:

@@ -1,12 +1,15 @@
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config
+from megatron_bapo.controller.launcher import report_end
+from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.run_report import accuracies, write_run_report
-from megatron_bapo.errors import UserError
+from megatron_bapo.errors import INTERRUPTED, UserError
 from megatron_bapo.metrics.sinks import JsonlSink
 from megatron_bapo.run_directory import RunDirectory
 
@@ -109,3 +112,13 @@ def test_accuracy_before_and_after_is_that_of_all_held_out_prompts():
 
     assert accuracies([{"phase": "train", "metrics": {"val/mean@4": 1.0}}, *rows]) == (0.1, 0.3)
     assert accuracies([]) == (None, None)
+
+
+def test_a_stopped_run_names_the_command_that_continues_it_as_a_shell_takes_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(run_dir.rename(run_dir.with_name("run #1")))
+    directory.stop_request.touch()
+    assert report_end(ProgressDisplay(5), directory, Path("recorded rollouts")) == INTERRUPTED
+    command = shlex.split(capsys.readouterr().out.partition(", or: ")[2])
+    assert command[-4:] == ["train", str(directory.config), "--rollouts-from", "recorded rollouts"]
