@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_bapo.config.schema import Config, Section
-from megatron_bapo.config.yaml_text import parse_yaml
+from megatron_bapo.config.yaml_text import parse_yaml, text_after
 from megatron_bapo.errors import UserError
 from megatron_bapo.text import without_credentials
 
@@ -187,7 +187,13 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
             f"override {override!r} must be KEY=VALUE with a dotted key, such as optimizer.lr=2e-6 (KEY=null restores "
             "the default, KEY='\"\"' is the empty text)"
         )
-    return parts, parse_yaml(text, f"override {override!r}")
+    value = parse_yaml(text, f"override {override!r}")
+    if comment := text_after(text):
+        raise UserError(
+            f"override {override!r}: YAML takes {comment!r} for a comment; put the value in quotes, such as "
+            f"'{key}=\"{text}\"'"
+        )
+    return parts, value
 
 
 def _refuse_foreign_file(path: str | Path, document: Mapping[str, Any]) -> None:

@@ -38,3 +38,9 @@ def parse_yaml(text: str, where: str, loader: type[yaml.SafeLoader] = UniqueKeyL
         raise UserError(f"{where}{line}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not YAML: {error}") from None
+
+
+def text_after(text: str) -> str:
+    """Return what follows the value in a valid YAML text: a comment, or nothing."""
+    node = yaml.compose(text, Loader=UniqueKeyLoader)
+    return "" if node is None else text[node.end_mark.index :].strip()

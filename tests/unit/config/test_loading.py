@@ -44,6 +44,14 @@ def test_relative_paths_are_kept_as_given(tmp_path: Path) -> None:
     assert "path: prompts/train.jsonl" in dump_config(config)
 
 
+def test_a_comment_in_an_override_is_refused_because_it_would_cut_the_value(tmp_path: Path) -> None:
+    file = write(tmp_path, BASE)
+    message = problems(file, "run_dir=runs/a #1")
+    assert "YAML takes '#1' for a comment; put the value in quotes, such as 'run_dir=\"runs/a #1\"'" in message
+    assert load_config(file, ['run_dir="runs/a #1"']).run_dir == Path("runs/a #1")
+    assert load_config(file, ["model={create: {hidden_size: 64}}", "run_dir=runs/a#1 "]).run_dir == Path("runs/a#1")
+
+
 def test_a_tilde_at_the_start_of_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_config(write(tmp_path, BASE), ["run_dir=~/runs/~x", "data.train.path=~/x.jsonl"])
