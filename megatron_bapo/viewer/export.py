@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import unwritable
 from megatron_bapo.viewer.answers import as_json
@@ -23,7 +25,7 @@ _MODULES = ("text.js", "measures.js", "state.js", "source.js", "prompts.js", "re
 def export(samples: Samples, path: Path, step: int | None) -> int:
     """Write the page of a step, by default the last one, and return the step.
 
-    Raises UserError without such a step, and if the file cannot be written.
+    Raises UserError without such a step, for damaged samples, and if the file cannot be written.
     """
     steps = samples.run()["steps"]
     if not steps:
@@ -37,7 +39,14 @@ def export(samples: Samples, path: Path, step: int | None) -> int:
             raise UserError(f"{option} is a folder; name a file in it, such as {path / f'step-{chosen}.html'}")
         if not path.parent.is_dir():
             raise UserError(f"{option} must be in a folder that exists; create {path.parent}, or choose another folder")
-        path.write_text(page(samples, chosen), encoding="ascii", errors="xmlcharrefreplace")
+        try:
+            text = page(samples, chosen)
+        except (OSError, pa.ArrowException) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"the sampled rollouts of step {chosen} are damaged ({reason}); copy their file again"
+            ) from None
+        path.write_text(text, encoding="ascii", errors="xmlcharrefreplace")
     except OSError as error:
         raise unwritable(option, error) from None
     return chosen

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from megatron_bapo.cli.main import app
+from megatron_bapo.data.rollout_files import rollout_files
 from megatron_bapo.data.rollout_samples import TOKENIZER_FILE
 from megatron_bapo.errors import UserError
 from megatron_bapo.run_directory import RunDirectory
@@ -235,6 +237,16 @@ def test_a_run_without_sampled_rollouts_says_which_key_turns_them_on(tmp_path: P
     assert "logging.rollouts.every_steps turns them on" in found["message"]
     with pytest.raises(UserError, match="there is nothing to export: the run has no sampled rollouts; logging"):
         export(Samples(RunDirectory(tmp_path)), tmp_path / "page.html", None)
+
+
+def test_damaged_columns_of_samples_are_not_taken_for_a_file_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    samples = Samples(RunDirectory(tmp_path / "run"))
+    file = rollout_files(RunDirectory(tmp_path / "run").sampled_rollouts)[10]
+    data = file.read_bytes()
+    file.write_bytes(data[:4] + bytes(len(data) // 2) + data[4 + len(data) // 2 :])
+    with pytest.raises(UserError, match=r"the sampled rollouts of step 10 are damaged \(.*\); copy their file again"):
+        export(samples, tmp_path / "page.html", 10)
 
 
 def test_a_damaged_file_of_samples_is_named(tmp_path: Path) -> None:
