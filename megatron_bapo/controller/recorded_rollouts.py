@@ -73,9 +73,10 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
     remaining = range(step + 1, total + 1)
     missing = next((number for number in remaining if number not in files), None)
     if missing is not None:
+        fewer = f"set trainer.total_steps={missing - 1}, or " if missing > step + 1 else ""
         raise UserError(
             f"{folder} has no rollouts of step {missing}; its files go from step {min(files)} to {max(files)}, and "
-            f"trainer.total_steps={total}. Set trainer.total_steps={missing - 1}, or generate the missing files"
+            f"trainer.total_steps={total}; {fewer}generate the missing files"
         )
     for number in remaining:
         header = read_header(files[number])

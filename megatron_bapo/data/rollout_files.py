@@ -238,7 +238,7 @@ def _header(schema: pa.Schema) -> RolloutHeader:
 
 def _unreadable(path: Path, reason: object) -> UserError:
     return UserError(
-        f"{path} is not a complete rollout file: {reason}. Give a folder that logging.dump_rollouts=true or "
+        f"{path} is not a complete rollout file ({reason}); give a folder that logging.dump_rollouts=true or "
         "train --rollout-only has written; a damaged file must be written again"
     )
 

@@ -86,6 +86,10 @@ def test_sft_demonstrations_continue_from_the_saved_position(config, folder, tmp
 def test_missing_files_are_refused_with_the_range_of_existing_steps(config, folder, vocab_size):
     (folder / "step-00000003.parquet").unlink()
 
+    (folder / "step-00000001.parquet").rename(folder / "step-00000004.parquet")
+    with pytest.raises(UserError, match=r"no rollouts of step 1; .* and trainer\.total_steps=3; generate the missing"):
+        check_files(config, folder, 0, vocab_size)
+    (folder / "step-00000004.parquet").rename(folder / "step-00000001.parquet")
     with pytest.raises(UserError, match=r"no rollouts of step 3.*from step 1 to 2.*trainer\.total_steps=2"):
         check_files(config, folder, 0, vocab_size)
 
