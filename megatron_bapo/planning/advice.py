@@ -15,7 +15,7 @@ from megatron_bapo.planning.search import (
     Settings,
     broken_rules,
     changes,
-    largest_engine,
+    limited_engine,
     nearest,
     search,
     with_settings,
@@ -35,7 +35,7 @@ LESS_HOST_MEMORY = {
 def advice(plan: Plan) -> list[str]:
     """Return overrides with which the plan fits on the same number of GPUs, or none if no layout of the search does."""
     for settings in _with_waiting_saves(plan.config, _small_changes(plan)):
-        candidate = largest_engine(replace(plan, config=with_settings(plan.config, settings)))
+        candidate = limited_engine(replace(plan, config=with_settings(plan.config, settings)))
         teacher = teacher_of(candidate.config)
         if candidate.fits and not planned_problems(candidate.config, candidate.architecture, "the model", teacher):
             return changes(plan.config, candidate.config)

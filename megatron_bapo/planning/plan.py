@@ -13,7 +13,7 @@ from megatron_bapo.config.colocation_checks import host_problems
 from megatron_bapo.config.fp8 import capability_problem
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.schema import Config
-from megatron_bapo.planning.concurrency import Concurrency, concurrency
+from megatron_bapo.planning.concurrency import concurrency
 from megatron_bapo.planning.generation_time import longest_request_seconds
 from megatron_bapo.planning.hardware import GIB, GPUS, Assumptions, Gpu, GpuName
 from megatron_bapo.planning.model_state import FP32, NUM_MOMENTS, moment_bytes
@@ -77,7 +77,7 @@ class Plan:
         return engine_memory(self.config, self.architecture, self.gpu, self.assumptions)
 
     @cached_property
-    def concurrency(self) -> Concurrency:
+    def concurrency(self) -> float:
         return concurrency(self.config, self.engine, self.assumptions)
 
     @cached_property

@@ -101,7 +101,7 @@ def as_data(plan: Plan, overrides: Sequence[str]) -> dict[str, Any]:
         "parameters": num_parameters(plan.architecture),
         "stages": stages,
         "worst_stage": plan.worst_stage.stage,
-        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": int(plan.concurrency.running)},
+        "engine": asdict(engine) | {"kv_tokens": engine.kv_tokens, "num_concurrent": int(plan.concurrency)},
         "teacher_engine": plan.teacher_engine and asdict(plan.teacher_engine),
         "host_bytes": plan.host_bytes,
         "weight_sync_bytes": sync_bytes(plan.config, plan.architecture),
@@ -241,7 +241,7 @@ def _engine_rows(engine: EngineMemory) -> Rows:
 
 def _concurrent(plan: Plan) -> str:
     most = f"rollout.max_num_seqs={plan.config.rollout.max_num_seqs}"
-    return f"{int(plan.concurrency.running)} responses on average, while others wait ({most})"
+    return f"{int(plan.concurrency)} responses on average, while others wait ({most})"
 
 
 def _host_rows(plan: Plan) -> Rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from operator import mul
-from statistics import NormalDist
+from statistics import NormalDist, pstdev
 
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions
@@ -17,8 +17,6 @@ from megatron_bapo.planning.hardware import Assumptions
 NUM_QUANTILES = 2048
 NUM_PACKED = 512
 """Number of sequences in the packing from which the fill of micro-batches is taken."""
-NUM_INTERVALS = 64
-"""Intervals of equal length in which the running sequences of a batch are counted."""
 NUM_BISECTIONS = 40
 
 
@@ -89,50 +87,23 @@ class Lengths:
         return sum((self.prompt + length) ** 2 for length in self.responses) / len(self.responses)
 
     @cached_property
+    def variation(self) -> float:
+        """Standard deviation of the response lengths over their mean."""
+        return pstdev(self.responses) / self.mean_response
+
+    @cached_property
     def halfway(self) -> float:
         """Mean tokens generated so far of a response that runs at a random moment: E[L^2] / (2 E[L]), as long ones run
         longer."""
         return sum(length**2 for length in self.responses) / (2 * sum(self.responses))
 
-    @cached_property
-    def started(self) -> tuple[tuple[float, float], ...]:
-        """Responses that started together, in the middle of each of `NUM_INTERVALS` equal intervals up to the longest
-        one: (tokens so far, share that still runs)."""
-        return tuple((at, 1 - bisect_right(self.responses, at) / len(self.responses)) for at in self._middles)
-
-    @cached_property
-    def running(self) -> tuple[tuple[float, float], ...]:
-        """Responses that run at a random moment, in the middle of each interval after it: (mean tokens so far, share
-        that still runs).
-
-        A response of length L is met with a probability in proportion to L, with 0 to L tokens, and still runs t tokens
-        later if it had less than L - t: the share is E[max(0, L - t)] / E[L].
-        """
-        found, all_tokens = [], sum(self.responses)
-        for at in self._middles:
-            left = [length - at for length in self.responses[bisect_right(self.responses, at) :]]
-            so_far = at + sum(each**2 for each in left) / (2 * sum(left))
-            found.append((so_far, sum(left) / all_tokens))
-        return tuple(found)
-
-    @property
-    def _middles(self) -> list[float]:
-        return [(i + 0.5) * self.interval for i in range(NUM_INTERVALS)]
-
-    @property
-    def interval(self) -> float:
-        return self.responses[-1] / NUM_INTERVALS
-
-    @cached_property
-    def peak_tokens(self) -> float:
-        """Most tokens that a batch holds at a time, per sequence, if all of its sequences start together."""
-        return max(share * (self.prompt + generated) for generated, share in self.started)
+    def reaching(self, num_tokens: float) -> float:
+        """Return the share of responses with more than `num_tokens` tokens."""
+        return 1 - bisect_right(self.responses, num_tokens) / len(self.responses)
 
     def running_of_group(self, n: int) -> float:
         """Return how many of `n` responses that start together run on average, until the longest of them ends."""
-        num = len(self.responses)
-        shares = (((i + 1) / num) ** n - (i / num) ** n for i in range(num))  # of groups whose longest is the i-th
-        return n * self.mean_response / sum(map(mul, self.responses, shares))
+        return _running_of_group(self, n)
 
     def fill(self, budget: int) -> float:
         """Return the mean fraction of a micro-batch's token budget that packed sequences fill."""
@@ -149,6 +120,13 @@ class Lengths:
 @lru_cache(maxsize=256)
 def _distribution(prompt: float, mean: float, sigma: float, limit: int) -> Lengths:
     return Lengths(prompt, lognormal_quantiles(mean, sigma, limit))
+
+
+@lru_cache(maxsize=256)
+def _running_of_group(lengths: Lengths, n: int) -> float:
+    num = len(lengths.responses)
+    shares = (((i + 1) / num) ** n - (i / num) ** n for i in range(num))  # of groups whose longest is the i-th
+    return n * lengths.mean_response / sum(map(mul, lengths.responses, shares))
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, product
 from typing import Any
 
-from megatron_bapo.config.checks import planned_problems, refuse
+from megatron_bapo.config.checks import planned_problems, refuse, rule_problems
 from megatron_bapo.config.model_checks import split_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
@@ -32,6 +32,11 @@ TRAINER_SHARES = (0.25, 0.5, 0.75)
 """Shares of the GPUs that the trainer gets when the engines have GPUs of their own."""
 LOWEST_UTILIZATION = 0.1
 """Smallest rollout.gpu_memory_utilization that is proposed."""
+HIGHEST_UTILIZATION = 0.9
+SPARE_MEMORY = 0.05
+"""Fraction of a GPU's memory that a colocated engine whose share is raised leaves free: the estimate may be too low."""
+MOST_SEQUENCES = 1024
+"""Largest rollout.max_num_seqs that is proposed, which is vLLM's default on GPUs with 70 GiB or more."""
 NEAR_BEST = 0.02
 """Step times this close to the best are taken for equal: the estimate is not more precise."""
 
@@ -40,7 +45,9 @@ def search(plan: Plan, num_gpus: int) -> list[Plan]:
     """Return every layout of the trainer and its engines that fits beside the teacher's engines, if it has any.
 
     The model, the batch, the lengths and the teacher's engines are kept. The sizes of the axes are divisors of the
-    number of ranks. Those up to `USUAL_SIZE` are tried first, and larger ones only if none of them fits.
+    number of ranks. Those up to `USUAL_SIZE` are tried first, and larger ones only if none of them fits. Colocated
+    engines get the memory that the trainer leaves, with `trainer.offload` if that is faster, and may run their part of
+    the batch at once.
 
     Layouts whose estimated step time is within `NEAR_BEST` of the best come first: those that leave more GPU memory
     free while training before others, and at equal memory those with fewer parallel dimensions. The rest follows by
@@ -79,7 +86,7 @@ def nearest(plan: Plan, num_gpus: int) -> Plan | None:
         if settings["parallel"]["recompute_granularity"] != "full":
             continue
         trainer = _allowed(plan, settings)
-        candidates += [] if trainer is None else map(largest_engine, _engines(trainer, num_own))
+        candidates += [] if trainer is None else map(limited_engine, _engines(trainer, num_own))
     return min(candidates, key=_distance, default=None)
 
 
@@ -120,15 +127,40 @@ def with_settings(config: Config, settings: Settings) -> Config:
     return config.model_copy(update=sections)
 
 
-def largest_engine(plan: Plan) -> Plan:
+def limited_engine(plan: Plan) -> Plan:
     """Return the plan with a colocated engine limited to the memory that the trainer leaves, if more is configured."""
-    if plan.placement == "separate":
-        return plan
-    taken = plan.while_generating(plan.fullest_resident_stage) - plan.engine.total
-    free = int(100 * (plan.gpu_bytes - taken) / plan.gpu_bytes) / 100
+    free = _free_for_engine(plan, spare=0.0)
     if free >= plan.config.rollout.gpu_memory_utilization or free < LOWEST_UTILIZATION:
         return plan
     return _with_same_trainer(plan, {"rollout": {"gpu_memory_utilization": free, "kv_cache_gib": None}})
+
+
+def _with_offload(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan, and one whose colocated trainer leaves the GPUs to the engines while they generate, if it may."""
+    yield plan
+    if plan.placement == "colocated" and not plan.config.trainer.offload:
+        offloading = _with_same_trainer(plan, {"trainer": {"offload": True}})
+        if not any(rule_problems(offloading.config)):
+            yield offloading
+
+
+def _largest_engine(plan: Plan) -> Plan:
+    """Return the plan with engines that run their responses at once, as far as the memory allows that they may use."""
+    rollout, batch = plan.config.rollout, plan.config.trainer.train_batch_size
+    together = 1 << (-(-batch // rollout.num_engines) - 1).bit_length()
+    values: dict[str, Any] = {"max_num_seqs": max(rollout.max_num_seqs, min(together, MOST_SEQUENCES))}
+    free = min(HIGHEST_UTILIZATION, _free_for_engine(plan, SPARE_MEMORY))
+    if rollout.kv_cache_gib is None and plan.placement == "colocated" and free > rollout.gpu_memory_utilization:
+        values["gpu_memory_utilization"] = free
+    return limited_engine(_with_same_trainer(plan, {"rollout": values}))
+
+
+def _free_for_engine(plan: Plan, spare: float) -> float:
+    """Return the share of a GPU's memory that a colocated trainer leaves while engines generate, rounded down."""
+    if plan.placement == "separate":
+        return 1.0
+    taken = plan.while_generating(plan.fullest_resident_stage) - plan.engine.total
+    return int(100 * (1.0 - spare - taken / plan.gpu_bytes)) / 100
 
 
 def _allowed(plan: Plan, settings: Settings) -> Plan | None:
@@ -144,13 +176,15 @@ def _fitting(plan: Plan, layouts: Iterator[Settings], num_gpus: int) -> Iterator
         if trainer is None or trainer.while_training(trainer.worst_stage) > trainer.gpu_bytes:
             continue
         config = trainer.config
-        engines = [largest_engine(candidate) for candidate in _engines(trainer, num_gpus)]
+        engines = [
+            _largest_engine(candidate) for each in _with_offload(trainer) for candidate in _engines(each, num_gpus)
+        ]
         fitting = [candidate for candidate in engines if candidate.fits]
         if not fitting and config.checkpoint.async_save:  # whose copy needs host memory
             waiting = [_with_same_trainer(each, {"checkpoint": {"async_save": False}}) for each in engines]
             fitting = [candidate for candidate in waiting if candidate.fits]
         if fitting:
-            yield min(fitting, key=lambda candidate: candidate.time.generation)
+            yield min(fitting, key=lambda candidate: candidate.time.total)
 
 
 def _wide_layouts(plan: Plan, num_gpus: int) -> Iterator[Settings]:

@@ -52,7 +52,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
         raise UserError("; ".join(plan.problems))
     return Workload(
         engine=EngineModel(
-            decode=decode_cost(*setup, plan.engine, assumptions, plan.concurrency.running),
+            decode=decode_cost(*setup, plan.engine, assumptions),
             prefill_s=prefill_seconds(*setup, assumptions, 1.0),
             sequence_s=0.0,
             kv_tokens=plan.engine.kv_tokens,

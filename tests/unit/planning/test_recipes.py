@@ -6,6 +6,7 @@ import pytest
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import dump_config, load_config
 from megatron_bapo.planning.plan import placement_of
+from megatron_bapo.planning.search import search
 from tests.unit.planning.examples import RECIPES, recipe
 
 NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml"))
@@ -19,6 +20,13 @@ def test_a_recipe_keeps_every_rule_without_a_warning_and_fits(name: str) -> None
     assert plan.problems == plan.time_warnings == []
     assert recipe(name, gpu="H200", placement=placement).fits
     assert recipe(name, gpu="H200", placement="separate").fits
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+def test_no_layout_that_a_search_proposes_is_much_faster_than_a_recipe(name: str) -> None:
+    plan = recipe(name, placement=placement_of(load_config(RECIPES / f"{name}.yaml")))
+    assert plan.time.total <= 1.05 * search(plan, plan.num_gpus)[0].time.total
 
 
 def test_a_limit_that_a_long_response_may_exceed_is_warned_about() -> None:
