@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from megatron_bapo.planning.batch_course import NUM_INTERVALS, batch_course, interval_tokens
@@ -52,4 +54,4 @@ def test_the_seconds_of_a_batch_have_no_jump_as_the_cache_grows() -> None:
         for share in range(45, 85, 5)
     ]
     assert seconds == sorted(seconds, reverse=True)
-    assert all(after > 0.8 * before for before, after in zip(seconds, seconds[1:], strict=False))
+    assert all(after > 0.8 * before for before, after in pairwise(seconds))

@@ -5,6 +5,9 @@ from megatron_bapo.planning.weight_transfer import LAYER_S, loading_bytes
 from tests.unit.planning.examples import recipe
 
 NAME = "qwen2.5-7b_8gpus"
+STAYS = "trainer.offload=false"
+"""The trainer's state stays on the GPUs while engines generate."""
+HALF = "rollout.gpu_memory_utilization=0.53"
 
 
 @pytest.mark.parametrize(
@@ -12,11 +15,14 @@ NAME = "qwen2.5-7b_8gpus"
     [
         (recipe(NAME, gpu="A100", placement="separate"), None),
         (
-            recipe(NAME, "parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"),
+            recipe(
+                *(NAME, STAYS, HALF, "parallel.use_distributed_optimizer=false"),
+                "parallel.overlap_param_gather=false",
+            ),
             "pipeline stage 0 (ranks 0 to 7) keeps 63.8 GiB while the engine on its GPU takes 42.0 GiB",
         ),
         (
-            recipe(NAME, "rollout.gpu_memory_utilization=0.9"),
+            recipe(NAME, STAYS, "rollout.gpu_memory_utilization=0.9"),
             "pipeline stage 0 (ranks 0 to 7) keeps 31.9 GiB while the engine on its GPU takes 71.3 GiB",
         ),
         (recipe(NAME, "rollout.gpu_memory_utilization=0.9", placement="separate"), None),
@@ -61,7 +67,7 @@ def test_a_problem_names_the_sizes_that_do_not_fit(plan: Plan, problem: str | No
 def test_colocated_engines_share_the_trainers_gpus_and_separate_ones_add_theirs() -> None:
     assert recipe(NAME).num_gpus == 8
     assert recipe(NAME, placement="separate").num_gpus == 16
-    colocated, separate = recipe(NAME), recipe(NAME, placement="separate")
+    colocated, separate = recipe(NAME, STAYS), recipe(NAME, placement="separate")
     (stage,) = colocated.stages
     assert colocated.while_training(stage) - separate.while_training(stage) == 1.5 * 2**30
     engine = colocated.engine.total + 1.5 * 2**30
@@ -69,7 +75,7 @@ def test_colocated_engines_share_the_trainers_gpus_and_separate_ones_add_theirs(
 
 
 def test_host_memory_counts_the_store_the_offloaded_optimizer_and_the_processes() -> None:
-    plan = recipe(NAME, "optimizer.cpu_offload=true", "checkpoint.async_save=false")
+    plan = recipe(NAME, STAYS, "optimizer.cpu_offload=true", "checkpoint.async_save=false")
     version = 2 * 7_615_616_512
     offloaded = 8 * plan.stages[0].state.offloaded
     assert plan.host_bytes == offloaded + 8 * plan.engine.weights + 2 * version + 16 * 6 * 2**30
@@ -132,11 +138,11 @@ def test_reused_groups_are_not_generated_again() -> None:
 
 
 def test_an_offloading_trainer_leaves_the_gpu_to_the_engine_and_uses_host_memory() -> None:
-    stays = recipe(NAME, "optimizer.lr=1.0e-6")
+    stays = recipe(NAME, STAYS)
     offloads = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9")
     (stage,) = offloads.stages
     state = stage.state
-    assert not recipe(NAME, "rollout.gpu_memory_utilization=0.9").fits
+    assert not recipe(NAME, STAYS, "rollout.gpu_memory_utilization=0.9").fits
     assert offloads.fits
     assert offloads.while_training(stage) == stays.while_training(stage)
     assert offloads.while_generating(stage) == offloads.engine.total + 4.5 * 2**30
@@ -196,7 +202,7 @@ def test_a_trainer_that_offloads_its_state_spends_time_on_it() -> None:
     time = recipe(NAME, "trainer.offload=true", "rollout.gpu_memory_utilization=0.9").time
     assert time.total == time.generation + time.training + time.offload + time.between + time.weight_sync
     assert time.offload > 1.0
-    assert recipe(NAME).time.offload == 0.0
+    assert recipe(NAME, STAYS).time.offload == 0.0
 
 
 def test_cuda_ipc_counts_the_contexts_of_the_engines_that_read_a_gpus_parameters() -> None:

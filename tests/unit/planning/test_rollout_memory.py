@@ -12,7 +12,7 @@ def test_the_kv_cache_gets_what_weights_and_workspace_leave_of_the_engines_share
     engine = recipe("qwen2.5-7b_8gpus").engine
     assert engine.weights == 7_615_616_512 * 2
     assert engine.workspace == 4 * GIB
-    assert engine.total == int(0.53 * 79.2 * GIB)
+    assert engine.total == int(0.85 * 79.2 * GIB)
     assert recipe("qwen2.5-7b_8gpus", "rollout.kv_cache_gib=10").engine.kv_cache == 10 * GIB
 
 

@@ -19,7 +19,7 @@ def test_a_rank_holds_the_routes_of_its_trajectories_and_of_its_stage() -> None:
     parallel = replaying.config.parallel
     ranks = min(parallel.world_size, replaying.assumptions.gpus_per_node)
     assert replaying.host_bytes - without.host_bytes == pytest.approx(ranks * replaying.route_bytes, abs=1)
-    assert round(replaying.route_bytes / 2**30, 1) == 0.4  # the figure of docs/algorithms/routing_replay.md
+    assert round(replaying.route_bytes / 2**30, 1) == 0.8  # the figure of docs/algorithms/routing_replay.md
 
 
 def test_with_the_engines_routes_the_main_node_holds_those_of_whole_batches() -> None:

@@ -36,7 +36,10 @@ def test_layouts_that_are_clearly_slower_than_the_best_follow_by_step_time() -> 
 def test_of_layouts_that_are_about_as_fast_the_one_with_the_most_free_memory_comes_first() -> None:
     found = search(recipe("qwen2.5-32b_64gpus"), 64)
     fastest = min(found, key=lambda each: each.time.total)
-    assert [layout_name(each.config) for each in found[:2]] == ["TP4 PP2 DP8 offload", "TP4 PP2 DP8"]
+    assert [layout_name(each.config) for each in found[:2]] == [
+        "TP4 PP2 DP8 offload trainer offload",
+        "TP4 PP2 DP8 trainer offload",
+    ]
     assert found[0].time.total > fastest.time.total
     near = found[: found.index(fastest) + 1]
     memory = [round(each.while_training(each.worst_stage) / 2**30) for each in near]
@@ -85,7 +88,11 @@ def test_nothing_is_found_where_nothing_fits() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides", "expected"),
     [
-        (NAME, ["rollout.gpu_memory_utilization=0.9"], ["rollout.gpu_memory_utilization=0.55"]),
+        (
+            NAME,
+            ["trainer.offload=false", "rollout.gpu_memory_utilization=0.9"],
+            ["rollout.gpu_memory_utilization=0.55"],
+        ),
         (NAME, ["trainer.max_tokens_per_gpu=40000"], ["trainer.max_tokens_per_gpu=9216"]),
         (NAME, ["rollout.num_engines=16"], None),
     ],
@@ -102,28 +109,18 @@ def test_what_is_advised_fits_and_is_the_smallest_change(
         assert [override.split("=")[0] for override in advised] == [override.split("=")[0] for override in expected]
 
 
-LARGE = (
-    "model.path=models/Qwen3-235B-A22B",
-    "parallel.world_size=128",
-    "parallel.pipeline_model_parallel_size=8",
-    "parallel.pipeline_model_parallel_layout=auto",
-    "rollout.num_engines=16",
-    "rollout.tensor_parallel_size=8",
-    "rollout.gpu_memory_utilization=0.85",
-    "trainer.offload=true",
-)
-"""The layout of docs/guides/layouts.md that needs checkpoint.async_save=false."""
+LARGE = ("qwen3-235b-a22b_128gpus", "checkpoint.async_save=true")
 
 
 def test_where_only_host_memory_is_short_checkpoints_are_written_while_training_waits() -> None:
-    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE)
+    plan = recipe(*LARGE)
     assert ["host memory" in problem for problem in plan.problems] == [True]
     assert advice(plan) == ["checkpoint.async_save=false"]
-    assert recipe("qwen3-30b-a3b_16gpus", *LARGE, "checkpoint.async_save=false").fits
+    assert recipe(LARGE[0]).fits
 
 
 def test_where_gpu_and_host_memory_are_short_both_ways_out_are_given() -> None:
-    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE, "trainer.max_tokens_per_gpu=60000")
+    plan = recipe(*LARGE, "trainer.max_tokens_per_gpu=60000")
     assert len(plan.problems) == 2
     assert advice(plan) == ["trainer.max_tokens_per_gpu=9216", "checkpoint.async_save=false"]
 
@@ -131,13 +128,14 @@ def test_where_gpu_and_host_memory_are_short_both_ways_out_are_given() -> None:
 @pytest.mark.slow
 def test_a_search_lets_training_wait_for_checkpoints_where_host_memory_is_short() -> None:
     """The layout that is searched from fits in neither memory, and no small change of it does."""
-    plan = recipe("qwen3-30b-a3b_16gpus", *LARGE, "parallel.pipeline_model_parallel_size=1")
+    plan = recipe(*LARGE, "parallel.pipeline_model_parallel_size=1")
     assert "checkpoint.async_save=false" in advice(plan)
 
 
 def test_no_advice_is_given_where_no_layout_fits() -> None:
-    four = ("parallel.world_size=4", "rollout.num_engines=1", "rollout.tensor_parallel_size=4")
-    assert advice(recipe("qwen2.5-32b_8gpus", *four)) == []
+    two = ("parallel.world_size=2", "parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=1")
+    two += ("rollout.num_engines=1", "rollout.tensor_parallel_size=2")
+    assert advice(recipe("qwen2.5-32b_8gpus", *two)) == []
 
 
 def test_sizes_that_are_no_powers_of_two_are_tried_where_they_divide_the_gpus() -> None:

@@ -125,9 +125,10 @@ def test_every_pass_over_a_trajectory_counts(overrides: list[str], passes: float
 
 def test_the_pipelines_bubble_is_stages_less_one_over_micro_batches() -> None:
     """arXiv 2104.04473, section 2.2: (p - 1) / (v m), if all stages take as long."""
-    plan = recipe("r1-distill-qwen-32b_64gpus")
+    stages = "parallel.pipeline_model_parallel_size=4"
+    plan = recipe("r1-distill-qwen-32b_64gpus", stages)
     plan = replace(plan, assumptions=replace(plan.assumptions, balances_stages=True))
-    virtual = recipe("r1-distill-qwen-32b_64gpus", "parallel.virtual_pipeline_model_parallel_size=4")
+    virtual = recipe("r1-distill-qwen-32b_64gpus", stages, "parallel.virtual_pipeline_model_parallel_size=4")
     virtual = replace(virtual, assumptions=plan.assumptions)
     for each, chunks in (plan, 1), (virtual, 4):
         time, count = each.time.trainer, num_micro_batches(each.config, each.assumptions)
