@@ -40,7 +40,7 @@ def step_s(name: str) -> dict[float, float]:
     workload = planned_workload(plan, mean_response=mean, sigma=sigma)
     found: dict[float, float] = {}
     for factor in FACTORS:
-        with patch.object(router, "OVERCOMMIT", factor):
+        with patch.object(router, "KV_OVERCOMMIT", factor):
             first = config.rollout.max_staleness + 1
             done = simulate(config.rollout, workload, num_steps=NUM_STEPS, num_first_steps=first)
         found[factor] = done.seconds / done.num_steps
@@ -54,11 +54,11 @@ def main() -> None:
     for name in parser.parse_args().recipes:
         seconds = step_s(name)
         rows.append((name, *seconds.values()))
-        figures[f"{name}_s"] = round(seconds[router.OVERCOMMIT], 1)
+        figures[f"{name}_s"] = round(seconds[router.KV_OVERCOMMIT], 1)
         ratios |= {
-            f"{name}_{factor:g}_to_{router.OVERCOMMIT}": round(each / seconds[router.OVERCOMMIT], 3)
+            f"{name}_{factor:g}_to_{router.KV_OVERCOMMIT}": round(each / seconds[router.KV_OVERCOMMIT], 3)
             for factor, each in seconds.items()
-            if factor != router.OVERCOMMIT
+            if factor != router.KV_OVERCOMMIT
         }
         print(f"{name}: {', '.join(f'{each:.1f} s with {factor:g}' for factor, each in seconds.items())}", flush=True)
     columns = ("recipe", *(f"s/step with {factor:g}" for factor in FACTORS))

@@ -13,6 +13,11 @@ MAX_TOKEN_S = 0.5
 """Seconds in which an engine must generate a token: several times those of a full engine with a 32B model, because an
 estimate may be wrong."""
 
+KV_OVERCOMMIT = 1.5
+"""Requests are sent to an engine as long as their whole responses are expected to need at most this many times its KV
+cache, because most of those that run are not whole yet. If the cache does get full, vLLM preempts the youngest response
+and prefills it again later, which takes less time than a cache that is never full (`bench.kv_cache_overcommit`)."""
+
 IDLE_LIMIT = "rollout.request_timeout_s x max_request_failures + start_timeout_s"
 """The rule of `EngineConfig.idle_limit_s`, for messages."""
 

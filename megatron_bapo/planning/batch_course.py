@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_bapo.config.rollout import KV_OVERCOMMIT
 from megatron_bapo.planning.response_lengths import Lengths
-from megatron_bapo.rollout.router import OVERCOMMIT
 
 NUM_INTERVALS = 64
 """Intervals in which the longest response is generated."""
@@ -40,7 +40,7 @@ def batch_course(lengths: Lengths, n: int, responses: float, kv_tokens: int, max
     """Return the intervals of `interval_tokens(lengths)` steps from the first to the last response of an engine.
 
     Groups have `n` responses. The numbers are expectations, and may be fractions. As in rollout/router.py, responses
-    wait until `OVERCOMMIT` times the KV cache has room for the whole length that they are expected to have; as in vLLM,
+    wait until `KV_OVERCOMMIT` times the KV cache has room for the whole length that they are expected to have; as in vLLM,
     the youngest stop when it is full.
     """
     return tuple(_intervals(lengths, n, responses, kv_tokens, max_num_seqs))
@@ -58,7 +58,7 @@ def _intervals(lengths: Lengths, n: int, responses: float, kv_tokens: int, max_n
     room, waiting, cohorts = max(kv_tokens, lengths.prompt + lengths.responses[-1]), responses, list[_Cohort]()
     while True:
         expected = sum(c.sent * share[c.age] * (prompt + max(mean, tokens[c.age])) for c in cohorts)
-        sent = min(waiting, max(0.0, OVERCOMMIT * room - expected) / (prompt + mean))
+        sent = min(waiting, max(0.0, KV_OVERCOMMIT * room - expected) / (prompt + mean))
         waiting -= sent
         cohorts.append(_Cohort(sent))
         running = used = 0.0

@@ -12,8 +12,8 @@ def concurrency(config: Config, engine: EngineMemory, assumptions: Assumptions) 
     """Return the mean number of responses that an engine generates at once while others wait.
 
     It is at least 1 and at most `rollout.max_num_seqs`. vLLM starts a response when the tokens that the running ones
-    have so far leave room for its prompt, and the router sends it about as many requests (`OVERCOMMIT` in
-    rollout/router.py).
+    have so far leave room for its prompt, and the router sends it about as many requests
+    (`KV_OVERCOMMIT`).
     """
     lengths, n = lengths_of(config, assumptions), config.rollout.n
     running = engine.kv_tokens / (lengths.prompt / lengths.running_of_group(n) + lengths.halfway)

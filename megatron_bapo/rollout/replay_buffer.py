@@ -150,10 +150,14 @@ def staleness_metrics(groups: Sequence[Group], policy_version: int, max_stalenes
     shown = Counter[int]()
     for age, num in ages.items():
         shown[min(age, last)] += num
+    of_ages: dict[str, Metric] = {
+        f"rollout/staleness/age_{age}": Mean(shown[age], num_tokens) for age in range(last + 1)
+    }
     return {
         "rollout/staleness/mean": Mean(sum(age * num for age, num in ages.items()), num_tokens),
         "rollout/staleness/max": Max(max(ages)),
         "rollout/staleness/mixed_responses": Mean(
             sum(len(t.version_spans) > 1 for t in trajectories), len(trajectories)
         ),
-    } | {f"rollout/staleness/age_{age}": Mean(shown[age], num_tokens) for age in range(last + 1)}
+        **of_ages,
+    }

@@ -1,6 +1,6 @@
 """Route requests to engines: the oldest prompt first, to the engine with the fewest outstanding tokens.
 
-An engine gets requests up to `OVERCOMMIT` times what its KV cache is expected to hold. What an engine reports of its
+An engine gets requests up to `KV_OVERCOMMIT` times what its KV cache is expected to hold. What an engine reports of its
 requests corrects this: responses that have become longer than expected need more, and those that have ended need
 nothing. Requests that must be alone are served one after the other by the emptiest engine, which gets no other requests
 until then.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
+from megatron_bapo.config.rollout import KV_OVERCOMMIT
 from megatron_bapo.errors import RunError
 from megatron_bapo.event_loop import TurnBudget, answered_within
 from megatron_bapo.rollout.messages import (
@@ -31,10 +32,6 @@ from megatron_bapo.rollout.response_lengths import ResponseLengths
 
 ABORT_AGAIN_S = 0.5
 """Seconds after which an engine whose requests have not ended is told again to abort them."""
-OVERCOMMIT = 1.5
-"""Requests are sent to an engine as long as their whole responses are expected to need at most this many times its KV
-cache, because most of those that run are not whole yet. If the cache does get full, vLLM preempts the youngest response
-and prefills it again later, which takes less time than a cache that is never full (`bench.kv_cache_overcommit`)."""
 T = TypeVar("T")
 SENT_PER_TURN = 16
 """Most requests that are sent in one turn of the event loop: a prompt of 64k tokens takes a millisecond to send."""
@@ -77,7 +74,7 @@ class _Slot:
 
     def fits(self, tokens: int) -> bool:
         # A request larger than the whole cache is left to the engine to refuse or to preempt.
-        return not self.requests or self.outstanding_tokens + tokens <= OVERCOMMIT * self.capacity_tokens
+        return not self.requests or self.outstanding_tokens + tokens <= KV_OVERCOMMIT * self.capacity_tokens
 
 
 @dataclass(order=True)

@@ -2,9 +2,9 @@ from itertools import pairwise
 
 import pytest
 
+from megatron_bapo.config.rollout import KV_OVERCOMMIT
 from megatron_bapo.planning.batch_course import NUM_INTERVALS, batch_course, interval_tokens
 from megatron_bapo.planning.response_lengths import Lengths, lengths_of
-from megatron_bapo.rollout.router import OVERCOMMIT
 from tests.unit.planning.examples import recipe
 
 PLAN = recipe("qwen2.5-7b_8gpus", "rollout.max_response_length=8192")
@@ -35,7 +35,7 @@ def test_with_room_for_all_the_responses_that_are_longer_run() -> None:
 
 def test_at_first_the_router_sends_what_it_expects_to_fit() -> None:
     alike = Lengths(prompt=0.0, responses=(100,) * 64)
-    assert batch_course(alike, 1, 40, 1000, 1000)[0].running == pytest.approx(OVERCOMMIT * 1000 / 100)
+    assert batch_course(alike, 1, 40, 1000, 1000)[0].running == pytest.approx(KV_OVERCOMMIT * 1000 / 100)
 
 
 def test_a_full_cache_stops_the_youngest_until_others_have_ended() -> None:

@@ -5,10 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from megatron_bapo.config.rollout import KV_OVERCOMMIT
 from megatron_bapo.errors import RunError
 from megatron_bapo.rollout.messages import CompletedRequest, Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.response_lengths import UNKNOWN_FRACTION
-from megatron_bapo.rollout.router import OVERCOMMIT, SENT_PER_TURN, Router
+from megatron_bapo.rollout.router import SENT_PER_TURN, Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.simulation.modelled_engines import FaultyEngine
 
@@ -24,7 +25,7 @@ def request(name: str, *, prompt: int = 10, max_tokens: int = 100, n: int = 1) -
 
 def cache_for(num: int, tokens: int = 10 + EXPECTED) -> int:
     """Return the size of the KV cache of an engine that is sent `num` requests of so many expected tokens."""
-    return math.ceil(num * tokens / OVERCOMMIT)
+    return math.ceil(num * tokens / KV_OVERCOMMIT)
 
 
 def engines(num: int) -> list[FaultyEngine]:
@@ -157,7 +158,7 @@ def test_reports_correct_what_a_request_is_expected_to_need():
         return found
 
     longest, limit = 3 * EXPECTED, 600
-    assert OVERCOMMIT * (limit * 2 // 3) == limit
+    assert KV_OVERCOMMIT * (limit * 2 // 3) == limit
     assert run_in_virtual_time(main()) == [10 + longest, 10 + longest, 10 + 40 + 40, 10 + 50, 20]
 
 
