@@ -1,7 +1,6 @@
 """The training loop: every trainer rank runs it, from warm start to export.
 
     rank 0                        all ranks                                   Ray
-    ------                        ---------                                   ---
     take() ──────────────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
       └─ scatter ───────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update

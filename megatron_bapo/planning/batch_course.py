@@ -40,8 +40,8 @@ def batch_course(lengths: Lengths, n: int, responses: float, kv_tokens: int, max
     """Return the intervals of `interval_tokens(lengths)` steps from the first to the last response of an engine.
 
     Groups have `n` responses. The numbers are expectations, and may be fractions. As in rollout/router.py, responses
-    wait until `KV_OVERCOMMIT` times the KV cache has room for the whole length that they are expected to have; as in vLLM,
-    the youngest stop when it is full.
+    wait until `KV_OVERCOMMIT` times the KV cache has room for their expected length; as in vLLM, the youngest stop when
+    it is full.
     """
     return tuple(_intervals(lengths, n, responses, kv_tokens, max_num_seqs))
 
