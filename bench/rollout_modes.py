@@ -82,7 +82,7 @@ OTHERS = {
 }
 RUN_LIMIT_S = 900.0
 RECIPE = Path(__file__).parents[1] / "configs" / "recipes" / "paper_32b_64k.yaml"
-ON_PAPER = ("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=128", "rollout.gpu_memory_utilization=0.85")
+ON_PAPER = ("trainer.train_batch_size=512", "trainer.ppo_mini_batch_size=128")
 MEAN_RESPONSE, SIGMA = 16_384, 1.0
 """Parameters of a long-tailed distribution of response lengths of up to 64k tokens."""
 
