@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_bapo.config.loading import load_config
+from tests.unit.planning.examples import recipe
 from tests.unit.test_tools import run
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,8 @@ RECIPE = "configs/recipes/paper_32b_64k.yaml"
 SMALL = ("trainer.train_batch_size=64", "trainer.ppo_mini_batch_size=64", "rollout.num_engines=1")
 PAGE = (ROOT / "docs" / "guides" / "rollouts.md").read_text()
 RUNS = re.findall(r"^\$ python tools/simulate_rollouts.py (.+)\n((?:.*\n)+?)```", PAGE, re.MULTILINE)
+GRAPHS = PAGE.partition("## CUDA graphs\n")[2].partition("\n## ")[0]
+EAGER = re.findall(r"^\| `(.+)` \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", GRAPHS, re.MULTILINE)
 SETTINGS = re.findall(r"^\| [^|`]+ \| (`.+`) \|", PAGE, re.MULTILINE)
 
 
@@ -68,10 +71,17 @@ def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, command, sh
     assert [line for line in shown.splitlines() if line != "..." and line not in printed] == []
 
 
+@pytest.mark.parametrize("row", EAGER, ids=lambda row: row[0])
+def test_the_page_shows_what_plan_says_of_cuda_graphs(row: tuple[str, ...]):
+    plans = [recipe(row[0]), recipe(row[0], "rollout.enforce_eager=true")]
+    planned = [plan.time.generation for plan in plans] + [plan.time.total for plan in plans]
+    assert row[1:] == tuple(f"{seconds:.0f}" for seconds in planned)
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_settings_on_the_page_are_accepted(settings: str):
     load_config(ROOT / RECIPE, settings.strip("`").split())
 
 
 def test_the_page_has_runs_and_settings():
-    assert (len(RUNS), len(SETTINGS)) == (1, 7)
+    assert (len(RUNS), len(EAGER), len(SETTINGS)) == (1, 2, 7)
