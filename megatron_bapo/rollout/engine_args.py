@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import AsyncEngineArgs
-from vllm.config import WeightTransferConfig
+from vllm.config import CompilationMode, CUDAGraphMode, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.rollout.engine_adapters import adapter_arguments
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.engine_worker import BACKEND
+
+DECODE_GRAPHS = {"mode": CompilationMode.NONE, "cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}
+"""Records decoding steps with the kernels of eager engines. Those that vLLM's default lets torch.compile generate widen
+the mismatch with the trainer, until runs collapsed (NVIDIA-NeMo/RL#998), and are not faster (NVIDIA-NeMo/RL#1014)."""
 
 
 def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
@@ -27,6 +31,8 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         options |= {"master_addr": host, "master_port": int(port)}
     if spec.adapters is not None:
         options |= adapter_arguments(spec.adapters)
+    if not settings.enforce_eager:
+        options["compilation_config"] = DECODE_GRAPHS
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from vllm.config import VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
@@ -40,6 +40,9 @@ def test_vllm_accepts_every_recipes_engine_and_means_the_same(recipe: Path, tmp_
     assert found.model_config.max_model_len == config.max_model_len
     assert found.model_config.logprobs_mode == "processed_logprobs"
     assert found.model_config.enforce_eager == rollout.enforce_eager
+    assert found.compilation_config.mode == CompilationMode.NONE
+    graphs = CUDAGraphMode.NONE if rollout.enforce_eager else CUDAGraphMode.FULL_DECODE_ONLY
+    assert found.compilation_config.cudagraph_mode == graphs
     assert found.model_config.quantization == rollout.quantization
     assert found.model_config.enable_sleep_mode == (rollout.sleep_level > 0)
     assert not found.model_config.trust_remote_code
