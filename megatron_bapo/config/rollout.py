@@ -105,10 +105,10 @@ class EngineConfig(EngineSizeConfig):
     max_num_seqs: PositiveInt = 256
     """Maximum number of sequences that an engine generates at a time."""
     enforce_eager: bool = True
-    """Run vLLM without CUDA graphs. `false` decodes small batches faster, with the same kernels, but an engine then takes
-    longer to start, also when it is replaced during a run, and its graphs stay in GPU memory while it sleeps. vLLM's
-    torch.compile is off in both cases. The trainer never uses CUDA graphs, because packed micro-batches differ in
-    shape."""
+    """Run vLLM without CUDA graphs. `false` decodes small batches faster, with the same kernels, but an engine then
+    takes longer to start, also when it is replaced during a run, and its graphs stay in GPU memory while it sleeps.
+    vLLM's torch.compile is off in both cases. The trainer never uses CUDA graphs, because packed micro-batches differ
+    in shape."""
     batch_invariant: bool = False
     """Use vLLM's batch-invariant kernels: the tokens of a request then do not depend on the other requests of its
     batch. They need GPUs of compute capability 9.0 (Hopper) or higher, and are slower: vLLM then leaves out fused
