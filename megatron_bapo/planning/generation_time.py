@@ -40,7 +40,6 @@ def generation_seconds(
     mean, prompt = lengths.mean_response, lengths.prompt
     prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
     waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
-
     cost = decode_cost(config, architecture, gpu, engine, assumptions)
 
     def full_steps(num_tokens: float, most: float) -> float:

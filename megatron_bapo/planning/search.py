@@ -33,6 +33,7 @@ TRAINER_SHARES = (0.25, 0.5, 0.75)
 LOWEST_UTILIZATION = 0.1
 """Smallest rollout.gpu_memory_utilization that is proposed."""
 HIGHEST_UTILIZATION = 0.9
+"""Largest one, a little below vLLM's default."""
 SPARE_MEMORY = 0.05
 """Fraction of a GPU's memory that a colocated engine whose share is raised leaves free: the estimate may be too low."""
 MOST_SEQUENCES = 1024
