@@ -32,8 +32,9 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.rollout_client import SERVICE, RolloutClient
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
+from megatron_bapo.controller.run import Run, Timer
 from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.controller.training_loop import Run, Timer, take_groups
+from megatron_bapo.controller.training_loop import take_groups
 from megatron_bapo.parallel.collectives import barrier, gather_by_rank
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import start_distributed

@@ -26,8 +26,9 @@ with collector_paused():
     from megatron_bapo.controller.recorder import Recorder
     from megatron_bapo.controller.rollout_client import RolloutClient
     from megatron_bapo.controller.rollout_sampler import RolloutSampler
+    from megatron_bapo.controller.run import Run
     from megatron_bapo.controller.run_state import RunState
-    from megatron_bapo.controller.training_loop import Run, train
+    from megatron_bapo.controller.training_loop import train
     from megatron_bapo.parallel.collectives import broadcast_object, gather_by_rank, on_main
     from megatron_bapo.parallel.device_check import check_device
     from megatron_bapo.parallel.groups import create_groups

@@ -1,6 +1,7 @@
 """The training loop: every trainer rank runs it, from warm start to export.
 
     rank 0                        all ranks                                   Ray
+    ------                        ---------                                   ---
     take() ──────────────────────────────────────────────────────► service ─► engines ─► rewards
       └─ groups ◄──────────────────────────────────────────────────────────────────────────┘
       └─ scatter ───────────────► examples ─► minibatches ─► for each: score ─► clip bounds ─► update
@@ -14,24 +15,16 @@ With --rollouts-from FOLDER instead of --ray, groups come from files and no weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from torch.profiler import record_function
-
-from megatron_bapo.config.optimizer import OptimizerConfig
-from megatron_bapo.config.schema import Config
-from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.evaluation import rollout_metrics, samples, validation_metrics
-from megatron_bapo.controller.frozen_models import FrozenModels, load_frozen_models
-from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
-from megatron_bapo.controller.recorder import Recorder
-from megatron_bapo.controller.rollout_client import RolloutClient
-from megatron_bapo.controller.rollout_sampler import RolloutSampler
-from megatron_bapo.controller.run_state import RunState
+from megatron_bapo.controller.frozen_models import load_frozen_models
+from megatron_bapo.controller.run import Run, Timer, checkpoint, checkpoint_is_due
+from megatron_bapo.controller.warm_start import warm_start
 from megatron_bapo.controller.weight_update import answered, probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
@@ -39,87 +32,20 @@ from megatron_bapo.metrics.values import Last, Metric, Sum, merge
 from megatron_bapo.parallel.collectives import broadcast_object, on_main
 from megatron_bapo.parallel.groups import seed_update
 from megatron_bapo.parallel.platform import device_name, memory_snapshot, now_s, profiled
-from megatron_bapo.parallel.telemetry import Telemetry
 from megatron_bapo.records import Prompt, Trajectory, grouped
 from megatron_bapo.rollout.generation import ScoredGroups
-from megatron_bapo.run_directory import FINISHED, RunDirectory
-from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
+from megatron_bapo.run_directory import FINISHED
 from megatron_bapo.trainer.export import export
 from megatron_bapo.trainer.gpu_metrics import gpu_step_metrics
 from megatron_bapo.trainer.learning_rate import learning_rate
-from megatron_bapo.trainer.micro_batches import Example
-from megatron_bapo.trainer.policy_update import reduce_metrics, reduce_updates, supervised_update, update_policy
-from megatron_bapo.trainer.rollout_batch import (
-    make_examples,
-    minibatch,
-    minibatches,
-    packed_together,
-    with_token_weights,
-)
+from megatron_bapo.trainer.policy_update import reduce_updates, update_policy
+from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, minibatches, packed_together
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.utilization import MODEL_FLOPS, utilization_metrics
-from megatron_bapo.trainer.weight_publisher import WeightTransport
-from megatron_bapo.trainer.worker import Worker
 
 WEIGHT_UPDATE = "updating the engines' weights"
 T = TypeVar("T")
-
-
-@dataclass
-class Timer:
-    """Measures the seconds of each phase of a step; profiler traces show the phases by name."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = now_s()
-        with record_function(name):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + now_s() - start
-
-    def metrics(self) -> dict[str, Metric]:
-        return {f"timing_s/{name}": Sum(seconds) for name, seconds in self.seconds.items()}
-
-
-@dataclass
-class Run:
-    """One trainer rank's view of the run. `rollouts` and `recorder` are None on all ranks but the main one."""
-
-    config: Config
-    directory: RunDirectory
-    worker: Worker
-    transport: WeightTransport | None
-    """None for a run without engines."""
-    colocation: ColocationManager
-    state: RunState
-    rollouts: RolloutClient | RecordedRollouts | None
-    recorder: Recorder | None
-    sampler: RolloutSampler
-    checkpoints: CheckpointWriter
-    telemetry: Telemetry | None
-    """Telemetry of this rank's GPU."""
-    frozen: FrozenModels = field(default_factory=FrozenModels)
-    saved_s: float = field(default_factory=now_s)
-    """Time of the last checkpoint, or of the start."""
-
-    @property
-    def engines(self) -> RolloutClient | None:
-        """The rollout service's client, on the main rank of a run with engines."""
-        return self.rollouts if isinstance(self.rollouts, RolloutClient) else None
-
-    def remaining_steps(self) -> Iterator[int]:
-        """Yield the remaining steps, counted from 1; ends early when a stop is requested."""
-        while self.state.step < self.config.trainer.total_steps and not self.stop_requested():
-            yield self.state.step + 1
-
-    def stop_requested(self) -> bool:
-        return broadcast_object(self.directory.stop_request.exists(), self.worker.groups)
-
-    def announce(self, activity: str) -> None:
-        if self.recorder is not None:
-            self.recorder.phase(activity)
 
 
 def train(run: Run) -> None:
@@ -163,37 +89,6 @@ def train(run: Run) -> None:
         export(run.worker, run.directory.export, run.directory.adapter)
     run.checkpoints.finish()
     run.announce(FINISHED)
-
-
-def warm_start(run: Run) -> None:
-    """Run the supervised updates on demonstrations."""
-    settings = run.config.warm_start
-    if settings is None or run.state.step > 0:
-        return
-    run.announce("warm start")
-    while run.state.warm_start_step < settings.num_steps and not run.stop_requested():
-        call = run.rollouts and partial(run.rollouts.sft_demonstrations, settings.batch_size)
-        demonstrations = on_main(call, run.worker.groups)
-        trajectories = scatter_batch(run.worker, demonstrations, [range(settings.batch_size)], in_groups=False)
-        examples = with_token_weights(
-            [Example(trajectory, advantage=0.0, weight=0.0) for trajectory in trajectories],
-            "token-mean",
-            run.config.rollout.max_response_length,
-        )
-        timer = Timer()
-        with timer.phase("step"):
-            num = settings.num_steps
-            schedule = OptimizerConfig(lr=settings.lr, lr_warmup_steps=num // 10, lr_decay_style="cosine")
-            lr = learning_rate(schedule, run.state.warm_start_step, num)
-            seed_update(run.config.seed, run.state.update)
-            metrics = reduce_metrics(supervised_update(run.worker, examples, lr), run.worker.groups)
-        run.state.warm_start_step += 1
-        run.state.update += 1
-        if run.recorder is not None:
-            run.recorder.write("warm_start", run.state.warm_start_step, metrics | timer.metrics())
-    if run.state.warm_start_step == settings.num_steps:
-        run.worker.optimizer.reset_moments()
-        checkpoint(run)
 
 
 def prepare_engines(run: Run) -> None:
@@ -356,25 +251,6 @@ def evaluate(run: Run) -> None:
     recorder.write_validation(run.state, scored, parts)
     recorder.write("validation", step, validation_metrics(scored, run.config.evaluation.n) | scored.metrics)
     recorder.recorded.add(("validation", step))
-
-
-def checkpoint_is_due(run: Run) -> bool:
-    """Return whether to save a checkpoint after this step; the main rank's clock decides for all ranks."""
-    settings, step = run.config.checkpoint, run.state.step
-    if step % settings.every_steps == 0 or step == run.config.trainer.total_steps:
-        return True
-    return settings.every_s > 0.0 and broadcast_object(now_s() - run.saved_s >= settings.every_s, run.worker.groups)
-
-
-def checkpoint(run: Run, *, wait: bool = False) -> None:
-    """Save everything that a resumed run needs; with `wait`, return when it is on disk."""
-    run.announce("saving a checkpoint")
-    run.sampler.flush()
-    with run.colocation.trainer_turn():
-        run.checkpoints.save(run.state.update, run.state.to_json())
-    run.saved_s = now_s()
-    if wait:
-        run.checkpoints.finish()
 
 
 def record_step(run: Run, scored: ScoredGroups | None, metrics: dict[str, Metric], timer: Timer) -> None:

@@ -19,8 +19,9 @@ from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
+from megatron_bapo.controller.run import Run, Timer
 from megatron_bapo.controller.run_state import RunState
-from megatron_bapo.controller.training_loop import Run, Timer, prepare_engines, take_groups, update_on_batch
+from megatron_bapo.controller.training_loop import prepare_engines, take_groups, update_on_batch
 from megatron_bapo.data.rollout_files import RolloutHeader, rollout_files, write_rollouts
 from megatron_bapo.data.rollout_samples import read_sample_header
 from megatron_bapo.metrics.values import scalars

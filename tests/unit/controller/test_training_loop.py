@@ -20,11 +20,9 @@ from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts
 from megatron_bapo.controller.recorder import Recorder
 from megatron_bapo.controller.rollout_sampler import RolloutSampler
+from megatron_bapo.controller.run import Run, Timer, checkpoint
 from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.controller.training_loop import (
-    Run,
-    Timer,
-    checkpoint,
     prepare_engines,
     take_groups,
     train,
