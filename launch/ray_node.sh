@@ -42,12 +42,8 @@ fi
 role=${BAPO_ROLE:-any} limit_s=${BAPO_HEAD_TIMEOUT_S:-60}
 
 # Servers accept connections from other nodes, all authenticated by the token. A node ends without waiting for others.
-export RAY_AUTH_MODE=token RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
-# The settings of cluster/ray_cluster.py for the launcher: no lower CPU priority for actors and the trainer ranks that they
-# start, no history of calls, one second before a call is retried, and no idle workers, by default one for each core.
-export RAY_worker_niceness=0 RAY_task_events_report_interval_ms=0 RAY_task_retry_delay_ms=1000
-export RAY_prestart_worker_first_driver=0
 
 # shellcheck disable=SC2016  # the inner shell expands its own arguments
 head_is_reachable() { timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$head" "$port" 2>/dev/null; }

@@ -6,6 +6,7 @@ import signal
 import hypothesis
 import pytest
 
+from megatron_bapo import ray_variables  # noqa: F401
 from megatron_bapo.parallel.platform import has_gpu
 
 if not has_gpu():

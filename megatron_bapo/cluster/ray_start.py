@@ -1,19 +1,18 @@
 """`ray start` without the servers that a run does not use, repeated if they are too slow; launch/ray_node.sh calls it.
 
-Metrics would answer on every interface without the token. The dashboard's agent and the server for Ray clients are not
-used. Ray 2.60 has no options against these two, but leaves them out where their packages are not installed, so the
-packages are hidden here. Remove this once there are options.
+The dashboard's agent and the server for Ray clients are not used. Ray 2.60 has no options against these two, but leaves
+them out where their packages are not installed, so the packages are hidden here. Remove this once there are options.
 """
 
 from __future__ import annotations
 
-import os
 import sys
+
+from megatron_bapo import ray_variables  # noqa: F401
 
 
 def main() -> None:
     """Run `ray` with this process's arguments. With `--include-dashboard=true` the dashboard's agent is started."""
-    os.environ.update({"RAY_enable_metrics_collection": "0"})
     if "--include-dashboard=true" not in sys.argv:
         sys.modules["ray.dashboard.optional_deps"] = None  # pyright: ignore[reportArgumentType]
     from ray.scripts import scripts
