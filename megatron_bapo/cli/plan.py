@@ -12,7 +12,7 @@ from megatron_bapo.cli.foreign_options import KeyCommand
 from megatron_bapo.cli.run_plan import print_warnings
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import load_config
-from megatron_bapo.controller.terminal import terminal
+from megatron_bapo.controller.terminal import activities, terminal
 from megatron_bapo.errors import USER_ERROR, UserError
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
@@ -106,7 +106,7 @@ def plan(
     context: typer.Context,
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[GpuName, typer.Option(help="Type of GPU, in nodes of eight.")] = "H100",
+    gpu: Annotated[GpuName, typer.Option(help="Type of GPU, in nodes of eight.", case_sensitive=False)] = "H100",
     placement: Annotated[
         Placement | None,
         typer.Option(
@@ -165,7 +165,9 @@ def _check_plan_options(context: typer.Context, *, ranked: bool, weights: bool, 
 
 
 def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
-    found = search(plan, num_gpus)
+    with activities() as show:
+        show(f"searching for layouts on {num_gpus} GPUs")
+        found = search(plan, num_gpus)
     if not found:
         check_searched(plan, num_gpus)
     if as_json:

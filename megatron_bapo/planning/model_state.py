@@ -72,6 +72,11 @@ class ModelState:
         """Bytes of the models that are not trained."""
         return self.reference + self.teacher
 
+    @property
+    def kept_offloaded(self) -> int:
+        """Bytes that `trainer.offload` copies to host memory; gradients and FP8 copies are dropped."""
+        return self.on_device - self.gradients - self.quantised
+
 
 def model_state(
     config: Config,

@@ -21,6 +21,7 @@ from megatron_bapo.planning.response_lengths import mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory, engine_memory, teacher_engine_memory
 from megatron_bapo.planning.timing import StepTime, step_time
 from megatron_bapo.planning.trainer_memory import StageMemory, stage_memory
+from megatron_bapo.planning.training_time import TrainingTime, training_time
 from megatron_bapo.planning.weight_transfer import loading_bytes, sync_bytes
 
 Placement = Literal["colocated", "separate"]
@@ -86,13 +87,19 @@ class Plan:
         return teacher_engine_memory(self.config, self.gpu, self.assumptions)
 
     @cached_property
+    def training(self) -> TrainingTime:
+        return training_time(self.config, self.architecture, self.gpu, self.assumptions)
+
+    @cached_property
     def time(self) -> StepTime:
         return step_time(
             self.config,
             self.architecture,
             self.gpu,
-            self.engine,
             self.assumptions,
+            self.engine,
+            self.training,
+            [stage.state for stage in self.stages],
             colocated=self.placement == "colocated",
         )
 
@@ -144,7 +151,7 @@ class Plan:
             peak = max(self.engine.total, trainer_weights + self.engine_while_loading)
         return peak + self._engine_base + reserved
 
-    @property
+    @cached_property
     def loading_bytes(self) -> int:
         """Bytes of a layer's tensors on each of an engine's GPUs while it loads new weights."""
         return 0 if self.assumptions.broadcasts_weights else loading_bytes(self.config, self.architecture)
@@ -169,10 +176,8 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.resident)
 
     def offloaded(self, stage: StageMemory) -> int:
-        """Return the bytes of one of a stage's ranks in host memory. Gradients and FP8 copies are dropped, not kept."""
-        state = stage.state
-        kept = state.on_device - state.gradients - state.quantised
-        return state.offloaded + (kept if self.offloads_for_generation else 0)
+        """Return the bytes of one of a stage's ranks in host memory."""
+        return stage.state.offloaded + (stage.state.kept_offloaded if self.offloads_for_generation else 0)
 
     def checkpoint_copy(self, stage: StageMemory) -> int:
         """Return the bytes of host memory in which one of a stage's ranks keeps the state that is being written.

@@ -263,7 +263,8 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
 
 def _with_same_trainer(plan: Plan, settings: Settings) -> Plan:
     changed = replace(plan, config=with_settings(plan.config, settings))
-    vars(changed)["stages"] = plan.stages  # the trainer's memory is unchanged, and takes the longest to compute
+    # The trainer's memory and time are unchanged, and take the longest to compute.
+    vars(changed).update(stages=plan.stages, training=plan.training)
     return changed
 
 

@@ -6,6 +6,7 @@ runs of other trainers; `spread.py` holds how far they differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
@@ -14,10 +15,10 @@ from megatron_bapo.planning.flops import forward_flops, training_flops
 from megatron_bapo.planning.generation_time import generation_seconds, teacher_seconds
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
-from megatron_bapo.planning.model_state import model_state
+from megatron_bapo.planning.model_state import ModelState
 from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory
-from megatron_bapo.planning.training_time import TrainingTime, scoring_passes, training_time
+from megatron_bapo.planning.training_time import TrainingTime, scoring_passes
 from megatron_bapo.planning.weight_transfer import TransferSpeed, traffic
 
 
@@ -84,12 +85,17 @@ def step_time(
     config: Config,
     architecture: Architecture,
     gpu: Gpu,
-    engine: EngineMemory,
     assumptions: Assumptions,
+    engine: EngineMemory,
+    training: TrainingTime,
+    states: Sequence[ModelState],
     *,
     colocated: bool,
 ) -> StepTime:
-    """Return the estimated time of one step; `colocated` says whether the engines share the trainer's GPUs."""
+    """Return the estimated time of one step.
+
+    `states` are those of the pipeline stages; `colocated` says whether the engines share the trainer's GPUs.
+    """
     trainer, length = config.trainer, mean_length(config, assumptions)
     square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
     model_flops = training_flops(architecture, length, square, config.model.lora)
@@ -110,8 +116,8 @@ def step_time(
             generation_seconds(config, architecture, gpu, engine, assumptions),
             teacher_seconds(config, gpu, assumptions),
         ),
-        trainer=training_time(config, architecture, gpu, assumptions),
-        offload=_offload_seconds(config, architecture, assumptions) if colocated and trainer.offload else 0.0,
+        trainer=training,
+        offload=max(_offload_seconds(each, assumptions) for each in states) if colocated and trainer.offload else 0.0,
         between=assumptions.between_phases_s,
         weight_sync=sent.seconds(TransferSpeed.of(gpu, assumptions)),
         model_flops=trainer.train_batch_size * model_flops,
@@ -122,13 +128,8 @@ def step_time(
     )
 
 
-def _offload_seconds(config: Config, architecture: Architecture, assumptions: Assumptions) -> float:
-    """Return the seconds of moving parameters and optimizer state to host memory and back; gradients are dropped."""
+def _offload_seconds(state: ModelState, assumptions: Assumptions) -> float:
+    """Return the seconds of moving parameters and optimizer state to host memory and back."""
     pinned = assumptions.host_copy_gb_s * 1e9
     unpinned = pinned if assumptions.unpinned_gb_s is None else assumptions.unpinned_gb_s * 1e9
-
-    def seconds(stage: int) -> float:
-        state = model_state(config, architecture, stage, assumptions=assumptions)
-        return 2 * (state.on_device - state.gradients) / pinned + state.optimizer * (1 / unpinned - 1 / pinned)
-
-    return max(map(seconds, range(config.parallel.pipeline_model_parallel_size)))
+    return 2 * state.kept_offloaded / pinned + state.optimizer * (1 / unpinned - 1 / pinned)

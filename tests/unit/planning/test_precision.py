@@ -49,6 +49,13 @@ def test_fp8_params_take_the_bytes_of_bfloat16_and_fp8_copies_double_them() -> N
     assert of[0].on_device == of[2].on_device
 
 
+def test_fp8_copies_are_not_moved_to_host_memory_with_the_trainer() -> None:
+    fp8, bf16 = recipe(FP8, "trainer.offload=true"), recipe(BF16, "trainer.offload=true")
+    assert fp8.stages[0].state.on_device > bf16.stages[0].state.on_device
+    assert fp8.time.offload == bf16.time.offload > 0.0
+    assert fp8.offloaded(fp8.stages[0]) == bf16.offloaded(bf16.stages[0])
+
+
 def test_fp8_speeds_up_only_the_linear_layers() -> None:
     gpu, assumptions = GPUS["H100"], Assumptions()
     assert fp8_speedup(gpu, assumptions) == pytest.approx(1979 * 0.6 / (989 * 0.6))
