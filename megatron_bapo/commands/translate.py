@@ -162,8 +162,8 @@ def _check_training(path: Path, project: str, content: dict[str, Any]) -> None:
     for section, name in projects()[project].unlike.items():
         if section in content:
             raise UserError(
-                f"{path} has the section {section}, for {name}: only reinforcement learning and on-policy "
-                f"distillation are here; give a configuration of {projects()[project].title} for one of them"
+                f"{path} has the section {section}, for {name}: only reinforcement learning without a critic and "
+                f"on-policy distillation are here; give a configuration of {projects()[project].title} for one of them"
             )
 
 

@@ -549,6 +549,7 @@ def test_unknown_keys_are_listed(tmp_path: Path) -> None:
             "policy: {}\nsft: {max_num_steps: 60}\n",
             "has the section sft, for supervised fine-tuning: only reinforcement",
         ),
+        ("policy: {}\nppo: {max_num_steps: 60}\n", "has the section ppo, for PPO with a critic"),
     ],
 )
 def test_a_file_that_cannot_be_translated_is_refused_with_the_reason(tmp_path: Path, text: str, expected: str) -> None:
