@@ -225,10 +225,10 @@ class _MicroBatchPasses:
         self.recomputed = [layer.forward * self.recomputed_collectives for layer in self.layers]
         """Seconds of what the backward pass computes again, in the same layers."""
         if parallel.recompute_granularity == "selective":
-            modules = parallel.recompute_modules
-            wholly = "moe" in modules or "mlp" in modules
-            self.recomputed = [part.forward * wholly + scores * ("core_attn" in modules) for part in fed]
-            self.recomputed_collectives = 0.5 * wholly
+            again = [name in parallel.recompute_modules for name in ("mlp", "moe")]
+            scored_again = scores * ("core_attn" in parallel.recompute_modules)
+            self.recomputed = [part.forward * each + scored_again for part, each in zip(fed, again, strict=True)]
+            self.recomputed_collectives = 0.5 * (again[0] * (num_layers - num_moe) + again[1] * num_moe) / num_layers
         links, tokens = self.links, self.tokens
         self.collectives = (
             collective_time.tensor_seconds(config, arch, links, tokens),

@@ -150,6 +150,19 @@ def test_large_products_reach_the_assumed_efficiency_and_tiles_and_waves_cost() 
     assert kernels.product(133 * 128, 256, 8192) > 1.5 * kernels.product(132 * 128, 256, 8192)  # a second wave
 
 
+def test_recomputed_mlps_are_those_of_dense_layers_and_recomputed_experts_those_of_the_others() -> None:
+    """Megatron's layers with experts ignore `mlp`, and dense ones `moe`."""
+    selective = "parallel.recompute_granularity=selective"
+    none, mlp, moe, both = (
+        recipe("qwen3-30b-a3b_16gpus", "model.path=Moonlight-16B-A3B", selective, f"parallel.recompute_modules={m}")
+        for m in ("[]", "[mlp]", "[moe]", "[mlp, moe]")
+    )
+    assert none.architecture.num_hidden_layers - len(none.architecture.moe_layers) == 1  # of 27
+    dense, experts = (plan.time.trainer.compute - none.time.trainer.compute for plan in (mlp, moe))
+    assert 0 < dense < 0.1 * experts
+    assert both.time.trainer.compute - none.time.trainer.compute == pytest.approx(dense + experts)
+
+
 def test_each_expert_of_a_rank_has_its_own_kernels_that_quantize_its_tensors() -> None:
     """One scale per tensor takes four kernels for each input and gradient; `delayed` quantizes all at once."""
     architecture = recipe("qwen3-30b-a3b_16gpus").architecture
