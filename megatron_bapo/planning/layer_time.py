@@ -93,17 +93,18 @@ class Kernels:
         return {None: 0, "delayed": 0, "tensorwise": 4}.get(self.fp8_recipe, 1)
 
     def product(self, rows: float, columns: float, inner: float, count: float = 1.0) -> float:
-        """Return the seconds of `count` products [rows, inner] x [inner, columns], one after another.
+        """Return the seconds of `count` products [rows, inner] x [inner, columns].
 
         All multiprocessors compute one tile each at a time, so that the last tiles keep only some of them busy. Experts
-        count apart: Transformer Engine's GroupedLinear launches one cuBLAS product for each.
+        share these last tiles: Transformer Engine's GroupedLinear launches one cuBLAS product for each, in turn on four
+        streams (`multi_stream_cublas_gemm` in common/gemm/cublaslt_gemm.cu), where the next ones fill what is idle.
         """
-        tiles = math.ceil(max(rows, 1.0) / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
+        tiles = count * math.ceil(max(rows, 1.0) / TILE_ROWS) * math.ceil(columns / TILE_COLUMNS)
         waves = math.ceil(tiles / self.gpu.num_sms)
         whole = waves * (2.0 * self.gpu.num_sms * TILE_ROWS * TILE_COLUMNS * inner / self.flops_per_s + self.tile_s)
         # Kernels choose smaller tiles where these leave many multiprocessors idle, at about half the speed.
-        smaller = 2 * 2.0 * rows * columns * inner / self.flops_per_s + self.tile_s
-        return count * min(whole, max(smaller, whole / 4))
+        smaller = 2 * 2.0 * count * rows * columns * inner / self.flops_per_s + self.tile_s
+        return min(whole, max(smaller, whole / 4))
 
     def linear(
         self, rows: float, columns: float, inner: float, count: float = 1.0, *, modules: tuple[str, ...] = ()

@@ -150,6 +150,13 @@ def test_large_products_reach_the_assumed_efficiency_and_tiles_and_waves_cost() 
     assert kernels.product(133 * 128, 256, 8192) > 1.5 * kernels.product(132 * 128, 256, 8192)  # a second wave
 
 
+def test_the_products_of_experts_share_their_last_wave() -> None:
+    """One expert's 88 tiles take a wave of 132 multiprocessors; those of three experts take two, not three."""
+    kernels = Kernels(GPUS["H100"], Assumptions())
+    one = kernels.product(8 * 128, 11 * 256, 2048)
+    assert kernels.product(8 * 128, 11 * 256, 2048, count=3) == pytest.approx(2 * one)
+
+
 def test_recomputed_mlps_are_those_of_dense_layers_and_recomputed_experts_those_of_the_others() -> None:
     """Megatron's layers with experts ignore `mlp`, and dense ones `moe`."""
     selective = "parallel.recompute_granularity=selective"
