@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,6 +54,11 @@ SIZES = (
 )
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_OPTIONAL_SIZES = ("head_dim", "num_nextn_predict_layers")
+_MAX_SIZE = (1 << 31) - 1
+"""Largest size that the 32-bit indices of kernels reach."""
+_MAX_COUNTS = {"num_hidden_layers": 1 << 12, "num_experts": 1 << 12}
+"""Largest numbers of parts that are planned, built and transferred one by one."""
 SIGMOID_ROUTER_DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
@@ -108,8 +114,9 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         pass  # every attention head has its own key/value head
     else:
         yield from _size_problems(fields, ("num_key_value_heads",))
+    yield from _size_problems(fields, [name for name in _OPTIONAL_SIZES if fields.get(name)])
     epsilon = fields.get("rms_norm_eps")
-    if not isinstance(epsilon, int | float) or epsilon <= 0:
+    if not _is_number(epsilon) or epsilon <= 0:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
@@ -131,7 +138,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
 def _expected(name: str, value: Any, kind: str) -> str:
     if value is None:
         return f"{name} is missing; use the checkpoint's original config.json"
-    return f"{name} is {value!r}; it must be {kind}"
+    return f"{name} is {value!r:.80}; it must be {kind}"
 
 
 def kind_problems(fields: dict[str, Any]) -> Iterator[str]:
@@ -142,15 +149,16 @@ def kind_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether the value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _size_problems(fields: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        value = fields.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        value, most = fields.get(name), _MAX_COUNTS.get(name, _MAX_SIZE)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             shown = FAMILIES[fields["model_type"]].expert_field if name == "num_experts" else name
-            yield _expected(shown, value, "a positive whole number")
+            yield _expected(shown, value, f"a positive whole number of at most {most}")
 
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
@@ -230,8 +238,8 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = rope_settings(fields)
     theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
-    if not _is_number(theta):
-        yield _expected("rope_theta", theta, "a number")
+    if not _is_number(theta) or theta <= 0:
+        yield _expected("rope_theta", theta, "a positive number")
     keys = _LATENT_ROPE_KEYS if FAMILIES[fields["model_type"]].latent_attention else _ROPE_KEYS
     if rope_type(rope) not in keys:
         yield (

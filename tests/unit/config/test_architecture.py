@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -353,11 +354,26 @@ def test_a_missing_field_of_the_experts_is_named(tmp_path, field):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", "64"), ("vocab_size", 0), ("num_hidden_layers", 2.0), ("rms_norm_eps", 0)]
+    ("field", "value"),
+    [
+        ("hidden_size", "64"),
+        ("vocab_size", 0),
+        ("num_hidden_layers", 2.0),
+        ("head_dim", -8),
+        ("num_nextn_predict_layers", "1"),
+        ("rms_norm_eps", 0),
+        ("rms_norm_eps", math.inf),
+    ],
 )
 def test_a_size_that_is_not_a_positive_number_is_refused(tmp_path, field, value):
     with pytest.raises(UserError, match=rf"{field} is {value!r}; it must be a positive"):
-        read(tmp_path, CONFIGS["llama"], **{field: value})
+        read(tmp_path, CONFIGS["glm4_moe"], **{field: value})
+
+
+@pytest.mark.parametrize("field", [*SHAPE, "head_dim", *(name for name in EXPERTS if name != "norm_topk_prob")])
+def test_a_size_that_no_model_has_is_refused_before_anything_is_computed_with_it(tmp_path, field):
+    with pytest.raises(UserError, match=rf"{field} is {10**30}; it must be a positive whole number of at most \d+$"):
+        read(tmp_path, CONFIGS["qwen3_moe"], **{"num_experts": 8, "num_local_experts": None, field: 10**30})
 
 
 @pytest.mark.parametrize(
@@ -387,7 +403,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ({"layer_types": 6}, "layer_types is 6; it must be a list"),
         ({"mlp_only_layers": -1}, "mlp_only_layers is -1; it must be a list"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
-        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a positive number"),
         ({"rope_parameters": YARN | {"factor": "x"}}, "rope_parameters.factor is 'x'; it must be a number"),
     ],
 )
