@@ -116,7 +116,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield from _size_problems(fields, ("num_key_value_heads",))
     yield from _size_problems(fields, [name for name in _OPTIONAL_SIZES if fields.get(name)])
     epsilon = fields.get("rms_norm_eps")
-    if not _is_number(epsilon) or epsilon <= 0:
+    if epsilon is None or not _is_number(epsilon) or epsilon <= 0:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:

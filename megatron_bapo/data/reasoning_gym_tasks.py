@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import psutil
+
 from megatron_bapo.errors import UserError
 
 CHUNK_SIZE = 500
+_PROMPT_BYTES = 6 << 10
+"""Memory of a generated prompt with a short question, such as that of chain_sum; longer ones need more."""
 # reasoning-gym 0.1.25: the questions of these tasks depend on the iteration order of string sets. Remove when fixed.
 HASH_SEEDED_TASKS = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
@@ -25,11 +29,17 @@ def generate_entries(
 
     The questions of a task are distinct, unless `distinct` is False. An entry is the generator's {question, answer,
     metadata} as JSON values, which the task's own scorer needs. The result depends only on the arguments. Raises
-    UserError for an unknown task, rejected parameters, or a task with too few (distinct) questions.
+    UserError for an unknown task, rejected parameters, a task with too few (distinct) questions, or a size that does
+    not fit into the free memory.
     """
     if not tasks or size < len(tasks):
         raise UserError(
             f"size is {size} for {len(tasks)} reasoning_gym tasks; name a task and give each at least one prompt"
+        )
+    if size > (most := psutil.virtual_memory().available // _PROMPT_BYTES):
+        raise UserError(
+            f"size={size} does not fit into memory: a generated prompt takes {_PROMPT_BYTES >> 10} KiB or more, so the "
+            f"free memory has room for {most:,} prompts at most; lower size"
         )
     names = sorted(tasks)
     entries = []

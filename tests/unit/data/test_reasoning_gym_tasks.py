@@ -46,6 +46,12 @@ def test_the_same_seed_gives_the_same_prompts_in_another_process():
     assert json.loads(output) == [list(pair) for pair in here]
 
 
+@pytest.mark.parametrize("distinct", [True, False])
+def test_more_questions_than_fit_into_memory_are_refused_before_any_is_generated(distinct):
+    with pytest.raises(UserError, match=r"size=1000000000000 does not fit .* room for [\d,]+ prompts at most"):
+        generate_entries({"chain_sum": {}}, size=10**12, seed=0, distinct=distinct)
+
+
 def test_adjacent_seeds_give_different_questions():
     tasks = {"chain_sum": {"min_digits": 4, "max_digits": 4}}
     first, second = (
