@@ -97,8 +97,11 @@ class _Source:
         self.project = project
         given = dict(flattened(content, ""))
         self.given = set(given)
+        values = [f"{key}." for key, value in given.items() if not _is_unset(value)]
         for row in rows(project):
-            if row.default is not None and not self.given & {row.key, *row.older}:
+            # A default neither goes below a value that is given in the place of a section nor replaces a section.
+            in_the_way = any(f"{row.key}.".startswith(key) or key.startswith(f"{row.key}.") for key in values)
+            if row.default is not None and not in_the_way and not self.given & {row.key, *row.older}:
                 place(content, row.key.split("."), row.default)
         self.leaves = dict(flattened(resolved(content), ""))
 

@@ -534,6 +534,13 @@ def test_unknown_keys_are_listed(tmp_path: Path) -> None:
     assert "Not known to this translator:" in list(report_lines(result))
 
 
+@pytest.mark.parametrize("override", ["data=3", "data=[a]", "data.train_batch_size.y=1", "trainer.logger.x=2"])
+def test_a_value_in_the_place_of_a_section_and_a_section_in_that_of_a_value_are_listed(
+    tmp_path: Path, override: str
+) -> None:
+    assert override in translate(write(tmp_path, VERL), [override]).unknown
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
