@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import Field, PositiveInt, ValidationError
+from pydantic import Field, PositiveInt
 
+from megatron_bapo.config.loading import load_section
 from megatron_bapo.config.section import Fraction, Section
 from megatron_bapo.errors import UserError
 from megatron_bapo.studies.table import Cell
@@ -138,15 +138,7 @@ class Study(Section):
 
 def load_study(path: Path) -> Study:
     """Load a study. Raises UserError that lists all problems."""
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read the study {path}: {error}") from None
-    try:
-        study = Study.model_validate(document)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
-        raise UserError("\n".join([f"{path}: the study's keys are {', '.join(Study.model_fields)}", *lines])) from None
+    study = load_section(Study, path)
     if problems := list(_problems(study)):
         raise UserError("\n".join([f"{path}: {len(problems)} problems", *(f"  {problem}" for problem in problems)]))
     return study
