@@ -9,6 +9,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_bapo.metrics.sinks import StartRow
 from megatron_bapo.run_directory import RunDirectory
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -17,7 +18,7 @@ _GIT_TIMEOUT_S = 10.0
 
 def record_start(directory: RunDirectory, device: str | None, world_size: int) -> None:
     """Append a row about this start; `device` is the name of the trainer's GPUs, None without them."""
-    row = {
+    row: StartRow = {
         "time_s": time.time(),
         "version": _version(),
         "commit": commit(_PACKAGE.parent),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_bapo.config.checks import resume_conflicts
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
+from megatron_bapo.files import read_json_object
 from megatron_bapo.run_directory import RunDirectory
 
 
@@ -36,7 +38,7 @@ class RunState:
 
 
 def check_resumable(config: Config, directory: RunDirectory, *, rollout_only: bool = False) -> None:
-    """Raise UserError if the directory has a run of another kind, or with another configuration."""
+    """Raise UserError if the directory has a run of another kind, with another configuration or a damaged state."""
     if directory.is_rollout_only and not rollout_only:
         raise UserError(
             f"{directory.root} holds the rollouts of train --rollout-only; to train on them choose run_dir=<another "
@@ -52,4 +54,21 @@ def check_resumable(config: Config, directory: RunDirectory, *, rollout_only: bo
         raise UserError(
             f"{directory.root} holds a run with another configuration:\n{listed}\n"
             "Choose run_dir=<another folder>, delete that folder, or use its configuration"
+        )
+    if (newest := directory.newest_checkpoint) is not None:
+        _check_state(newest)
+
+
+def _check_state(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
+    saved = read_json_object(path)
+    names = ("warm_start_step", "step", "update", "policy_version", "adam_step")
+    wrong = [name for name in names if type(saved.get(name)) is not int or saved[name] < 0]
+    rules = [f"{name} must be a whole number of at least 0" for name in wrong]
+    if not isinstance(saved.get("data"), dict):
+        rules.append("data must be an object")
+    if rules:
+        raise UserError(
+            f"{path} is damaged: {', '.join(rules)}; delete {checkpoint}, and the run continues from the checkpoint "
+            "before it"
         )

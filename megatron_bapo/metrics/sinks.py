@@ -13,11 +13,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NotRequired, Self, TypedDict
+from typing import Any, Literal, NotRequired, Self
 
+from pydantic import TypeAdapter, ValidationError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.files import flush
@@ -52,6 +54,16 @@ class SampleRow(TypedDict):
     finish_reason: FinishReason
 
 
+class StartRow(TypedDict):
+    time_s: float
+    """Unix time at which a trainer started."""
+    version: str | None
+    """Version of the installed package, None if it is not installed."""
+    commit: str | None
+    """Commit of the checkout, None without one."""
+    hardware: str
+
+
 class ResponseRow(TypedDict):
     """One sampled response of an evaluation."""
 
@@ -68,6 +80,20 @@ class ResponseRow(TypedDict):
     timed_out: bool
     """True if scoring timed out."""
     text: str
+
+
+_ROWS = {
+    name: TypeAdapter(row)
+    for name, row in {
+        "metrics.jsonl": MetricsRow,
+        "updates.jsonl": UpdateRow,
+        "samples.jsonl": SampleRow,
+        "responses.jsonl": ResponseRow,
+        "starts.jsonl": StartRow,
+    }.items()
+}
+"""Form of the rows of each file. The rows of other files are any JSON objects."""
+_ANY_ROW = TypeAdapter(dict[str, Any])
 
 
 class JsonlSink:
@@ -160,7 +186,7 @@ def tracker_id(file: Path) -> str:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all complete rows of a file that a JsonlSink wrote; an incomplete last line is ignored.
 
-    Raises RunError for a line that is not JSON.
+    Raises RunError for a line that is not such a row.
     """
     return [row for _, row in _lines_and_rows(path)]
 
@@ -199,12 +225,21 @@ def replace_text(path: Path, text: str) -> None:
 
 def _lines_and_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     *lines, _half_written = path.read_bytes().split(b"\n")
+    form = _ROWS.get(path.name, _ANY_ROW)
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
-            parsed.append((line.decode(), json.loads(line)))
-        except ValueError as error:
-            raise RunError(f"{path}, line {number} is not JSON ({error}); repair or delete that line") from error
+            parsed.append((line.decode(), row := json.loads(line)))
+            form.validate_python(row, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the row"
+            problem = f"is damaged ({place}: {first['msg']})"
+        except (ValueError, RecursionError) as error:
+            problem = f"is not JSON ({error})"
+        else:
+            continue
+        raise RunError(f"{path}, line {number} {problem}; repair or delete that line")
     return parsed
 
 

@@ -156,6 +156,12 @@ def started(directory: RunDirectory, *, checkpoint: bool = True) -> None:
     directory.config.write_text(dump_config(make_config(directory.root)))
     if checkpoint:
         (directory.checkpoints / "step-00000008").mkdir()
+        write_state(directory)
+
+
+def write_state(directory: RunDirectory, **changes: object) -> None:
+    state = RunState(step=2, update=8).to_json() | {"adam_step": 8} | changes
+    (directory.checkpoints / "step-00000008" / "state.json").write_text(json.dumps(state))
 
 
 def test_a_run_continues_with_its_own_configuration_and_more_steps(directory):
@@ -169,6 +175,22 @@ def test_another_configuration_is_refused_with_both_values(directory):
 
     with pytest.raises(UserError, match=r"optimizer\.lr: 1e-06 in the run directory, 0\.5 now"):
         check_resumable(make_config(directory.root, lr=0.5), directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({"step": "2"}, "step must be a whole number of at least 0"),
+        ({"update": None, "adam_step": -1}, r"update must be .* of at least 0, adam_step must be a whole number"),
+        ({"policy_version": True, "data": []}, "policy_version must be .*, data must be an object"),
+    ],
+)
+def test_a_damaged_state_is_refused_with_every_rule_it_breaks(directory, changes, rules):
+    started(directory)
+    write_state(directory, **changes)
+
+    with pytest.raises(UserError, match=rf"00008/state\.json is damaged: {rules}.*; delete .*step-00000008, and"):
+        check_resumable(make_config(directory.root), directory)
 
 
 def test_a_directory_without_a_checkpoint_accepts_any_configuration(directory):

@@ -83,6 +83,25 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         read_rows(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "problem"),
+    [
+        ("metrics.jsonl", {"step": 1}, "phase: Field required"),
+        ("metrics.jsonl", metrics_row(1) | {"step": "1"}, "step: Input should be a valid integer"),
+        ("metrics.jsonl", metrics_row(1) | {"metrics": {"reward": "high"}}, "metrics.reward: Input should be a valid"),
+        ("updates.jsonl", {"step": 1, "metrics": {}}, "update: Field required"),
+        ("samples.jsonl", [1], "the row: Input should be a valid dictionary"),
+        ("starts.jsonl", {"time_s": 1.5}, "version: Field required"),
+        ("restarts.jsonl", 3, "the row: Input should be a valid dictionary"),
+    ],
+)
+def test_a_row_of_another_form_is_named_with_its_field(tmp_path: Path, name: str, row: object, problem: str):
+    path = tmp_path / name
+    path.write_text(f"{json.dumps(row)}\n")
+    with pytest.raises(RunError, match=rf"{name}, line 1 is damaged \({problem}.*\); repair or delete that line"):
+        read_rows(path)
+
+
 def test_resuming_in_training_keeps_the_warm_start_and_drops_later_steps(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     write(

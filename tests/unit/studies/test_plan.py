@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.loading import dump_config
+from megatron_bapo.controller.run_state import RunState
 from megatron_bapo.errors import UserError
 from megatron_bapo.studies.plan import check_runs, expand, unfinished
 from megatron_bapo.studies.results import collect
@@ -196,7 +197,9 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
 def test_a_folder_of_another_configuration_is_refused_before_anything_starts(tmp_path):
     _, runs = make_study(tmp_path)
     run = runs[1]
-    (run.directory.checkpoints / "step-00000004").mkdir(parents=True)
+    checkpoint = run.directory.checkpoints / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(RunState().to_json() | {"adam_step": 0}))
     run.directory.config.write_text(dump_config(run.config))
     check_runs(runs)
 
