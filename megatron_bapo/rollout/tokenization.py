@@ -64,8 +64,8 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"no tokenizer can be loaded from {model_path}: {error}") from None
+    except Exception as error:  # tokenizers raises a plain Exception, and transformers any error for a damaged file
+        raise UserError(f"no tokenizer can be loaded from {model_path}: {type(error).__name__}: {error}") from None
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer in {model_path} has no eos_token; set it in tokenizer_config.json")
     return tokenizer

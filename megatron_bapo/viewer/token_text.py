@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from megatron_bapo.errors import UserError
+
 _MAX_JOINED = 8
 """Tokens that may share one character; a character of UTF-8 has at most four bytes."""
 
@@ -15,8 +17,11 @@ class TokenTexts:
     """Decodes token by token, special tokens included."""
 
     def __init__(self, tokenizer: Path) -> None:
-        """`tokenizer` is a `tokenizer.json`; without it tokens are shown as their numbers."""
-        self._tokenizer = Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None
+        """`tokenizer` is a `tokenizer.json`; without it tokens are shown as their numbers.
+
+        Raises UserError if the file is damaged.
+        """
+        self._tokenizer = _read(tokenizer) if tokenizer.is_file() else None
         self._known: dict[int, str] = {}
         self._anchor: list[int] = []
         self._skipped = 0
@@ -50,3 +55,12 @@ class TokenTexts:
     def _joined(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode([*self._anchor, *token_ids], skip_special_tokens=False)[self._skipped :]
+
+
+def _read(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises a plain Exception
+        raise UserError(
+            f"{path} is not a tokenizer ({error}); copy it again, or delete it to show tokens as their numbers"
+        ) from None

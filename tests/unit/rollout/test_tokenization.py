@@ -114,6 +114,18 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", ""), ("tokenizer.json", "{}"), ("tokenizer.json", "[]"), ("tokenizer_config.json", "[1]")],
+)
+def test_a_damaged_tokenizer_is_refused_with_its_folder(tmp_path: Path, name: str, text: str):
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(UserError, match=f"no tokenizer can be loaded from {tmp_path}: .+: .+"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_without_an_end_of_sequence_is_refused(tmp_path: Path):
     endless = tokenizer()
     endless.eos_token = None

@@ -249,6 +249,20 @@ def test_damaged_columns_of_samples_are_not_taken_for_a_file_that_cannot_be_writ
         export(samples, tmp_path / "page.html", 10)
 
 
+@pytest.mark.parametrize("text", ["", "{}", '{"model": {'])
+def test_a_damaged_tokenizer_is_named_by_the_page_and_its_export(run: Path, tmp_path: Path, text: str) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    (directory.sampled_rollouts / TOKENIZER_FILE).write_text(text)
+    expected = r"tokenizer\.json is not a tokenizer \(.*\); copy it again, or delete it to show tokens as their numbers"
+    with pytest.raises(UserError, match=expected):
+        export(Samples(directory), tmp_path / "page.html", 10)
+    with client_of(directory.root) as client:
+        answer = client.get(f"/{SECRET}/api/runs/0/steps/10/responses/0/tokens")
+        assert answer.status_code == 400
+        assert re.search(expected, answer.text)
+
+
 def test_a_damaged_file_of_samples_is_named(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.sampled_rollouts.mkdir()
