@@ -10,9 +10,9 @@ from typing import Any
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
-from megatron_bapo.data.rollout_files import RolloutHeader, read_header, read_rollouts, rollout_files
+from megatron_bapo.data.rollout_files import RolloutHeader, longest, read_header, read_rollouts, rollout_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Group, Trajectory
+from megatron_bapo.records import Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
@@ -43,7 +43,7 @@ class RecordedRollouts:
         self._step += 1
         path = rollout_files(self._folder)[self._step]
         header, groups = read_rollouts(path)
-        _check_lengths(self._config, path, groups)
+        _check_lengths(self._config, path, longest(groups))  # headers of earlier versions have no lengths
         version = header.policy_version if header.has_trainer else None
         return ScoredGroups(groups, header.num_reward_timeouts, policy_version=version, sampling=header.sampling), {}
 
@@ -95,6 +95,7 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
         _check_sampling(config, files[number], header)
         _check_routes(config, files[number], header)
         _check_teacher(config, files[number], header)
+        _check_lengths(config, files[number], (header.longest_prompt, header.longest_response))
 
 
 def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
@@ -141,20 +142,12 @@ def _check_teacher(config: Config, path: Path, header: RolloutHeader) -> None:
         )
 
 
-def _check_lengths(config: Config, path: Path, groups: list[Group]) -> None:
-    """Raise UserError for a prompt or response that is too long for the trainer's micro-batches."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for key, limit, longest in (
-        (
-            "data.max_prompt_length",
-            config.data.max_prompt_length,
-            max(len(trajectory.prompt_token_ids) for trajectory in trajectories),
-        ),
-        (
-            "rollout.max_response_length",
-            config.rollout.max_response_length,
-            max(len(trajectory.response_token_ids) for trajectory in trajectories),
-        ),
-    ):
-        if longest > limit:
-            raise UserError(f"{path} has a sequence of {longest} tokens, but {key}={limit}; raise it to {longest}")
+def _check_lengths(config: Config, path: Path, lengths: tuple[int, int]) -> None:
+    """Refuse a batch whose longest prompt or response is too long for the trainer's micro-batches."""
+    limits = {
+        "data.max_prompt_length": config.data.max_prompt_length,
+        "rollout.max_response_length": config.rollout.max_response_length,
+    }
+    for (key, limit), length in zip(limits.items(), lengths, strict=True):
+        if length > limit:
+            raise UserError(f"{path} has a sequence of {length} tokens, but {key}={limit}; raise it to {length}")

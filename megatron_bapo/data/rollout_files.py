@@ -87,6 +87,10 @@ class RolloutHeader:
     """Layers with experts, experts of a token and bytes of an expert's number; empty for a batch without routes."""
     teacher: str = ""
     """Folder of the teacher whose log-probs the batch has; empty for a batch without."""
+    longest_prompt: int = 0
+    """Tokens of the longest prompt; 0 in files of earlier versions and of held-out responses."""
+    longest_response: int = 0
+    """Tokens of the longest response, likewise."""
 
     @property
     def has_trainer(self) -> bool:
@@ -101,6 +105,8 @@ def write_rollouts(
 
     `advantages` has one array [S] per trajectory, group by group, where S is the number of sampled tokens.
     """
+    prompt, response = longest(groups)
+    header = replace(header, longest_prompt=prompt, longest_response=response)
     rows = [row for index, group in enumerate(groups) for row in _rows(index, group)]
     for row, each in zip(rows, advantages or [None] * len(rows), strict=True):
         row["advantages"] = each
@@ -115,6 +121,13 @@ def write_parts(folder: Path, header: RolloutHeader, parts: Iterable[Sequence[Gr
     """Write the same file from the parts of a batch that no trainer uses, without routes; one part is in memory."""
     numbers = count()
     _write(folder, header, ([row for group in part for row in _rows(next(numbers), group)] for part in parts))
+
+
+def longest(groups: Sequence[Group]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt and of the longest response."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    prompt = max(len(trajectory.prompt_token_ids) for trajectory in trajectories)
+    return prompt, max(len(trajectory.response_token_ids) for trajectory in trajectories)
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:

@@ -137,11 +137,25 @@ def test_files_without_the_log_probs_of_the_teacher_on_engines_are_refused(confi
     check_files(taught(teacher="two"), folder, 0, vocab_size)
 
 
-def test_a_response_longer_than_max_response_length_is_refused(config, folder, vocab_size):
+@pytest.mark.parametrize(
+    ("length", "rule"), [(5, r"rollout\.max_response_length=4"), (25, r"data\.max_prompt_length=24")]
+)
+def test_a_sequence_that_is_too_long_is_refused_before_the_start(config, folder, vocab_size, length, rule):
+    write(folder, 3, length=length, vocab_size=vocab_size)
+
+    with pytest.raises(UserError, match=rf"{length} tokens, but {rule}; raise it to {length}"):
+        check_files(config, folder, 0, vocab_size)
+
+
+def test_a_sequence_that_is_too_long_is_refused_in_a_file_whose_header_has_no_lengths(
+    config, folder, vocab_size, monkeypatch
+):
+    monkeypatch.setattr("megatron_bapo.data.rollout_files.longest", lambda groups: (0, 0))
     write(folder, 1, length=5, vocab_size=vocab_size)
 
+    rollouts = RecordedRollouts(config, folder, 0)
     with pytest.raises(UserError, match=r"5 tokens, but rollout\.max_response_length=4; raise it to 5"):
-        RecordedRollouts(config, folder, 0).take()
+        rollouts.take()
 
 
 def test_training_and_rollout_only_runs_do_not_share_a_directory(config, tmp_path, vocab_size):

@@ -28,6 +28,8 @@ HEADER = RolloutHeader(
     num_reward_timeouts=1,
     data_state={"stream": [1, 2]},
     sampling={"temperature": 0.6, "top_k": -1},
+    longest_prompt=2,
+    longest_response=5,
 )
 AWKWARD = np.array([-0.0, -1e-45, -0.1, -np.inf, np.nan], np.float32)
 """Values that a decimal or lossy column would change: minus zero, the smallest subnormal, infinity and NaN."""
