@@ -222,7 +222,7 @@ def test_a_server_that_is_down_costs_one_warning_and_no_metric(tmp_path: Path, m
 
 
 def test_rows_are_read_when_they_are_complete_and_anew_when_the_file_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     with closing(RowFollower(path)) as rows:
         assert rows.read(9) == []
         path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
