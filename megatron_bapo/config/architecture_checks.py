@@ -14,6 +14,10 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "attention_dropout": (0, None),
     "use_sliding_window": (False, None),
+    "sliding_window": (None, 0),
+    "dual_chunk_attention_config": (None,),
+    "is_causal": (True,),
+    "logit_scale": (1,),
     "partial_rotary_factor": (1, None),
     "use_qk_norm": (False, None),
     "use_mrope": (False, None),
@@ -26,7 +30,10 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
 }
-"""Supported values of fields whose other values change the model; the first one is the default."""
+"""Supported values of fields whose other values change the model; the first one is the default.
+
+vLLM reads some of them, such as `sliding_window`, from every config.json, and transformers only for some families.
+"""
 
 _ROPE_KEYS = {
     "default": ((), ()),

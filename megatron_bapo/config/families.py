@@ -42,17 +42,20 @@ _DEEPSEEK_V3 = Family(
     own_fields=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
 )
 
+_QWEN_FIELDS = frozenset({"sliding_window"})
+"""Qwen's models have a sliding window only with `use_sliding_window`."""
+
 FAMILIES = {
     "llama": Family(),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True, default_head_dim=128),
-    "qwen3_moe": Family(qk_norm=True, experts=True),
+    "qwen2": Family(qkv_bias=True, own_fields=_QWEN_FIELDS),
+    "qwen3": Family(qk_norm=True, default_head_dim=128, own_fields=_QWEN_FIELDS),
+    "qwen3_moe": Family(qk_norm=True, experts=True, own_fields=_QWEN_FIELDS),
     "qwen2_moe": Family(
         qkv_bias=True,
         experts=True,
         shared_expert="shared_expert",
         shared_expert_gate=True,
-        own_fields=frozenset({"shared_expert_intermediate_size"}),
+        own_fields=_QWEN_FIELDS | {"shared_expert_intermediate_size"},
     ),
     "glm4_moe": Family(
         experts=True,

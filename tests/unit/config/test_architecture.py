@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    AutoConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -316,6 +317,10 @@ def test_tied_embeddings_are_read(tmp_path, tie):
         ("mlp_bias", True),
         ("attention_bias", True),
         ("use_sliding_window", True),
+        ("sliding_window", 4096),
+        ("dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("is_causal", False),
+        ("logit_scale", 0.5),
         ("attention_dropout", 0.1),
         ("partial_rotary_factor", 0.5),
         ("use_mrope", True),
@@ -330,6 +335,18 @@ def test_an_unsupported_value_is_refused_with_its_field(tmp_path, field, value):
         read(tmp_path, CONFIGS["llama"], **{field: value})
 
     assert f"{tmp_path / 'config.json'}: {field} is {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_window_is_refused_where_vllm_uses_it_without_use_sliding_window(tmp_path, name):
+    changes = {"model_type": name, "sliding_window": 8, "use_sliding_window": False}
+    if "qwen" in name:
+        read(tmp_path, CONFIGS[name], **changes)
+        assert not AutoConfig.from_pretrained(tmp_path).sliding_window
+    else:
+        with pytest.raises(UserError, match="sliding_window is 8, which the trainer does not support; it must be None"):
+            read(tmp_path, CONFIGS[name], **changes)
+    assert read(tmp_path, CONFIGS[name], model_type=name, sliding_window=None).family == FAMILIES[name]
 
 
 def test_sliding_window_layers_are_refused_even_if_use_sliding_window_is_false(tmp_path):
