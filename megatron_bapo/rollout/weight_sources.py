@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.errors import RunError
-from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors, is_of_next_token_layer
+from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
+from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors, trained_shapes
 from megatron_bapo.model.lora_mapping import adapter_table
 from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout
@@ -78,31 +78,23 @@ def plan_of(route: WeightRoute, version: int, group: TransferGroup | None = None
 def version_shapes(model_path: Path, adapters: LoraConfig | None) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors that every policy version has.
 
-    They are those of the adapters, or without any those in the checkpoint's safetensors files that training changes.
+    They are those of the adapters, or without any those of the checkpoint that training changes. Raises UserError if
+    the checkpoint's files are not those of its config.json.
     """
-    shapes, architecture = {}, read_architecture(model_path)
+    architecture = read_architecture(model_path)
     if adapters is not None:
         return expected_shapes(architecture, adapter_table(adapters))
-    for path in sorted(model_path.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118
-    if architecture.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)  # some checkpoints repeat the embedding
-    frozen = frozen_tensors(architecture)
-    return {
-        name: shape
-        for name, shape in shapes.items()
-        if name not in frozen and not is_of_next_token_layer(architecture, name)
-    }
+    with SafetensorsFolder(model_path) as folder:
+        check_tensors(folder.shapes(), architecture, model_path)
+    return trained_shapes(architecture)
 
 
 def read_frozen_tensors(model_path: Path) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors that training leaves as they are, which no version has."""
-    frozen, found = frozen_tensors(read_architecture(model_path)), dict[str, torch.Tensor]()
-    for path in sorted(model_path.glob("*.safetensors")) if frozen else ():
-        with safe_open(path, "pt") as file:
-            found.update((name, file.get_tensor(name)) for name in frozen.intersection(file.keys()))
-    return found
+    if not (frozen := frozen_tensors(read_architecture(model_path))):
+        return {}
+    with SafetensorsFolder(model_path) as folder:
+        return {name: folder.slice(name)[:] for name in frozen}
 
 
 def check_complete(

@@ -3,6 +3,7 @@
 The trainer rank is this process; every engine rank is a process of its own, as inside vLLM.
 """
 
+import json
 import os
 import secrets
 import signal
@@ -17,12 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import Glm4MoeConfig, Qwen3Config
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.config.architecture import WEIGHTS_INDEX, read_architecture
+from megatron_bapo.errors import RunError, UserError
+from megatron_bapo.model.hf_mapping import expected_shapes, frozen_tensors, trained_shapes
 from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import DeviceStreams
-from megatron_bapo.rollout.weight_sources import check_complete, weight_source
+from megatron_bapo.rollout.weight_sources import check_complete, read_frozen_tensors, version_shapes, weight_source
 from megatron_bapo.weight_sync.membership import TransferFailed, offer_plan
 from megatron_bapo.weight_sync.ray_store import open_store
 from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
@@ -168,3 +173,40 @@ def test_a_version_that_no_group_transfers_is_refused(tmp_path: Path) -> None:
     route = WeightRoute(tmp_path, "nccl", rendezvous=f"file://{tmp_path}/rendezvous")
     with pytest.raises(RunError, match="policy version 4 was not offered: no group transfers it"):
         check_complete(route, 4, None, {})
+
+
+def test_an_engine_expects_what_the_trainer_sends_whatever_else_the_checkpoint_has(tmp_path: Path) -> None:
+    """The trainer reads the files that the index lists, and neither tensors of old exports nor MTP layers.
+
+    An engine that expected these would refuse every version.
+    """
+    sizes = {"vocab_size": 12, "hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "head_dim": 4}
+    heads, experts = (
+        {"num_attention_heads": 2, "num_key_value_heads": 1},
+        {"n_routed_experts": 2, "n_shared_experts": 1},
+    )
+    widths = {"num_experts_per_tok": 2, "moe_intermediate_size": 4, "first_k_dense_replace": 1}
+    Glm4MoeConfig(**sizes, **heads, **experts, **widths).save_pretrained(tmp_path)
+    architecture = read_architecture(tmp_path)
+    tensors = {name: torch.full(shape, 2.0) for name, shape in expected_shapes(architecture).items()}
+    more = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        "model.layers.2.eh_proj.weight": torch.ones(1),
+    }
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors | more, "model.safetensors")}
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps(index))
+    frozen = dict.fromkeys(frozen_tensors(architecture), torch.zeros(2))
+    save_file({"layers.0.attention.wq.weight": torch.ones(8, 8)} | frozen, tmp_path / "original.safetensors")
+
+    assert version_shapes(tmp_path, None) == trained_shapes(architecture)
+    found = read_frozen_tensors(tmp_path)
+    assert found.keys() == frozen.keys()
+    assert all(torch.equal(value, torch.full((2,), 2.0)) for value in found.values())
+
+
+def test_an_engine_whose_checkpoint_lacks_a_tensor_says_so(tmp_path: Path) -> None:
+    Qwen3Config(vocab_size=12, hidden_size=8, intermediate_size=6, num_hidden_layers=2).save_pretrained(tmp_path)
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="lacks 24 tensors that"):
+        version_shapes(tmp_path, None)
