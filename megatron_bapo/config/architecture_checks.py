@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -127,7 +128,8 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
-            yield f"{name} is {fields[name]!r}, which the trainer does not support; it must be {supported[0]!r}"
+            value = reprlib.repr(fields[name])
+            yield f"{name} is {value}, which the trainer does not support; it must be {supported[0]!r}"
     # Libraries differ in whether they read it.
     has_bias = bool(fields.get("attention_bias")) if "attention_bias" in family.own_fields else family.qkv_bias
     if fields.get("qkv_bias") not in (None, has_bias):

@@ -337,6 +337,16 @@ def test_an_unsupported_value_is_refused_with_its_field(tmp_path, field, value):
     assert f"{tmp_path / 'config.json'}: {field} is {value!r}" in str(caught.value)
 
 
+def test_the_message_about_quantized_weights_is_short(tmp_path):
+    """Published FP8 models list hundreds of modules that are not quantized."""
+    modules = [f"model.layers.{layer}.mlp.gate" for layer in range(200)]
+    with pytest.raises(
+        UserError, match=r"quantization_config is {'modules_to_not_convert': .*it must be None"
+    ) as caught:
+        read(tmp_path, CONFIGS["qwen3"], quantization_config={"quant_method": "fp8", "modules_to_not_convert": modules})
+    assert len(str(caught.value).removeprefix(str(tmp_path))) < 400
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_window_is_refused_where_vllm_uses_it_without_use_sliding_window(tmp_path, name):
     changes = {"model_type": name, "sliding_window": 8, "use_sliding_window": False}
