@@ -28,7 +28,8 @@ from megatron_bapo.weight_sync.version_file import raw_bytes, table_of_contents
 
 COPIED_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model",
+    "chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "tokenizer.model", "tiktoken.model",
+    "*.py",  # classes that `auto_map` of config.json and tokenizer_config.json names
 )  # fmt: skip
 
 
@@ -274,9 +275,9 @@ def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype
     """
     _write_index(folder, architecture, dtype.itemsize)
     _write_config(source, folder, str(dtype).removeprefix("torch."))
-    for name in COPIED_FILES:
-        if (source / name).is_file():
-            shutil.copy2(source / name, folder / name)
+    for pattern in COPIED_FILES:
+        for path in source.glob(pattern):
+            shutil.copy2(path, folder / path.name)
 
 
 def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> None:

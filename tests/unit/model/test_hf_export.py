@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, dynamic_module_utils
 
 from bench.allocated_bytes import peak_allocated_bytes
 from megatron_bapo.config.architecture import read_architecture
@@ -216,6 +216,23 @@ def test_an_export_is_a_complete_checkpoint_that_states_its_dtype(checkpoint, tm
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == kind.itemsize * sum(p.numel() for p in original.parameters())
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
+
+
+def test_an_export_has_the_classes_that_its_config_names(checkpoint, tmp_path, groups, monkeypatch):
+    """Moonlight and Kimi K2 have configurations and tokenizers of their own, which `trust_remote_code` imports."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    fields = json.loads((checkpoint / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (checkpoint / "configuration_own.py").write_text(
+        "from transformers import Qwen3Config\n\n\nclass OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+    )
+    (checkpoint / "tiktoken.model").write_text("IQ== 0")
+    model = loaded(checkpoint, "float32", groups)
+    (checkpoint / "config.json").write_text(json.dumps(fields | own))
+    save_hugging_face(model, groups, checkpoint, tmp_path / "hf")
+
+    assert AutoConfig.from_pretrained(tmp_path / "hf", trust_remote_code=True).hidden_size == 8
+    assert (tmp_path / "hf" / "tiktoken.model").read_text() == "IQ== 0"
 
 
 def test_an_incomplete_export_never_gets_the_final_name(checkpoint, tmp_path, groups):
