@@ -133,8 +133,12 @@ _UNSUPPORTED = {
     "alpha_pattern": {},
     "layers_to_transform": None,
     "target_parameters": None,
+    "layer_replication": None,
+    "alora_invocation_tokens": None,
 }
 """Options of PEFT that change what an adapter computes, with the only supported value."""
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which PEFT also changes the weights that the adapters adapt."""
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
@@ -146,6 +150,11 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     for name, only in _UNSUPPORTED.items():
         if fields.get(name) not in (only, None):
             raise UserError(f"{path}: {name} is {fields[name]!r}, but only {only!r} is supported; merge these adapters")
+    if str(initialized := fields.get("init_lora_weights")).lower().startswith(_CHANGING_THE_BASE):
+        raise UserError(
+            f"{path}: init_lora_weights is {initialized!r}, so these adapters belong to other weights than the base "
+            "model's; convert them with PEFT (save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     try:
         return LoraConfig.model_validate(
             {

@@ -63,6 +63,10 @@ def test_the_config_of_a_folder_is_read_as_it_was_written(tmp_path: Path) -> Non
         ({"target_modules": ["embed_tokens"]}, "does not describe supported adapters"),
         ({"target_modules": "all-linear"}, "does not describe supported adapters"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens is"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16', so these adapters belong to"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(tmp_path: Path, fields: dict, expected: str) -> None:
