@@ -13,7 +13,8 @@ With `model.lora` it contains the adapters, under PEFT's names; the frozen weigh
 
 Before Adam's first step its moments are zero and are not saved.
 
-The folder is written as `*.partial` and renamed when it is complete, so a folder with the final name is complete.
+The folder is written as `*.partial` and renamed when it is complete, and renamed back before it is deleted, so a folder
+with the final name is complete.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def commit(draft: Draft, keep: int) -> None:
     folder = draft.final.parent
     flush(folder)  # the new name, before older checkpoints are deleted
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
 def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:

@@ -65,6 +65,7 @@ FAULTS: dict[str, tuple[int, Callable[[], None]]] = {
     "killed-before-the-state": (0, killed_at("open", "step-00000002.partial/state.json")),
     "killed-before-the-rename": (0, killed_at("os.rename", "step-00000002.partial")),
     "killed-before-old-ones-are-deleted": (0, killed_at("shutil.rmtree", "step-00000001")),
+    "killed-while-old-ones-are-deleted": (0, killed_at("os.rmdir", "weights")),
     "cannot-write": (1, limited_files(signal.SIG_IGN)),
 }
 
