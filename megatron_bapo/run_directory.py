@@ -248,9 +248,11 @@ class RunDirectory:
         for folder in (self.root, self.checkpoints, self.logs):
             make_folder(folder, f"run_dir={self.root}")
 
-    def remove_partial_checkpoints(self) -> None:
-        """Remove the checkpoints that were not completed."""
-        for partial in self.checkpoints.glob("*.partial"):
+    def remove_partial_folders(self) -> None:
+        """Remove the checkpoints and exports that were not completed."""
+        exports = (self.export, self.adapter, self.reference)
+        partial_exports = (folder.with_name(folder.name + ".partial") for folder in exports)
+        for partial in (*self.checkpoints.glob("*.partial"), *partial_exports):
             shutil.rmtree(partial, ignore_errors=True)
 
     @property
@@ -276,7 +278,7 @@ class RunDirectory:
             full = storage_failure(error, self.root) or self._full_disk()
             if full is None:
                 raise
-            self.remove_partial_checkpoints()
+            self.remove_partial_folders()
             raise StorageFailed(
                 f"{full}. The run has ended; {self.kept}. Free space or raise the quota; the same command continues"
             ) from error

@@ -109,11 +109,12 @@ def _fail_on_a_full_disk(directory: RunDirectory, partial: Path) -> None:
         raise StorageFailed(failure["message"])
 
 
-def test_the_reserved_space_suffices_to_report_a_full_disk(tmp_path):
+@pytest.mark.parametrize("name", ["checkpoints/step-00000004", "hf", "adapter", "reference"])
+def test_the_reserved_space_suffices_to_report_a_full_disk(tmp_path, name):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         directory = RunDirectory(disk / "run")
         directory.create()
-        partial = directory.checkpoints / "step-00000004.partial"
+        partial = directory.root / f"{name}.partial"
         with pytest.raises(StorageFailed, match=r"no checkpoint is complete\. Free space"):
             _fail_on_a_full_disk(directory, partial)
         assert not partial.exists()
