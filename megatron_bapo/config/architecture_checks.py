@@ -261,8 +261,8 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     for key in required:
         if key not in given:
             yield f"{name}.{key} is missing, but the RoPE type {rope_type(rope)!r} requires it; add it"
-        elif not _is_number(given[key]):
-            yield _expected(f"{name}.{key}", given[key], "a number")
+        elif not _is_number(given[key]) or given[key] <= 0:
+            yield _expected(f"{name}.{key}", given[key], "a positive number")
     for key in sorted(given.keys() - {*required, *optional}):
         yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
     factor = rope.get("partial_rotary_factor", 1)

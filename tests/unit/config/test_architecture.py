@@ -161,6 +161,10 @@ def test_the_widths_of_latent_attention_are_read(tmp_path):
         ({"n_group": None}, "n_group is missing"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace is missing"),
         ({"rope_parameters": YARN}, "rope_parameters.mscale is missing, but the RoPE type 'yarn' requires it"),
+        (
+            {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0}},
+            "rope_parameters.mscale_all_dim is 0; it must be a positive number",
+        ),
         ({"rope_parameters": YARN | {"attention_factor": 1.0}}, "attention_factor is not supported with .* 'yarn'"),
         ({"rope_parameters": LLAMA3}, "the type 'llama3', .* it must be one of default, yarn"),
     ],
@@ -431,7 +435,7 @@ def test_all_problems_are_reported_at_once(tmp_path):
         ({"mlp_only_layers": -1}, "mlp_only_layers is -1; it must be a list"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]; it must be an object"),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x'; it must be a positive number"),
-        ({"rope_parameters": YARN | {"factor": "x"}}, "rope_parameters.factor is 'x'; it must be a number"),
+        ({"rope_parameters": YARN | {"factor": "x"}}, "rope_parameters.factor is 'x'; it must be a positive number"),
     ],
 )
 def test_a_field_of_the_wrong_type_is_named(tmp_path, changes, problem):
