@@ -3,6 +3,7 @@
 The trainer rank is this process; every engine rank is a process of its own, as inside vLLM.
 """
 
+import gc
 import json
 import os
 import secrets
@@ -72,6 +73,7 @@ class Engines:
 
 def receive(folder: Path, rendezvous: str, place: int, groups: list[tuple[int, TransferGroup]], killed_at: int | None):
     """Load versions, check every tensor, and write the names in the order in which they arrived."""
+    gc.freeze()  # a collection here would end the parent's process groups, whose threads this process does not have
     route = WeightRoute(folder, "nccl", first_place=place, rendezvous=rendezvous, timeout_s=LIMIT_S)
     source = weight_source(route, EngineLayout(), 0, CPU)
     for version, group in groups:
