@@ -57,7 +57,7 @@ def parsed() -> argparse.Namespace:
         "--overlapping-run", type=Path, metavar="RUN_DIR",
         help="with a run directory: an asynchronous run, to fit how much engines and trainer slow each other down",
     )  # fmt: skip
-    parser.add_argument("--gpu", choices=[*GPUS], default="H100")
+    parser.add_argument("--gpu", type=str.upper, choices=[*GPUS], default="H100")
     parser.add_argument("--mean-response", type=float, help="tokens (default: a quarter of the longest response)")
     parser.add_argument("--sigma", type=float, default=1.0, help="sigma of the lognormal response lengths (default 1)")
     parser.add_argument("--steps", type=int, default=12, help="rollout batches that are measured (default 12)")
