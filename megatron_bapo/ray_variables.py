@@ -2,11 +2,10 @@
 
 import os
 
+# Keeps Ray's servers on the loopback interface, as on a laptop; the user's environment may override it.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.update(
     {
-        # Keeps Ray's servers on the loopback interface, as on a laptop; the user's environment may override it.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        **os.environ,
         "RAY_AUTH_MODE": "token",
         # Ray's default of 15 gives actors a lower priority than the trainer.
         "RAY_worker_niceness": "0",

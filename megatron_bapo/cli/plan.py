@@ -12,7 +12,7 @@ from megatron_bapo.cli.foreign_options import KeyCommand
 from megatron_bapo.cli.run_plan import print_warnings
 from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.loading import load_config
-from megatron_bapo.controller.terminal import activities, terminal
+from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import USER_ERROR, UserError
 from megatron_bapo.planning.advice import advice
 from megatron_bapo.planning.hardware import Assumptions, GpuName
@@ -165,8 +165,7 @@ def _check_plan_options(context: typer.Context, *, ranked: bool, weights: bool, 
 
 
 def _print_search(plan: Plan, num_gpus: int, *, as_json: bool) -> bool:
-    with activities() as show:
-        show(f"searching for layouts on {num_gpus} GPUs")
+    with terminal(stderr=True).status("searching for layouts"):
         found = search(plan, num_gpus)
     if not found:
         check_searched(plan, num_gpus)

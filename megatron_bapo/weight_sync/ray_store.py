@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import FileStore, Store
 
-from megatron_bapo import ray_variables  # noqa: F401
 from megatron_bapo.weight_sync.route import RENDEZVOUS_NAMESPACE
 
 _POLL_S = 0.01

@@ -205,7 +205,7 @@ def test_the_command_plays_a_rank_at_full_size() -> None:
         (["qwen2.5-7b_8gpus.yaml", "--rank", "8"], "--rank 8 must be one of 0 to 7, because parallel.world_size=8"),
         (
             [
-                "qwen3-30b-a3b_8gpus.yaml",
+                "qwen3-30b-a3b_16gpus.yaml",
                 "parallel.tensor_model_parallel_size=2",
                 "parallel.sequence_parallel=true",
                 "parallel.expert_model_parallel_size=4",
