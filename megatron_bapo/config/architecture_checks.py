@@ -147,7 +147,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
 def _expected(name: str, value: Any, kind: str) -> str:
     if value is None:
         return f"{name} is missing; use the checkpoint's original config.json"
-    return f"{name} is {value!r:.80}; it must be {kind}"
+    return f"{name} is {reprlib.repr(value)}; it must be {kind}"
 
 
 def kind_problems(fields: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts
 from megatron_bapo.controller.recorded_rollouts import RecordedRollouts, check_files
 from megatron_bapo.controller.run_state import check_resumable
-from megatron_bapo.data.rollout_files import RolloutHeader, write_rollouts
+from megatron_bapo.data.rollout_files import RolloutHeader, read_rollouts, rollout_files, write_parts, write_rollouts
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
@@ -147,11 +147,10 @@ def test_a_sequence_that_is_too_long_is_refused_before_the_start(config, folder,
         check_files(config, folder, 0, vocab_size)
 
 
-def test_a_sequence_that_is_too_long_is_refused_in_a_file_whose_header_has_no_lengths(
-    config, folder, vocab_size, monkeypatch
-):
-    monkeypatch.setattr("megatron_bapo.data.rollout_files.longest", lambda groups: (0, 0))
+def test_a_sequence_that_is_too_long_is_refused_in_a_file_whose_header_has_no_lengths(config, folder, vocab_size):
     write(folder, 1, length=5, vocab_size=vocab_size)
+    header, groups = read_rollouts(rollout_files(folder)[1])
+    write_parts(folder, replace(header, longest_prompt=0, longest_response=0), [groups])
 
     rollouts = RecordedRollouts(config, folder, 0)
     with pytest.raises(UserError, match=r"5 tokens, but rollout\.max_response_length=4; raise it to 5"):
