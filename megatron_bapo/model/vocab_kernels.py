@@ -15,9 +15,11 @@ from torch import Tensor
 
 from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax
 
-BLOCK = 4096
-"""Number of logits that a program processes at a time: 16 per thread with 8 warps."""
-NUM_WARPS = 8
+NUM_WARPS = 4
+BLOCK = 1024
+"""Number of neighbouring logits that a program loads at once: 8, which are 16 bytes, for each thread."""
+NUM_BLOCKS = 4
+"""Number of blocks that `_sums` loads before it adds them up."""
 
 
 class FusedShard:
@@ -39,7 +41,8 @@ class FusedShard:
         launch: Any = _sums[(num_tokens,)]
         launch(
             *(self._logits_CV, label_C, own_4C, num_tokens, num_rows),
-            *(self._num_valid_rows, temperature, PADDING_LOGIT),
+            *(self._num_valid_rows, 1 / temperature, PADDING_LOGIT),
+            NUM_BLOCKS=NUM_BLOCKS,
             BLOCK=min(BLOCK, triton.next_power_of_2(num_rows)),
             num_warps=NUM_WARPS,
         )
@@ -53,7 +56,7 @@ class FusedShard:
         launch(
             *(logits_CV, self._max_C, softmax.log_scale_C, softmax.entropy_C, softmax.label_C, softmax.has_label_C),
             *(grad_log_prob_C, grad_log_prob_C if grad_entropy_C is None else grad_entropy_C),
-            *(num_rows, self._num_valid_rows, self._temperature),
+            *(num_rows, self._num_valid_rows, 1 / self._temperature),
             OF_ENTROPY=grad_entropy_C is not None,
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -69,34 +72,44 @@ def _sums(
     num_tokens,
     num_rows,
     num_valid_rows,
-    temperature,
+    inverse_temperature,
     padding_logit,
+    NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token: running maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m)."""
+    """One program per token: maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m).
+
+    Each column of a block keeps these of its own logits, so threads exchange nothing before the last step.
+    """
     token = tl.program_id(0).to(tl.int64)
     logits_V = logits_CV + token * num_rows
+    offset = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     # A finite initial value, so the first change of the maximum multiplies zeros by a finite number.
-    largest = padding_logit
-    total = 0.0
-    weighted = 0.0
-    for start in range(0, num_rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        x = tl.load(logits_V + row, mask=row < num_valid_rows, other=padding_logit).to(tl.float32) / temperature
-        x = tl.where(row < num_valid_rows, x, padding_logit)
+    largest = tl.full([BLOCK], padding_logit, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_rows, NUM_BLOCKS * BLOCK):
+        row = start + offset
+        x = tl.load(logits_V + row, mask=row < num_valid_rows, other=padding_logit).to(tl.float32)
+        x = tl.where(row < num_valid_rows, x * inverse_temperature, padding_logit)
         new_largest = tl.maximum(largest, tl.max(x, 0))
         change = largest - new_largest
         scale = tl.exp(change)
-        x = x - new_largest
-        exp = tl.where(row < num_rows, tl.exp(x), 0.0)
+        x = x - new_largest[None, :]
+        exp = tl.exp(x)
         weighted = scale * (weighted + change * total) + tl.sum(x * exp, 0)
         total = scale * total + tl.sum(exp, 0)
         largest = new_largest
+    max_of_all = tl.max(largest, 0)
+    change = largest - max_of_all
+    scale = tl.exp(change)
+    weighted_of_all = tl.sum(scale * (weighted + change * total), 0)
+    total_of_all = tl.sum(scale * total, 0)
     label = tl.load(label_C + token)
-    label_logit = tl.load(logits_V + label).to(tl.float32) / temperature
-    tl.store(own_4C + token, largest)
-    tl.store(own_4C + num_tokens + token, tl.log(total))
-    tl.store(own_4C + 2 * num_tokens + token, tl.log(total) - weighted / total)
+    label_logit = tl.load(logits_V + label).to(tl.float32) * inverse_temperature
+    tl.store(own_4C + token, max_of_all)
+    tl.store(own_4C + num_tokens + token, tl.log(total_of_all))
+    tl.store(own_4C + 2 * num_tokens + token, tl.log(total_of_all) - weighted_of_all / total_of_all)
     tl.store(own_4C + 3 * num_tokens + token, tl.where(label < num_valid_rows, label_logit, padding_logit))
 
 
@@ -112,7 +125,7 @@ def _grad_logits(
     grad_entropy_C,
     num_rows,
     num_valid_rows,
-    temperature,
+    inverse_temperature,
     OF_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -120,7 +133,7 @@ def _grad_logits(
     token = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = logits_CV + token * num_rows + row
-    x = tl.load(place, mask=row < num_valid_rows, other=0.0).to(tl.float32) / temperature
+    x = tl.load(place, mask=row < num_valid_rows, other=0.0).to(tl.float32) * inverse_temperature
     log_prob = x - tl.load(max_C + token) + tl.load(log_scale_C + token)
     prob = tl.where(row < num_valid_rows, tl.exp(log_prob), 0.0)
     of_log_prob = tl.load(grad_log_prob_C + token)

@@ -6,12 +6,15 @@ Megatron-Core 0.16.1 (the CPU lock) and 0.19 (the GPU lock) are handled here.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +38,24 @@ def _without_wandb() -> Iterator[None]:
         del sys.modules["wandb"]
 
 
+def _load_cudnn() -> None:
+    """Load torch's cuDNN, all its parts, before Transformer Engine looks for one.
+
+    Beside a CUDA toolkit Transformer Engine prefers a cuDNN of the system (transformer_engine/common/__init__.py, TE 2.20).
+    Parts of two versions do not work together: either its import fails, or its fused attention.
+    """
+    folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
+    if "CUDNN_HOME" in os.environ or not folder.is_dir():
+        return
+    os.environ["CUDNN_HOME"] = str(folder)
+    for library in sorted(folder.glob("lib/libcudnn*.so.*")):
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+
+
 if not platform.has_gpu():
     megatron_on_cpu.install()
+if platform.has_transformer_engine():
+    _load_cudnn()
 
 with warnings.catch_warnings(), _without_wandb():
     warnings.simplefilter("ignore")  # apex and Transformer Engine may be missing; the preflight reports them

@@ -23,7 +23,7 @@ from megatron_bapo.model import vocab_kernels
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 """A100, H100 and H200, B200."""
 FLAGS = ("CORRECTED", "OF_SEQUENCES", "DUAL", "WEIGHTED")
-ROWS = {"num_rows": "i32", "num_valid_rows": "i32", "temperature": "fp32"}
+ROWS = {"num_rows": "i32", "num_valid_rows": "i32", "inverse_temperature": "fp32"}
 OF_TOKEN = dict.fromkeys(("max_C", "log_scale_C", "entropy_C", "grad_log_prob_C", "grad_entropy_C"), "*fp32")
 SUMS = {"label_C": "*i64", "own_4C": "*fp32", "num_tokens": "i32", **ROWS, "padding_logit": "fp32"}
 GRAD_LOGITS = {**OF_TOKEN, "label_C": "*i64", "has_label_C": "*i1", **ROWS}
@@ -71,7 +71,8 @@ def main() -> None:
     for target, capability in TARGETS.items():
         for dtype in "bf16", "fp32":
             logits, block = {"logits_CV": f"*{dtype}"}, {"BLOCK": vocab_kernels.BLOCK}
-            found[f"{target} log-probs {dtype}"] = compiled(vocab_kernels._sums, logits | SUMS, block, capability)
+            tile = block | {"NUM_BLOCKS": vocab_kernels.NUM_BLOCKS}
+            found[f"{target} log-probs {dtype}"] = compiled(vocab_kernels._sums, logits | SUMS, tile, capability)
             for of_entropy in False, True:
                 name = f"{target} gradient {dtype}{' with entropy' * of_entropy}"
                 constants = block | {"OF_ENTROPY": of_entropy}
