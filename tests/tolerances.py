@@ -40,9 +40,9 @@ FP8_ENGINE_LOG_PROB = 0.5
 BF16_GRADIENT_ROUNDING = 0.02
 """bfloat16 gradients of an output layer against float64 on the same rounded inputs, relative to the largest: logits,
 their gradient and the product of each chunk are each rounded to 8 bits (4e-3)."""
-BF16_LOGITS_ENTROPY = 1e-4
-"""Entropy of bfloat16 logits against float64 from the same logits: where the matrix product is rounded to the other
-side, 2e-4 of them on a CPU, one of 1e5 logits differs by 4e-3 of its size; 8e-6 was measured there."""
+BF16_LOGITS_ENTROPY = 5e-4
+"""Entropy of bfloat16 logits against float64 from rounded exact logits: the matrix product rounds some logits to the
+other side, which changes them by 4e-3 of their size; 8e-6 was measured on a CPU and 1.3e-4 on an H200."""
 FUSED_LOSS = 2e-6
 """The objective's kernel in fp32 against float64, relative and absolute: a ratio of size 10 carries its log-ratio's
 rounding (2e-7), and the sum is one of 1e2 terms."""

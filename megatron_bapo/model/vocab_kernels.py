@@ -6,6 +6,7 @@ Everything is computed in float32. Legend: C tokens of a chunk, H hidden size, V
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ BLOCK = 1024
 """Number of neighbouring logits that a program loads at once: 8, which are 16 bytes, for each thread."""
 NUM_BLOCKS = 4
 """Number of blocks that `_sums` loads before it adds them up."""
+LN_2 = tl.constexpr(math.log(2))
 
 
 class FusedShard:
@@ -79,35 +81,36 @@ def _sums(
 ):
     """One program per token: maximum m, sum of exp(x - m), and sum of (x - m) exp(x - m).
 
-    Each column of a block keeps these of its own logits, so threads exchange nothing before the last step.
+    Each column of a block keeps these of its own logits, so threads exchange nothing before the last step. Until then x
+    is in units of ln 2, because GPUs compute powers of 2.
     """
     token = tl.program_id(0).to(tl.int64)
     logits_V = logits_CV + token * num_rows
     offset = tl.arange(0, NUM_BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    factor = inverse_temperature / LN_2
     # A finite initial value, so the first change of the maximum multiplies zeros by a finite number.
-    largest = tl.full([BLOCK], padding_logit, tl.float32)
+    largest = tl.full([BLOCK], padding_logit, tl.float32) * factor
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_rows, NUM_BLOCKS * BLOCK):
         row = start + offset
-        x = tl.load(logits_V + row, mask=row < num_valid_rows, other=padding_logit).to(tl.float32)
-        x = tl.where(row < num_valid_rows, x * inverse_temperature, padding_logit)
+        x = tl.load(logits_V + row, mask=row < num_valid_rows, other=padding_logit).to(tl.float32) * factor
         new_largest = tl.maximum(largest, tl.max(x, 0))
         change = largest - new_largest
-        scale = tl.exp(change)
+        scale = tl.exp2(change)
         x = x - new_largest[None, :]
-        exp = tl.exp(x)
+        exp = tl.exp2(x)
         weighted = scale * (weighted + change * total) + tl.sum(x * exp, 0)
         total = scale * total + tl.sum(exp, 0)
         largest = new_largest
     max_of_all = tl.max(largest, 0)
     change = largest - max_of_all
-    scale = tl.exp(change)
-    weighted_of_all = tl.sum(scale * (weighted + change * total), 0)
+    scale = tl.exp2(change)
+    weighted_of_all = tl.sum(scale * (weighted + change * total), 0) * LN_2
     total_of_all = tl.sum(scale * total, 0)
     label = tl.load(label_C + token)
     label_logit = tl.load(logits_V + label).to(tl.float32) * inverse_temperature
-    tl.store(own_4C + token, max_of_all)
+    tl.store(own_4C + token, max_of_all * LN_2)
     tl.store(own_4C + num_tokens + token, tl.log(total_of_all))
     tl.store(own_4C + 2 * num_tokens + token, tl.log(total_of_all) - weighted_of_all / total_of_all)
     tl.store(own_4C + 3 * num_tokens + token, tl.where(label < num_valid_rows, label_logit, padding_logit))

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-PADDING_LOGIT = -1e30
-"""Logit of padding rows; finite, so its product with a probability of 0 is 0."""
+PADDING_LOGIT = -(2.0**100)
+"""Logit of padding rows; finite, so its product with a probability of 0 is 0, and the same number in bfloat16."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ def _without_wandb() -> Iterator[None]:
 def _load_cudnn() -> None:
     """Load torch's cuDNN, all its parts, before Transformer Engine looks for one.
 
-    Beside a CUDA toolkit Transformer Engine prefers a cuDNN of the system (transformer_engine/common/__init__.py, TE 2.20).
-    Parts of two versions do not work together: either its import fails, or its fused attention.
+    Beside a CUDA toolkit Transformer Engine prefers a cuDNN of the system (transformer_engine/common/__init__.py, TE
+    2.20). Parts of two versions do not work together: either its import fails, or its fused attention.
     """
     folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
     if "CUDNN_HOME" in os.environ or not folder.is_dir():

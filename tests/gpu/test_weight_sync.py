@@ -211,5 +211,7 @@ def test_an_fp8_engine_quantizes_every_version_in_blocks_of_the_documented_layou
         assert torch.equal(scales, exact_scales)
     else:
         assert sorted(scales.flatten().tolist()) == sorted(expected_scales.flatten().tolist())
-    figures(log_prob_diff_max=worst, weight_error=(dequantise(expected, expected_scales) - weight.cpu()).abs().max().item())
+    figures(
+        log_prob_diff_max=worst, weight_error=(dequantise(expected, expected_scales) - weight.cpu()).abs().max().item()
+    )
     assert worst < FP8_ENGINE_LOG_PROB

@@ -82,8 +82,8 @@ def test_another_process_reads_every_version_in_place_and_rejects_changed_parame
 def test_the_quantizer_gives_the_same_result_on_gpu_and_cpu(power_of_two: bool) -> None:
     """Quantize a matrix with ragged edges and a block of zeros.
 
-    On a GPU, torch divides by a number by multiplying with its reciprocal, so scales differ in the last bit, unless they
-    are powers of two.
+    On a GPU, torch divides by a number by multiplying with its reciprocal, so scales differ in the last bit, unless
+    they are powers of two. A weight halfway between two numbers then becomes its neighbour.
     """
     weight = torch.randn(1000, 900, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 900)
     weight[128:256, 128:256] = 0
@@ -92,8 +92,9 @@ def test_the_quantizer_gives_the_same_result_on_gpu_and_cpu(power_of_two: bool) 
     expected, expected_scales = quantise(weight, power_of_two=power_of_two)
     last_bit = 0.0 if power_of_two else torch.finfo(torch.float32).eps
     torch.testing.assert_close(scales.cpu(), expected_scales, rtol=last_bit, atol=0.0)
-    differ = numbers.cpu().view(torch.uint8) != expected.view(torch.uint8)
-    assert differ.float().mean() <= (0.0 if power_of_two else 1e-4)
+    steps = (numbers.cpu().view(torch.uint8).int() - expected.view(torch.uint8).int()).abs()
+    assert steps.max() <= (0 if power_of_two else 1)
+    assert steps.float().mean() < 0.01
 
 
 def test_offload_empties_the_gpu_and_restores_every_bit(figures: Figures) -> None:
