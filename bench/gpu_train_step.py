@@ -3,8 +3,8 @@
 Models have the shapes of Qwen2.5-1.5B and 3B with random weights. Micro-batches of 8k and 32k tokens are packed from
 four sequences of slightly different lengths. Layers are measured without and with Transformer Engine, in bfloat16 and
 FP8. FLOPs are the planner's, without recomputation. The objective is PPO, whose update is one training pass;
-`bench.gpu_bapo_step` measures the parts that BAPO adds. Goals: 0.50 of the ceiling in bfloat16 at 8k, and in FP8 1.25
-times bfloat16's tokens per second.
+`bench.gpu_bapo_step` measures the parts that BAPO adds. Time and memory are compared with those of `plan`. Goals: 0.50
+of the ceiling in bfloat16 at 8k, and in FP8 1.25 times bfloat16's tokens per second.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import (
     compute_capability,
+    device_name,
     has_transformer_engine,
     release_cached_memory,
     take_peak_memory,
 )
 from megatron_bapo.planning.flops import training_pass_flops
+from megatron_bapo.planning.hardware import DEVICE_NAMES, GPUS, Assumptions, GpuName
 from megatron_bapo.planning.known_models import FOLDER
+from megatron_bapo.planning.trainer_memory import stage_memory
+from megatron_bapo.planning.training_time import training_time
 from megatron_bapo.trainer.micro_batches import Example
 from megatron_bapo.trainer.policy_update import update_policy
 from megatron_bapo.trainer.worker import create_worker
@@ -104,6 +108,20 @@ def measure(
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
 
 
+def planned(folder: Path, settings: dict[str, Any], gpu: GpuName, *, max_tokens: int, step_tokens: int) -> Measured:
+    """Return what `plan` expects of this update with sequences of one length; its peak is that of torch's tensors."""
+    architecture, length = read_architecture(folder), max_tokens // 4
+    config = make_config(folder, max_tokens, step_tokens // length, settings)
+    data = config.data.model_copy(update={"max_prompt_length": 1})
+    rollout = config.rollout.model_copy(update={"max_response_length": length - 1})
+    config = config.model_copy(update={"data": data, "rollout": rollout})
+    assumptions = Assumptions(mean_prompt_fraction=1.0, mean_response_fraction=1.0, length_sigma=0.0)
+    seconds = training_time(config, architecture, GPUS[gpu], assumptions).total
+    (memory,) = stage_memory(config, architecture, assumptions)
+    flops = training_pass_flops(architecture, [length] * (step_tokens // length), lora=None)
+    return Measured(step_tokens / seconds, flops / seconds, memory.peak - memory.reserved)
+
+
 def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples: list[Example]) -> tuple[float, int]:
     worker = create_worker(config, folder, groups, load=False)
     take_peak_memory()
@@ -118,6 +136,7 @@ def main() -> None:
     with one_rank() as (groups, _):
         ceiling = matrix_flops()
         figures["matrix_tflops"] = ceiling / 1e12
+        gpu = DEVICE_NAMES.get(device_name() or "")
         for model in MODELS:
             for length, max_tokens in TOKENS.items():
                 found: dict[str, Measured] = {}
@@ -136,11 +155,18 @@ def main() -> None:
                         f"{key}_tokens_per_s": round(measured.tokens_per_s),
                         f"{key}_peak_gib": round(measured.peak_bytes / 2**30, 1),
                     }
-                    rows.append([model, length, name, measured.tokens_per_s, measured.flops / ceiling])
+                    rows.append([model, length, name, measured.tokens_per_s, measured.flops / ceiling, *(2 * ["?"])])
+                    if gpu is not None:
+                        plan = planned(FOLDER / model, settings, gpu, max_tokens=max_tokens, step_tokens=STEP_TOKENS)
+                        time = measured.tokens_per_s / plan.tokens_per_s
+                        memory = plan.peak_bytes / measured.peak_bytes
+                        rows[-1][-2:] = time, memory
+                        ratios |= {f"{key}_planned_time": round(time, 3), f"{key}_planned_peak": round(memory, 3)}
                 if "TE FP8" in found:
                     ratio = found["TE FP8"].tokens_per_s / found["TE bf16"].tokens_per_s
                     ratios[f"{model}_{length}_fp8_over_bf16"] = round(ratio, 3)
     columns = ["shape", "micro-batch", "layers", "tokens/s", f"of {ceiling / 1e12:.0f} TFLOP/s"]
+    columns += ["planned time", "planned peak"]
     report_and_save("gpu_train_step", columns, rows, ratios=ratios, figures=figures)
 
 

@@ -7,6 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 import pytest
+import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -69,6 +70,11 @@ def groups() -> "ParallelGroups":
     from tests.gpu.policies import one_rank
 
     return one_rank()
+
+
+def pytest_sessionfinish() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -47,12 +47,15 @@ __all__ = ["models"]
 
 def test_transformer_engine_can_be_loaded_with_this_torch(figures: Figures) -> None:
     import transformer_engine.pytorch
+    from transformer_engine.pytorch.utils import get_cudnn_version
 
     major, minor = map(int, version("transformer-engine").split(".")[:2])
     assert (major, minor) >= (2, 19), "older versions need symbols that torch 2.11 and later no longer have"
     capability = torch.cuda.get_device_capability()
     assert transformer_engine.pytorch.is_fp8_available() == (capability >= (8, 9))
-    figures(capability=capability[0] + capability[1] / 10, transformer_engine=major + minor / 100)
+    cudnn = get_cudnn_version()
+    assert cudnn[0] * 10_000 + cudnn[1] * 100 + cudnn[2] == torch.backends.cudnn.version()
+    figures(capability=capability[0] + capability[1] / 10, transformer_engine=f"{major}.{minor}", cudnn=cudnn)
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])

@@ -75,6 +75,27 @@ def test_the_train_steps_flops_are_those_of_the_planner(model: Path, groups: Par
     assert found.flops / found.tokens_per_s == pytest.approx(per_step / 128, rel=1e-9)
 
 
+# Tokens per second and the peak of torch's tensors in GiB, as `tests/gpu/test_train_step.py` measured them on an H200
+# with torch 2.11, Transformer Engine 2.20.2 and Megatron-Core 0.19.2.
+ON_H200 = {
+    ("Qwen2.5-1.5B", "local bf16"): (42_540, 47.38),
+    ("Qwen2.5-1.5B", "TE bf16"): (39_830, 43.38),
+    ("Qwen2.5-3B", "local bf16"): (20_810, 85.79),
+    ("Qwen2.5-3B", "TE bf16"): (22_390, 79.18),
+}
+
+
+@pytest.mark.parametrize(("model_name", "layers"), ON_H200)
+def test_the_plan_agrees_with_an_h200(model_name: str, layers: str) -> None:
+    settings = gpu_train_step.TRANSFORMER_ENGINE if layers.startswith("TE") else {}
+    plan = gpu_train_step.planned(FOLDER / model_name, settings, "H200", max_tokens=8192, step_tokens=16384)
+    tokens_per_s, peak_gib = ON_H200[model_name, layers]
+    time, peak = tokens_per_s / plan.tokens_per_s, plan.peak_bytes / 2**30 / peak_gib
+    print(f"planned over measured: time {time:.3f}, peak {peak:.3f}")
+    assert time == pytest.approx(1.0, rel=0.10)
+    assert peak == pytest.approx(1.0, rel=0.04)
+
+
 def test_long_micro_batches_recompute_their_activations() -> None:
     for length, recomputed in (("8k", None), ("32k", "full")):
         config = gpu_train_step.make_config(FOLDER / "Qwen2.5-3B", gpu_train_step.TOKENS[length], 4, {})
