@@ -155,12 +155,13 @@ def main() -> None:
                         f"{key}_tokens_per_s": round(measured.tokens_per_s),
                         f"{key}_peak_gib": round(measured.peak_bytes / 2**30, 1),
                     }
-                    rows.append([model, length, name, measured.tokens_per_s, measured.flops / ceiling, *(2 * ["?"])])
+                    row: list[object] = [model, length, name, measured.tokens_per_s, measured.flops / ceiling, "?", "?"]
+                    rows.append(row)
                     if gpu is not None:
                         plan = planned(FOLDER / model, settings, gpu, max_tokens=max_tokens, step_tokens=STEP_TOKENS)
                         time = measured.tokens_per_s / plan.tokens_per_s
                         memory = plan.peak_bytes / measured.peak_bytes
-                        rows[-1][-2:] = time, memory
+                        row[-2:] = time, memory
                         ratios |= {f"{key}_planned_time": round(time, 3), f"{key}_planned_peak": round(memory, 3)}
                 if "TE FP8" in found:
                     ratio = found["TE FP8"].tokens_per_s / found["TE bf16"].tokens_per_s

@@ -21,6 +21,7 @@ from megatron_bapo.parallel.megatron import GPTModel
 from megatron_bapo.trainer.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from tests.gpu.policies import (
+    LEARNING_RATE,
     MODELS,
     cosine,
     exported,
@@ -35,7 +36,7 @@ from tests.gpu.policies import (
     train,
 )
 from tests.parallel.launching import launch
-from tests.parallel.tensors import load_folder, same_bits
+from tests.parallel.tensors import largest_difference, load_folder, same_bits
 from tests.tolerances import BF16_LOG_PROB, BF16_MEAN_LOG_PROB, GPU_GRADIENT_COSINE
 from tests.unit.model.shards import architecture
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_continues_bit_for_bit(models: dict[str, Path], tmp_path: P
     before = exported(worker)
     train(worker, 2)
     trained = exported(worker)
-    assert not same_bits(trained, before)
+    assert largest_difference(trained, before) > LEARNING_RATE
     writer = CheckpointWriter(worker, tmp_path)
     writer.save(2, {})
     losses = train(worker, 1)  # while the checkpoint is written
