@@ -12,7 +12,7 @@ STAMP := $(VENV)/.complete-$(shell cat $(LOCK) pyproject.toml Makefile | sha256s
 # Packages that the benchmarks compare with are installed apart from the locked environment.
 BENCH_SITE := build/bench-site
 BENCHES := published_runs published_folds published_speedups packing log_probs hf_io train_step clip_bounds policy_loss bound_scopes checkpoint weight_sync weight_sync_on_paper viewer rollout_overhead rollout_modes kv_cache_overcommit rollout_scale rollout_samples end_to_end
-GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step
+GPU_BENCHES := gpu_train_step gpu_kernels gpu_weight_handover gpu_bapo_step gpu_generation
 # Packages of the documentation site, placed before the locked environment on the path.
 DOCS_SITE := build/docs-site
 # Megatron-Core of the GPU lock, placed before the locked environment on the path; its pure Python also runs under 3.11.

@@ -1,15 +1,17 @@
 """Model FLOPs utilization of one policy update, relative to matrix products on the same GPU in the same run.
 
 Models have the shapes of Qwen2.5-1.5B and 3B with random weights. Micro-batches of 8k and 32k tokens are packed from
-four sequences of slightly different lengths. Layers are measured without and with Transformer Engine, in bfloat16 and
-FP8. FLOPs are the planner's, without recomputation. The objective is PPO, whose update is one training pass;
-`bench.gpu_bapo_step` measures the parts that BAPO adds. Time and memory are compared with those of `plan`. Goals: 0.50
-of the ceiling in bfloat16 at 8k, and in FP8 1.25 times bfloat16's tokens per second.
+four sequences of slightly different lengths; they are halved until they fit by `plan`. Layers are measured without and
+with Transformer Engine, in bfloat16 and FP8. FLOPs are the planner's, without recomputation. The objective is PPO,
+whose update is one training pass; `bench.gpu_bapo_step` measures the parts that BAPO adds. Time and memory are compared
+with those of `plan`, which is told the host's time for a layer, measured with short micro-batches. Goals: 0.50 of the
+ceiling in bfloat16 at 8k, and in FP8 1.25 times bfloat16's tokens per second.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import (
     compute_capability,
     device_name,
+    free_memory_bytes,
     has_transformer_engine,
     release_cached_memory,
     take_peak_memory,
@@ -42,6 +45,12 @@ MODELS = ("Qwen2.5-1.5B", "Qwen2.5-3B")
 TOKENS = {"8k": 8192, "32k": 32768}
 """Tokens of a micro-batch; a step has four micro-batches of 8k or one of 32k."""
 STEP_TOKENS = 32768
+SHORTEST = 1024
+"""Micro-batches are not made shorter than this."""
+HOST_MICRO_BATCHES = (2, 6)
+"""Micro-batches of `SHORTEST` tokens in the two updates whose difference is the host's time."""
+USABLE = 0.93
+"""Share of the free memory that torch's tensors may fill; the rest is fragmentation and workspaces."""
 TRANSFORMER_ENGINE = {"model": {"transformer_impl": "transformer_engine"}}
 
 
@@ -108,18 +117,56 @@ def measure(
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
 
 
-def planned(folder: Path, settings: dict[str, Any], gpu: GpuName, *, max_tokens: int, step_tokens: int) -> Measured:
+def host_layer_ms(folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, dtype: str) -> float:
+    """Return the milliseconds in which the host launches one layer's passes, from updates that leave the GPU idle."""
+    architecture = read_architecture(folder)
+    config = make_config(folder, SHORTEST, 4 * max(HOST_MICRO_BATCHES), settings, dtype=dtype)
+    worker = create_worker(config, folder, groups, load=False)
+
+    def update(num_micro_batches: int) -> Callable[[], object]:
+        examples = make_batch(SHORTEST, num_micro_batches, architecture.vocab_size)
+        return lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)
+
+    seconds = seconds_of({str(number): update(number) for number in HOST_MICRO_BATCHES})
+    fewer, more = HOST_MICRO_BATCHES
+    return 1e3 * (seconds[str(more)] - seconds[str(fewer)]) / (more - fewer) / architecture.num_hidden_layers
+
+
+def planned(
+    folder: Path, settings: dict[str, Any], gpu: GpuName, *, max_tokens: int, step_tokens: int, host_layer_ms: float
+) -> Measured:
     """Return what `plan` expects of this update with sequences of one length; its peak is that of torch's tensors."""
     architecture, length = read_architecture(folder), max_tokens // 4
-    config = make_config(folder, max_tokens, step_tokens // length, settings)
+    config, assumptions = _of_one_length(folder, settings, length, step_tokens)
+    assumptions = replace(assumptions, host_layer_ms=host_layer_ms)
+    seconds = training_time(config, architecture, GPUS[gpu], assumptions).total
+    flops = training_pass_flops(architecture, [length] * (step_tokens // length), lora=None)
+    peak_bytes = planned_peak_bytes(folder, settings, max_tokens=max_tokens)
+    return Measured(step_tokens / seconds, flops / seconds, peak_bytes)
+
+
+def planned_peak_bytes(folder: Path, settings: dict[str, Any], *, max_tokens: int) -> int:
+    """Return the peak of torch's tensors that `plan` expects of an update on any GPU."""
+    config, assumptions = _of_one_length(folder, settings, max_tokens // 4, max_tokens)
+    (memory,) = stage_memory(config, read_architecture(folder), assumptions)
+    return memory.peak - memory.reserved
+
+
+def fitting_tokens(folder: Path, max_tokens: int, free_bytes: int) -> int:
+    """Return the tokens of a micro-batch: `max_tokens`, or half of it until every kind of layers fits by plan."""
+    while max_tokens > SHORTEST and free_bytes * USABLE < max(
+        planned_peak_bytes(folder, settings, max_tokens=max_tokens) for settings in layers().values()
+    ):
+        max_tokens //= 2
+    return max_tokens
+
+
+def _of_one_length(folder: Path, settings: dict[str, Any], length: int, step_tokens: int) -> tuple[Config, Assumptions]:
+    config = make_config(folder, 4 * length, step_tokens // length, settings)
     data = config.data.model_copy(update={"max_prompt_length": 1})
     rollout = config.rollout.model_copy(update={"max_response_length": length - 1})
-    config = config.model_copy(update={"data": data, "rollout": rollout})
     assumptions = Assumptions(mean_prompt_fraction=1.0, mean_response_fraction=1.0, length_sigma=0.0)
-    seconds = training_time(config, architecture, GPUS[gpu], assumptions).total
-    (memory,) = stage_memory(config, architecture, assumptions)
-    flops = training_pass_flops(architecture, [length] * (step_tokens // length), lora=None)
-    return Measured(step_tokens / seconds, flops / seconds, memory.peak - memory.reserved)
+    return config.model_copy(update={"data": data, "rollout": rollout}), assumptions
 
 
 def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples: list[Example]) -> tuple[float, int]:
@@ -138,7 +185,12 @@ def main() -> None:
         figures["matrix_tflops"] = ceiling / 1e12
         gpu = DEVICE_NAMES.get(device_name() or "")
         for model in MODELS:
-            for length, max_tokens in TOKENS.items():
+            host_ms = {}
+            for name, settings in layers().items():
+                host_ms[name] = host_layer_ms(FOLDER / model, groups, settings, dtype="bfloat16")
+                figures[f"{model}_{name}_host_layer_ms".replace(" ", "_")] = round(host_ms[name], 2)
+            for length, wanted in TOKENS.items():
+                max_tokens = fitting_tokens(FOLDER / model, wanted, free_memory_bytes())
                 found: dict[str, Measured] = {}
                 for name, settings in layers().items():
                     found[name] = measured = measure(
@@ -152,13 +204,29 @@ def main() -> None:
                     key = f"{model}_{length}_{name}".replace(" ", "_")
                     ratios[f"{key}_of_ceiling"] = round(measured.flops / ceiling, 3)
                     figures |= {
+                        f"{key}_micro_batch": max_tokens,
                         f"{key}_tokens_per_s": round(measured.tokens_per_s),
                         f"{key}_peak_gib": round(measured.peak_bytes / 2**30, 1),
                     }
-                    row: list[object] = [model, length, name, measured.tokens_per_s, measured.flops / ceiling, "?", "?"]
+                    row: list[object] = [
+                        model,
+                        max_tokens,
+                        name,
+                        measured.tokens_per_s,
+                        measured.flops / ceiling,
+                        "?",
+                        "?",
+                    ]
                     rows.append(row)
                     if gpu is not None:
-                        plan = planned(FOLDER / model, settings, gpu, max_tokens=max_tokens, step_tokens=STEP_TOKENS)
+                        plan = planned(
+                            FOLDER / model,
+                            settings,
+                            gpu,
+                            max_tokens=max_tokens,
+                            step_tokens=STEP_TOKENS,
+                            host_layer_ms=host_ms[name],
+                        )
                         time = measured.tokens_per_s / plan.tokens_per_s
                         memory = plan.peak_bytes / measured.peak_bytes
                         row[-2:] = time, memory

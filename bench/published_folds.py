@@ -2,7 +2,7 @@
 
 python -m bench.published_folds
 
-`plan` has six efficiencies that no data sheet states. For each model, and for each project that publishes runs, they
+`plan` has five efficiencies that no data sheet states. For each model, and for each project that publishes runs, they
 are estimated over the runs of all others, and the left-out runs are planned with these estimates. An estimate is a
 Gauss-Newton step for the logarithms of planned over published seconds, from the values of planning/hardware.py, which
 a small penalty keeps where no run tells more. Superseded runs are planned, but nothing is estimated with them.
@@ -29,7 +29,6 @@ EFFICIENCIES = (
     "attention_efficiency",
     "tile_us",
     "host_expert_layer_ms",
-    "decode_sequence_us",
 )
 DIFFERENCE = 0.02
 """Change of a logarithm for a derivative."""

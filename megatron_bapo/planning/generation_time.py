@@ -106,10 +106,12 @@ def decode_cost(
     reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
     per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(span)
     return DecodeCost(
-        overhead=reductions * links.latency(span) + num_stages * assumptions.decode_overhead_ms / 1e3,
+        overhead=num_stages * assumptions.decode_overhead_ms / 1e3,
         weights=(num_stages * engine.weights - expert_bytes) / bytes_per_s,
         experts=expert_bytes / bytes_per_s,
         unrouted=unrouted,
+        latency=reductions * links.latency(span),
+        waits=assumptions.engine_waits,
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,
         per_request=assumptions.decode_sequence_us / 1e6,

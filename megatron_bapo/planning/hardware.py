@@ -114,8 +114,9 @@ class Assumptions:
     """Memory of vLLM's activations, CUDA graphs and sampling, beside weights and KV cache."""
     sleeping_engine_gib: float = 1.5
     """GPU memory that a sleeping engine keeps for its CUDA context and graphs."""
-    decode_overhead_ms: float = 4.0
-    """Overhead of one decoding step for sampling, scheduling and the launch of its CUDA graph."""
+    decode_overhead_ms: float = 2.3
+    """Time of the host for one decoding step: scheduling, and the launch of its CUDA graph. Measured by
+    bench.gpu_generation with one H200 and vLLM 0.26."""
     decode_layer_ms: float = 0.35
     """Time in which the host launches the kernels of one layer for a decoding step with rollout.enforce_eager. CUDA
     graphs speed up the generation of Llama-3.1-8B by 3% (NVIDIA-NeMo/RL#498) or 10 to 15% (NVIDIA-NeMo/RL#116). A token
@@ -136,23 +137,29 @@ class Assumptions:
     host_memory_gib: float = 1800.0
     """Host memory of one node; a DGX H100 has 2 TB."""
     gpus_per_node: int = 8
-    host_layer_ms: float = 1.0
+    host_layer_ms: float = 5.7
     """Time in which the host launches the kernels of one dense layer, forward and backward, for one micro-batch; the
-    GPU waits if it is faster. bench.gpu_train_step measures it."""
+    GPU waits if it is faster. A virtual machine with an H200 took 8.2 ms in FP8, where a layer has 139 kernels, which
+    is 5.7 ms for the 96 of bfloat16. With 5.7 ms a published FP8 step of Llama-3-70B with 8-way tensor parallelism,
+    which waits for the host, is planned at 1.08 of its time. bench.gpu_train_step measures it."""
     host_expert_layer_ms: float = 10.0
     """The same for a layer with experts, whose dispatcher waits for the routed tokens' counts."""
     host_expert_tensor_us: float = 30.0
     """Time in which the host launches the quantization of one expert's tensor in FP8; a layer has four for each expert
     of a rank. With 16 experts a rank, a step of Qwen3-235B-A22B on B200 that waits for the host takes 20.1 s in MXFP8
     and 17.2 s in bfloat16, 1.9 ms a layer (NVIDIA-NeMo/Megatron-Bridge#1760)."""
-    decode_sequence_us: float = 30.0
-    """Time of the host for one sequence in one decoding step: scheduling, sampling, log-probs and detokenization.
-    Estimated from the published synchronous runs with long responses."""
+    decode_sequence_us: float = 47.0
+    """Time of the host for one sequence in one decoding step: scheduling, sampling and log-probs. Measured as
+    `decode_overhead_ms`."""
     between_phases_s: float = 3.0
     """Seconds of one step for batching, rewards and moving the batch between processes. NeMo-RL's step has 3 s beside
     its phases (NVIDIA-NeMo/RL#959), and a log of its phases lists 4 s of such work (NVIDIA-NeMo/RL#1052)."""
 
     # Properties of other trainers, whose published runs bench.published_runs plans; the defaults are this trainer's.
+    engine_waits: bool = False
+    """Whether the host prepares a decoding step only when the one before has ended, as vLLM did before version 0.14
+    (vllm-project/vllm#27614) and does with Ray's executor. Such engines are planned with a `decode_overhead_ms` of 4,
+    which was estimated from published synchronous runs."""
     gradient_bytes: int = 4
     """Bytes of a gradient element; 2 with Megatron's grad_reduce_in_fp32=false."""
     moment_bytes: int = 4

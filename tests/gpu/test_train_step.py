@@ -10,7 +10,7 @@ from transformers import Qwen2Config
 from bench import gpu_train_step
 from bench.gpu import matrix_flops
 from megatron_bapo.parallel.groups import ParallelGroups
-from megatron_bapo.parallel.platform import memory_snapshot, release_cached_memory
+from megatron_bapo.parallel.platform import free_memory_bytes, memory_snapshot, release_cached_memory
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.trainer.fused_paths import fused_paths
 from megatron_bapo.trainer.offload import TrainerMemory
@@ -75,10 +75,12 @@ def test_the_utilization_of_a_train_step(model: str, layers: str, groups: Parall
     if settings is None:
         pytest.skip(f"{layers}: Transformer Engine is not installed, or the GPU has no FP8")
     ceiling = matrix_flops()
+    max_tokens = gpu_train_step.fitting_tokens(FOLDER / model, 8192, free_memory_bytes())
     found = gpu_train_step.measure(
-        FOLDER / model, groups, settings, max_tokens=8192, step_tokens=16384, dtype="bfloat16"
+        FOLDER / model, groups, settings, max_tokens=max_tokens, step_tokens=16384, dtype="bfloat16"
     )
     figures(
+        micro_batch=max_tokens,
         tokens_per_s=found.tokens_per_s,
         of_ceiling=found.flops / ceiling,
         ceiling_tflops=ceiling / 1e12,

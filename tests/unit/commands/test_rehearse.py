@@ -178,7 +178,8 @@ def test_tensor_parallelism_sends_for_attention_dense_layers_and_shared_experts(
 @pytest.mark.slow
 def test_a_mixture_of_experts_holds_what_it_sends_and_receives_until_the_results_are_back() -> None:
     """With one layer on the first stage, these tensors are half of the peak that is not the model's state."""
-    plan = recipe("qwen3-30b-a3b_32gpus_async")
+    layout = ("parallel.pipeline_model_parallel_size=2", "parallel.expert_model_parallel_size=8")
+    plan = recipe("qwen3-30b-a3b_32gpus_async", *layout)
     config, _ = rehearsed_config(plan.config)
     found = rehearse_rank(config, replace(plan.architecture, num_hidden_layers=2), 0)
     assert found.peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.02)

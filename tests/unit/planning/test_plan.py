@@ -111,7 +111,8 @@ def test_pipeline_stages_of_an_engine_share_layers_keys_values_and_time() -> Non
 
 
 def test_tensor_parallelism_over_two_nodes_decodes_at_the_speed_of_the_network() -> None:
-    four = ("rollout.num_engines=4", "rollout.tensor_parallel_size=4")
+    # With few responses at once, because the host hides the network otherwise.
+    four = ("rollout.num_engines=4", "rollout.tensor_parallel_size=4", "rollout.max_num_seqs=32")
     inside, across = (
         recipe(NAME, *four, *more, placement="separate") for more in ((), ("rollout.nodes_per_engine=2",))
     )

@@ -9,7 +9,7 @@ from bench.published_folds import EFFICIENCIES, estimated, model_folds, model_sp
 from bench.published_runs import Interval, PublishedRun, geometric_mean, published_runs, summary
 from megatron_bapo.planning.hardware import Assumptions
 from megatron_bapo.planning.model_state import model_state
-from megatron_bapo.planning.spread import PUBLISHED_MOVES, STEP_SPREAD, step_range
+from megatron_bapo.planning.spread import PUBLISHED, STEP_SPREAD, step_range
 
 RUNS = published_runs()
 PHASES = ("training_s", "generation_s", "sync_s")
@@ -50,7 +50,7 @@ RL_STEPS = [run for run in RUNS if "step_s" in run.fields["published"] and not r
 @pytest.mark.parametrize("run", RL_STEPS, ids=lambda run: run.name)
 def test_a_published_step_is_in_the_range_that_its_plan_prints(run: PublishedRun) -> None:
     """Also if the plan has this trainer's own assumptions instead of those about the project that published it."""
-    assert PUBLISHED_MOVES.items() <= run.base["assumptions"].items()
+    assert PUBLISHED.items() <= run.base["assumptions"].items()
     plan, published = run.plan(), Interval.of(run.fields["published"]["step_s"])
     kept = {name: getattr(plan.assumptions, name) for name in KEPT}
     for each in (plan, replace(plan, assumptions=Assumptions(**kept))):

@@ -245,7 +245,7 @@ def test_an_asynchronous_batch_does_not_wait_for_its_stragglers() -> None:
 
 
 def test_the_longest_part_of_a_step_dominates_it() -> None:
-    time = recipe("qwen2.5-7b_8gpus").time
+    time = recipe("paper_32b_64k").time
     assert time.dominant == ("generation", time.generation)
     overlapped = recipe("r1-distill-qwen-7b_16gpus_async", placement="separate").time
     assert overlapped.dominant[1] <= max(overlapped.generation, overlapped.training)

@@ -16,7 +16,7 @@ OVERHEAD, PER_TOKEN, PER_SEQUENCE = 1.0, 0.01, 0.1
 def engine(
     *lengths: int, kv_tokens: int = 10**6, max_num_seqs: int = 100, prefill_s: float = 0.0, sequence_s: float = 0.0
 ) -> ModelledEngine:
-    decode = DecodeCost(OVERHEAD, 0.0, PER_TOKEN, PER_SEQUENCE)
+    decode = DecodeCost(OVERHEAD, 0.0, PER_TOKEN, PER_SEQUENCE, waits=True)
     model = EngineModel(decode, prefill_s, sequence_s, kv_tokens, max_num_seqs, load_s=3.0)
     return ModelledEngine("engine 0", model, countdown(np.array(lengths, np.int32)))
 
