@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,66 +177,57 @@ def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples
     return seconds, (take_peak_memory() or (0, 0))[0]
 
 
+@dataclass
+class Results:
+    """What the bench prints and saves."""
+
+    ceiling: float
+    """FLOP/s of matrix products."""
+    rows: list[list[object]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def add(self, key: str, labels: list[object], measured: Measured, plan: Measured | None) -> None:
+        """Add a row with these labels; `plan` is None on a GPU that the planner does not know."""
+        share = measured.flops / self.ceiling
+        self.ratios[f"{key}_of_ceiling"] = round(share, 3)
+        self.figures[f"{key}_tokens_per_s"] = round(measured.tokens_per_s)
+        self.figures[f"{key}_peak_gib"] = round(measured.peak_bytes / 2**30, 1)
+        time, peak = "?", "?"
+        if plan is not None:
+            time = self.ratios[f"{key}_planned_time"] = round(measured.tokens_per_s / plan.tokens_per_s, 3)
+            peak = self.ratios[f"{key}_planned_peak"] = round(plan.peak_bytes / measured.peak_bytes, 3)
+        self.rows.append([*labels, measured.tokens_per_s, share, time, peak])
+
+
+def compare(model: str, groups: ParallelGroups, results: Results) -> None:
+    """Measure all layers and lengths of one model."""
+    folder, gpu = FOLDER / model, DEVICE_NAMES.get(device_name() or "")
+    host_ms = {name: host_layer_ms(folder, groups, each, dtype="bfloat16") for name, each in layers().items()}
+    for length, wanted in TOKENS.items():
+        tokens = {"max_tokens": fitting_tokens(folder, wanted, free_memory_bytes()), "step_tokens": STEP_TOKENS}
+        speeds: dict[str, float] = {}
+        for name, settings in layers().items():
+            key = f"{model}_{length}_{name}".replace(" ", "_")
+            measured = measure(folder, groups, settings, **tokens, dtype="bfloat16")
+            plan = gpu and planned(folder, settings, gpu, **tokens, host_layer_ms=host_ms[name])
+            results.add(key, [model, tokens["max_tokens"], name, host_ms[name]], measured, plan)
+            results.figures |= {f"{key}_micro_batch": tokens["max_tokens"], f"{key}_host_layer_ms": host_ms[name]}
+            speeds[name] = measured.tokens_per_s
+        if "TE FP8" in speeds:
+            results.ratios[f"{model}_{length}_fp8_over_bf16"] = round(speeds["TE FP8"] / speeds["TE bf16"], 3)
+
+
 def main() -> None:
     require_gpu()
-    rows, ratios, figures = [], {}, {}
     with one_rank() as (groups, _):
-        ceiling = matrix_flops()
-        figures["matrix_tflops"] = ceiling / 1e12
-        gpu = DEVICE_NAMES.get(device_name() or "")
+        results = Results(matrix_flops())
         for model in MODELS:
-            host_ms = {}
-            for name, settings in layers().items():
-                host_ms[name] = host_layer_ms(FOLDER / model, groups, settings, dtype="bfloat16")
-                figures[f"{model}_{name}_host_layer_ms".replace(" ", "_")] = round(host_ms[name], 2)
-            for length, wanted in TOKENS.items():
-                max_tokens = fitting_tokens(FOLDER / model, wanted, free_memory_bytes())
-                found: dict[str, Measured] = {}
-                for name, settings in layers().items():
-                    found[name] = measured = measure(
-                        FOLDER / model,
-                        groups,
-                        settings,
-                        max_tokens=max_tokens,
-                        step_tokens=STEP_TOKENS,
-                        dtype="bfloat16",
-                    )
-                    key = f"{model}_{length}_{name}".replace(" ", "_")
-                    ratios[f"{key}_of_ceiling"] = round(measured.flops / ceiling, 3)
-                    figures |= {
-                        f"{key}_micro_batch": max_tokens,
-                        f"{key}_tokens_per_s": round(measured.tokens_per_s),
-                        f"{key}_peak_gib": round(measured.peak_bytes / 2**30, 1),
-                    }
-                    row: list[object] = [
-                        model,
-                        max_tokens,
-                        name,
-                        measured.tokens_per_s,
-                        measured.flops / ceiling,
-                        "?",
-                        "?",
-                    ]
-                    rows.append(row)
-                    if gpu is not None:
-                        plan = planned(
-                            FOLDER / model,
-                            settings,
-                            gpu,
-                            max_tokens=max_tokens,
-                            step_tokens=STEP_TOKENS,
-                            host_layer_ms=host_ms[name],
-                        )
-                        time = measured.tokens_per_s / plan.tokens_per_s
-                        memory = plan.peak_bytes / measured.peak_bytes
-                        row[-2:] = time, memory
-                        ratios |= {f"{key}_planned_time": round(time, 3), f"{key}_planned_peak": round(memory, 3)}
-                if "TE FP8" in found:
-                    ratio = found["TE FP8"].tokens_per_s / found["TE bf16"].tokens_per_s
-                    ratios[f"{model}_{length}_fp8_over_bf16"] = round(ratio, 3)
-    columns = ["shape", "micro-batch", "layers", "tokens/s", f"of {ceiling / 1e12:.0f} TFLOP/s"]
-    columns += ["planned time", "planned peak"]
-    report_and_save("gpu_train_step", columns, rows, ratios=ratios, figures=figures)
+            compare(model, groups, results)
+    results.figures["matrix_tflops"] = results.ceiling / 1e12
+    columns = ["shape", "micro-batch", "layers", "host ms a layer", "tokens/s"]
+    columns += [f"of {results.ceiling / 1e12:.0f} TFLOP/s", "planned time", "planned peak"]
+    report_and_save("gpu_train_step", columns, results.rows, ratios=results.ratios, figures=results.figures)
 
 
 if __name__ == "__main__":
