@@ -25,7 +25,7 @@ engines schedule no step ahead."""
 def step_range(plan: Plan) -> tuple[float, float]:
     """Return the (shortest, longest) seconds of the planned step, if it is as far off as those.
 
-    No published step moves its weights or generates as this trainer does, so the longest step has `PUBLISHED` where that
+    No published run moves weights and generates as this trainer does, so the longest step has `PUBLISHED` where that
     takes longer.
     """
     low, high = STEP_SPREAD[bool(plan.architecture.moe_layers)]
