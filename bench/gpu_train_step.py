@@ -110,8 +110,7 @@ def measure(
     examples = make_batch(max_tokens, step_tokens // max_tokens, architecture.vocab_size)
     config = make_config(folder, max_tokens, len(examples), settings, dtype=dtype)
     seconds, peak_bytes = _timed_update(config, folder, groups, examples)
-    gc.collect()
-    release_cached_memory()
+    _free_memory()
     lengths = [example.num_input_tokens for example in examples]
     flops = training_pass_flops(architecture, lengths, lora=None)
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
@@ -128,6 +127,8 @@ def host_layer_ms(folder: Path, groups: ParallelGroups, settings: dict[str, Any]
         return lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)
 
     seconds = seconds_of({str(number): update(number) for number in HOST_MICRO_BATCHES})
+    del worker, update
+    _free_memory()
     fewer, more = HOST_MICRO_BATCHES
     return 1e3 * (seconds[str(more)] - seconds[str(fewer)]) / (more - fewer) / architecture.num_hidden_layers
 
@@ -175,6 +176,12 @@ def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples
     tasks = {"update": lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)}
     seconds = seconds_of(tasks, num_repeats=3)["update"]
     return seconds, (take_peak_memory() or (0, 0))[0]
+
+
+def _free_memory() -> None:
+    """Free what a worker held; its parts refer to each other."""
+    gc.collect()
+    release_cached_memory()
 
 
 @dataclass
