@@ -11,8 +11,9 @@ ceiling in bfloat16 at 8k, and in FP8 1.25 times bfloat16's tokens per second.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def measure(
     architecture = read_architecture(folder)
     examples = make_batch(max_tokens, step_tokens // max_tokens, architecture.vocab_size)
     config = make_config(folder, max_tokens, len(examples), settings, dtype=dtype)
-    seconds, peak_bytes = _timed_update(config, folder, groups, examples)
+    ((seconds, peak_bytes),) = _timed_updates(config, folder, groups, [examples])
     _free_memory()
     lengths = [example.num_input_tokens for example in examples]
     flops = training_pass_flops(architecture, lengths, lora=None)
@@ -118,19 +119,13 @@ def measure(
 
 def host_layer_ms(folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, dtype: str) -> float:
     """Return the milliseconds in which the host launches one layer's passes, from updates that leave the GPU idle."""
-    architecture = read_architecture(folder)
-    config = make_config(folder, SHORTEST, 4 * max(HOST_MICRO_BATCHES), settings, dtype=dtype)
-    worker = create_worker(config, folder, groups, load=False)
-
-    def update(num_micro_batches: int) -> Callable[[], object]:
-        examples = make_batch(SHORTEST, num_micro_batches, architecture.vocab_size)
-        return lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)
-
-    seconds = seconds_of({str(number): update(number) for number in HOST_MICRO_BATCHES})
-    del worker, update
-    _free_memory()
     fewer, more = HOST_MICRO_BATCHES
-    return 1e3 * (seconds[str(more)] - seconds[str(fewer)]) / (more - fewer) / architecture.num_hidden_layers
+    config = make_config(folder, SHORTEST, 4 * more, settings, dtype=dtype)
+    architecture = read_architecture(folder)
+    batches = [make_batch(SHORTEST, number, architecture.vocab_size) for number in (fewer, more)]
+    less, longer = (seconds for seconds, _ in _timed_updates(config, folder, groups, batches))
+    _free_memory()
+    return 1e3 * (longer - less) / (more - fewer) / architecture.num_hidden_layers
 
 
 def planned(
@@ -170,12 +165,16 @@ def _of_one_length(folder: Path, settings: dict[str, Any], length: int, step_tok
     return config.model_copy(update={"data": data, "rollout": rollout}), assumptions
 
 
-def _timed_update(config: Config, folder: Path, groups: ParallelGroups, examples: list[Example]) -> tuple[float, int]:
-    worker = create_worker(config, folder, groups, load=False)
-    take_peak_memory()
-    tasks = {"update": lambda: update_policy(worker, examples, lr=1e-6, on_policy=True)}
-    seconds = seconds_of(tasks, num_repeats=3)["update"]
-    return seconds, (take_peak_memory() or (0, 0))[0]
+def _timed_updates(
+    config: Config, folder: Path, groups: ParallelGroups, batches: Sequence[list[Example]]
+) -> list[tuple[float, int]]:
+    """Return the seconds of an update with each batch, and the peak of torch's tensors."""
+    worker, found = create_worker(config, folder, groups, load=False), []
+    for batch in batches:
+        take_peak_memory()
+        update = partial(update_policy, worker, batch, lr=1e-6, on_policy=True)
+        found.append((seconds_of({"update": update}, num_repeats=3)["update"], (take_peak_memory() or (0, 0))[0]))
+    return found
 
 
 def _free_memory() -> None:
