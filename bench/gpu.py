@@ -15,9 +15,12 @@ from bench.results import save
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.parallel.groups import ParallelGroups, create_groups
 from megatron_bapo.parallel.platform import has_gpu, local_device, now_s, start_distributed
+from megatron_bapo.planning.hardware import Assumptions
 
 MATRIX_SIZE = 8192
 COPIED_BYTES = 4 << 30
+LONGEST = Assumptions(mean_prompt_fraction=1.0, mean_response_fraction=1.0, length_sigma=0.0)
+"""For plans of batches whose prompts and responses all have their maximum length."""
 
 
 def require_gpu() -> None:

@@ -20,14 +20,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from bench.gpu import report_and_save, require_gpu
+from bench.gpu import LONGEST, report_and_save, require_gpu
 from bench.report import option_parser
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.parallel.platform import device_name, local_device, release_cached_memory, visible_devices
 from megatron_bapo.planning.generation_time import generation_seconds
-from megatron_bapo.planning.hardware import DEVICE_NAMES, GPUS, Assumptions, GpuName
+from megatron_bapo.planning.hardware import DEVICE_NAMES, GPUS, GpuName
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.rollout_memory import engine_memory
 from megatron_bapo.rollout.engine import Engine, engine_environment
@@ -118,9 +118,8 @@ def requests(num_responses: int, num_tokens: int, seed: int = 0) -> list[Generat
 def planned_seconds(folder: Path, gpu: GpuName, num_responses: int, num_tokens: int) -> float:
     """Return what `plan` expects of such a batch."""
     config, architecture = make_config(folder, num_responses, num_tokens), read_architecture(folder)
-    assumptions = Assumptions(mean_prompt_fraction=1.0, mean_response_fraction=1.0, length_sigma=0.0)
-    engine = engine_memory(config, architecture, GPUS[gpu], assumptions)
-    return generation_seconds(config, architecture, GPUS[gpu], engine, assumptions)
+    engine = engine_memory(config, architecture, GPUS[gpu], LONGEST)
+    return generation_seconds(config, architecture, GPUS[gpu], engine, LONGEST)
 
 
 def main(models: Sequence[str] = MODELS) -> None:

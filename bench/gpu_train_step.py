@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.gpu import matrix_flops, one_rank, report_and_save, require_gpu, seconds_of
+from bench.gpu import LONGEST, matrix_flops, one_rank, report_and_save, require_gpu, seconds_of
 from bench.report import option_parser
 from bench.train_step import make_examples
 from megatron_bapo.config.architecture import read_architecture
@@ -34,7 +34,7 @@ from megatron_bapo.parallel.platform import (
     take_peak_memory,
 )
 from megatron_bapo.planning.flops import training_pass_flops
-from megatron_bapo.planning.hardware import DEVICE_NAMES, GPUS, Assumptions, GpuName
+from megatron_bapo.planning.hardware import DEVICE_NAMES, GPUS, GpuName
 from megatron_bapo.planning.known_models import FOLDER
 from megatron_bapo.planning.trainer_memory import stage_memory
 from megatron_bapo.planning.training_time import training_time
@@ -117,7 +117,7 @@ def measure(
     return Measured(sum(lengths) / seconds, flops / seconds, peak_bytes)
 
 
-def host_layer_ms(folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, dtype: str) -> float:
+def measure_host_layer_ms(folder: Path, groups: ParallelGroups, settings: dict[str, Any], *, dtype: str) -> float:
     """Return the milliseconds in which the host launches one layer's passes, from updates that leave the GPU idle."""
     fewer, more = HOST_MICRO_BATCHES
     config = make_config(folder, SHORTEST, 4 * more, settings, dtype=dtype)
@@ -133,9 +133,8 @@ def planned(
 ) -> Measured:
     """Return what `plan` expects of this update with sequences of one length; its peak is that of torch's tensors."""
     architecture, length = read_architecture(folder), max_tokens // 4
-    config, assumptions = _of_one_length(folder, settings, length, step_tokens)
-    assumptions = replace(assumptions, host_layer_ms=host_layer_ms)
-    seconds = training_time(config, architecture, GPUS[gpu], assumptions).total
+    config = _of_one_length(folder, settings, length, step_tokens)
+    seconds = training_time(config, architecture, GPUS[gpu], replace(LONGEST, host_layer_ms=host_layer_ms)).total
     flops = training_pass_flops(architecture, [length] * (step_tokens // length), lora=None)
     peak_bytes = planned_peak_bytes(folder, settings, max_tokens=max_tokens)
     return Measured(step_tokens / seconds, flops / seconds, peak_bytes)
@@ -143,8 +142,8 @@ def planned(
 
 def planned_peak_bytes(folder: Path, settings: dict[str, Any], *, max_tokens: int) -> int:
     """Return the peak of torch's tensors that `plan` expects of an update on any GPU."""
-    config, assumptions = _of_one_length(folder, settings, max_tokens // 4, max_tokens)
-    (memory,) = stage_memory(config, read_architecture(folder), assumptions)
+    config = _of_one_length(folder, settings, max_tokens // 4, max_tokens)
+    (memory,) = stage_memory(config, read_architecture(folder), LONGEST)
     return memory.peak - memory.reserved
 
 
@@ -157,12 +156,11 @@ def fitting_tokens(folder: Path, max_tokens: int, free_bytes: int) -> int:
     return max_tokens
 
 
-def _of_one_length(folder: Path, settings: dict[str, Any], length: int, step_tokens: int) -> tuple[Config, Assumptions]:
+def _of_one_length(folder: Path, settings: dict[str, Any], length: int, step_tokens: int) -> Config:
     config = make_config(folder, 4 * length, step_tokens // length, settings)
     data = config.data.model_copy(update={"max_prompt_length": 1})
     rollout = config.rollout.model_copy(update={"max_response_length": length - 1})
-    assumptions = Assumptions(mean_prompt_fraction=1.0, mean_response_fraction=1.0, length_sigma=0.0)
-    return config.model_copy(update={"data": data, "rollout": rollout}), assumptions
+    return config.model_copy(update={"data": data, "rollout": rollout})
 
 
 def _timed_updates(
@@ -209,7 +207,7 @@ class Results:
 def compare(model: str, groups: ParallelGroups, results: Results) -> None:
     """Measure all layers and lengths of one model."""
     folder, gpu = FOLDER / model, DEVICE_NAMES.get(device_name() or "")
-    host_ms = {name: host_layer_ms(folder, groups, each, dtype="bfloat16") for name, each in layers().items()}
+    host_ms = {name: measure_host_layer_ms(folder, groups, each, dtype="bfloat16") for name, each in layers().items()}
     for length, wanted in TOKENS.items():
         tokens = {"max_tokens": fitting_tokens(folder, wanted, free_memory_bytes()), "step_tokens": STEP_TOKENS}
         speeds: dict[str, float] = {}

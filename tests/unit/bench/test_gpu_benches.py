@@ -133,7 +133,7 @@ def test_micro_batches_are_halved_until_they_fit(free_gib: int, tokens: int) -> 
 
 
 def test_the_hosts_time_of_a_layer_is_measured(model: Path, groups: ParallelGroups) -> None:
-    assert 0 < gpu_train_step.host_layer_ms(model, groups, {}, dtype="float32") < 1e4
+    assert 0 < gpu_train_step.measure_host_layer_ms(model, groups, {}, dtype="float32") < 1e4
 
 
 def test_long_micro_batches_recompute_their_activations() -> None:
@@ -169,7 +169,7 @@ def test_an_engines_process_receives_every_parameter(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_generates_every_token_that_is_timed(model: Path, tmp_path: Path) -> None:
+def test_an_engines_tokens_are_counted_and_timed(model: Path, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in engine_environment().items():
             environment.setenv(name, value)
