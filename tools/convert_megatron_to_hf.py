@@ -1,15 +1,21 @@
-"""Convert a checkpoint of the trainer, from any layout, to a Hugging Face folder. It needs no GPU.
+"""Convert a checkpoint of the trainer or of Megatron-Core, from any layout, to a Hugging Face folder. It needs no GPU.
 
 python tools/convert_megatron_to_hf.py runs/mine --output models/mine          # the run's newest checkpoint
 python tools/convert_megatron_to_hf.py runs/mine/checkpoints/step-00000020 --output models/mine-20
 python tools/convert_megatron_to_hf.py step-00000020 --origin-hf-dir models/base --output models/mine-20
 python tools/convert_megatron_to_hf.py runs/mine --adapter --output adapters/mine
+python tools/convert_megatron_to_hf.py megatron/checkpoints --origin-hf-dir models/base --output models/pretrained
 
 Weights are streamed one tensor at a time in the dtype of the training, and every file is verified bit by bit against
 the checkpoint. config.json and tokenizer come from the model that the run started from. Adapters (model.lora) are
-merged into that model's weights; with --adapter they are written as a PEFT folder instead. The output is written
-atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On a finished output the
-command only verifies it.
+merged into that model's weights; with --adapter they are written as a PEFT folder instead.
+
+Checkpoints of Megatron-Core are those in the format torch_dist that Megatron-LM, Megatron-Bridge, NeMo and slime write:
+iter_0000100 with .metadata, the folder above it, or a folder of NeMo with weights/. config.json and tokenizer come from
+DIR, whose weights are not needed. Nothing in the checkpoint is run.
+
+The output is written atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On
+a finished output the command only verifies it.
 
 Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input, 130 interrupted.
 """
@@ -22,15 +28,20 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_bapo.controller.terminal import terminal
-from megatron_bapo.errors import exit_code
+from megatron_bapo.errors import UserError, exit_code
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="a run directory, or a checkpoint (checkpoints/step-N)")
+    parser.add_argument(
+        "source", type=Path, help="a run directory, a checkpoint (checkpoints/step-N), or one of Megatron-Core"
+    )
     parser.add_argument("--output", type=Path, required=True, help="Hugging Face folder to write")
     parser.add_argument(
-        "--origin-hf-dir", type=Path, metavar="DIR", help="folder of the run's model (default: its model.path)"
+        "--origin-hf-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the run's model (default: its model.path), or of a model with the checkpoint's architecture",
     )
     parser.add_argument(
         "--dtype",
@@ -49,17 +60,27 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     # Deferred because importing Torch and Megatron takes seconds, which --help does not need.
     import torch
 
-    from megatron_bapo.commands.convert import byte_progress, find_checkpoint, summary
-    from megatron_bapo.trainer.conversion import exported_bytes, hugging_face_from_checkpoint, peft_from_checkpoint
+    from megatron_bapo.commands.convert import byte_progress, find_checkpoint, find_megatron_source, summary
+    from megatron_bapo.trainer.conversion import (
+        exported_bytes,
+        hugging_face_from_checkpoint,
+        hugging_face_from_megatron,
+        peft_from_checkpoint,
+    )
 
-    found = find_checkpoint(arguments.source, arguments.origin_hf_dir, arguments.dtype)
+    where = arguments.source, arguments.origin_hf_dir, arguments.dtype
+    megatron = find_megatron_source(*where)
+    found = megatron or find_checkpoint(*where)
+    convert = hugging_face_from_megatron if megatron else hugging_face_from_checkpoint
     dtype: torch.dtype = getattr(torch, found.dtype)
     if arguments.adapter:
+        if megatron:
+            raise UserError(f"{megatron.checkpoint} is a checkpoint of Megatron-Core; convert it without --adapter")
         num_tensors = peft_from_checkpoint(found.checkpoint, found.origin, arguments.output, dtype)
         console.print(f"{arguments.output}: {num_tensors} tensors of adapters ({found.dtype})", soft_wrap=True)
         return 0
     with byte_progress(console, found.checkpoint.name, exported_bytes(found.origin, dtype)) as advance:
-        copied = hugging_face_from_checkpoint(
+        copied = convert(
             found.checkpoint,
             found.origin,
             arguments.output,
@@ -67,7 +88,8 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
             max_file_bytes=int(arguments.max_file_gib * 2**30),
             advance=advance,
         )
-    console.print(summary(copied, f"float32 to {found.dtype}", arguments.output), soft_wrap=True)
+    dtypes = f"to {found.dtype}" if megatron else f"float32 to {found.dtype}"
+    console.print(summary(copied, dtypes, arguments.output), soft_wrap=True)
     return 0
 
 

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megatron_bapo.config.architecture import written_dtype
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.errors import UserError
+from megatron_bapo.model.megatron_checkpoint import find_megatron_checkpoint
 from megatron_bapo.model.weight_copy import Advance, CopyResult
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.checkpoint import STATE, WEIGHTS, checkpoints
@@ -65,6 +66,23 @@ def find_checkpoint(
     return CheckpointSource(checkpoint, origin, dtype)
 
 
+def find_megatron_source(path: Path, origin: Path | None, dtype: str | None) -> CheckpointSource | None:
+    """Return the checkpoint of Megatron-Core at `path`, or the newest one in it; None if there is none.
+
+    `dtype` defaults to that of `origin`. Raises UserError without an origin, and for Megatron's older formats.
+    """
+    checkpoint = find_megatron_checkpoint(path)
+    if checkpoint is None:
+        return None
+    if origin is None or not (origin / "config.json").is_file():
+        state = f"there is no {origin / 'config.json'}" if origin else "it has no config.json and tokenizer"
+        raise UserError(
+            f"{checkpoint} is a checkpoint of Megatron-Core, and {state}; give the Hugging Face folder of its "
+            "architecture as --origin-hf-dir (weights are not needed)"
+        )
+    return CheckpointSource(checkpoint, origin, dtype or _convertible_dtype(origin, "--dtype"))
+
+
 def _checkpoint(path: Path) -> Path:
     if (path / STATE).is_file() and (path / WEIGHTS).is_dir():
         if path.suffix == ".partial":
@@ -82,8 +100,8 @@ def _reason(path: Path) -> str:
         return "is not a folder" if path.exists() else "does not exist"
     if RunDirectory(path).config.is_file():
         return "is a run directory without a complete checkpoint yet"
-    if any(path.rglob("*.distcp")) or any(path.rglob("model_optim_rng.pt")):
-        return "is a checkpoint of Megatron-LM, which this tool does not read"
+    if any(path.rglob("*.distcp")):
+        return "has a checkpoint of Megatron-Core, which tools/convert_megatron_to_hf.py makes a Hugging Face folder"
     if (path / "config.json").is_file():
         return "is already a Hugging Face folder"
     return "contains no checkpoint of this trainer (weights/ and state.json)"

@@ -101,7 +101,7 @@ def _folder_problems(key: str, folder: Path) -> Iterator[str]:
     if not any(folder.glob("*.safetensors")):
         yield (
             f"{key}={folder} has no *.safetensors, the only supported format of weights; convert them "
-            "(tools/convert_gguf.py, or save_pretrained of transformers)"
+            "(tools/convert_gguf.py, tools/convert_megatron_to_hf.py, or save_pretrained of transformers)"
         )
     else:
         yield from _weights_problems(key, folder)

@@ -1,7 +1,8 @@
-"""Conversion between trainer checkpoints and Hugging Face folders, in one process and without building a model.
+"""Conversion between checkpoints and Hugging Face folders, in one process and without building a model.
 
-Checkpoints use Hugging Face tensor names, whatever layout wrote them, so tensors are copied one by one. Output is
-written to the target name plus `.partial` and renamed when it is complete; a later call resumes a partial folder.
+Checkpoints are those of the trainer, and for reading those of Megatron-Core. Both have whole tensors, whatever layout
+wrote them, so tensors are copied one by one. Output is written to the target name plus `.partial` and renamed when it
+is complete; a later call resumes a partial folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_bapo.files import make_folder
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
+from megatron_bapo.model.megatron_checkpoint import MegatronTensors
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
 from megatron_bapo.model.weight_copy import (
     Advance,
@@ -87,6 +89,23 @@ def hugging_face_from_checkpoint(
         check_tensors(tensors.shapes(), architecture, weights)
         shapes = expected_shapes(architecture)
         return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
+
+
+def hugging_face_from_megatron(
+    checkpoint: Path, origin: Path, target: Path, dtype: torch.dtype, *, max_file_bytes: int, advance: Advance
+) -> CopyResult:
+    """Convert a checkpoint of Megatron-Core to the Hugging Face folder `target`.
+
+    `origin` is a Hugging Face folder of the same architecture, from which config and tokenizer files come; it needs no
+    weights. Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
+    """
+    architecture = read_architecture(origin)
+
+    def complete(partial: Path) -> None:
+        complete_folder(partial, architecture, dtype, origin)
+
+    tensors, frozen = MegatronTensors(checkpoint, architecture), frozen_tensors(architecture)
+    return _convert(tensors, tensors.shapes(), target, ".", dtype, complete, max_file_bytes, advance, frozen)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_bapo.model.hf_create import byte_tokenizer
@@ -68,6 +70,44 @@ def test_a_model_goes_to_a_checkpoint_and_back(monkeypatch, capsys, tmp_path, mo
     assert f"{checkpoint}: 14 tensors (to float32)" in printed
     assert f"{back}: 14 tensors (float32 to float32)" in printed
     assert "1 file, 1 existed already; verified bit by bit against the source" in printed
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_megatron_becomes_the_model_it_came_from(monkeypatch, capsys, tmp_path, model):
+    weights = load_file(model / "model.safetensors")
+    layer = {name.removeprefix("model.layers.0."): tensor for name, tensor in weights.items() if ".layers." in name}
+    stacked = {
+        "self_attention.linear_qkv.layer_norm_weight": layer["input_layernorm.weight"],
+        # There is one key/value head, so its queries, key and value follow each other.
+        "self_attention.linear_qkv.weight": torch.cat([layer[f"self_attn.{part}_proj.weight"] for part in "qkv"]),
+        "self_attention.q_layernorm.weight": layer["self_attn.q_norm.weight"],
+        "self_attention.k_layernorm.weight": layer["self_attn.k_norm.weight"],
+        "self_attention.linear_proj.weight": layer["self_attn.o_proj.weight"],
+        "mlp.linear_fc1.layer_norm_weight": layer["post_attention_layernorm.weight"],
+        "mlp.linear_fc1.weight": torch.cat([layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]),
+        "mlp.linear_fc2.weight": layer["mlp.down_proj.weight"],
+    }
+    tensors = {f"decoder.layers.{name}": tensor[None] for name, tensor in stacked.items()} | {
+        "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
+        "output_layer.weight": weights["lm_head.weight"],
+        "decoder.final_layernorm.weight": weights["model.norm.weight"],
+    }
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=megatron / "iter_0000012", no_dist=True)
+    (megatron / "latest_checkpointed_iteration.txt").write_text("12")
+    (model / "model.safetensors").unlink()  # of the origin, only config.json and the tokenizer are needed
+
+    assert run(monkeypatch, "convert_megatron_to_hf", megatron, "--output", back) == 2
+    assert "give the Hugging Face folder of its architecture as --origin-hf-dir" in capsys.readouterr().err
+    arguments = (megatron, "--origin-hf-dir", model, "--output", back)
+    assert run(monkeypatch, "convert_megatron_to_hf", *arguments, "--adapter") == 2
+    assert "convert it without --adapter" in capsys.readouterr().err
+    assert run(monkeypatch, "convert_megatron_to_hf", *arguments) == 0
+    assert f"{back}: 14 tensors (to float32)" in capsys.readouterr().out
+
+    written = load_file(next(back.glob("*.safetensors")))
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in weights.items())
 
 
 def test_prompts_are_prepared_and_then_pass_the_check(monkeypatch, capsys, tmp_path, rows):

@@ -85,16 +85,14 @@ def test_an_origin_without_a_config_is_named(run_dir, tmp_path):
 
 
 def test_the_message_about_a_wrong_folder_names_its_kind(run_dir, tmp_path):
-    for name, file in (("lm", "iter_0000100/mp_rank_00/model_optim_rng.pt"), ("dist", "iter_0000100/__0_0.distcp")):
-        (tmp_path / name / file).parent.mkdir(parents=True)
-        (tmp_path / name / file).touch()
+    (tmp_path / "megatron" / "iter_0000100").mkdir(parents=True)
+    (tmp_path / "megatron" / "iter_0000100" / "__0_0.distcp").touch()
     hugging_face_folder(tmp_path / "base")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
     messages = {
         "run": "is a run directory without a complete checkpoint yet",
-        "lm": "is a checkpoint of Megatron-LM, which this tool does not read",
-        "dist": "is a checkpoint of Megatron-LM, which this tool does not read",
+        "megatron": "has a checkpoint of Megatron-Core, which tools/convert_megatron_to_hf.py makes",
         "base": "is already a Hugging Face folder",
         "empty": "contains no checkpoint of this trainer",
         "file": "is not a folder",
