@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megatron_bapo.metrics.sinks import StartRow
+from megatron_bapo.metrics.sinks import JsonlSink, StartRow
 from megatron_bapo.run_directory import RunDirectory
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -24,8 +23,8 @@ def record_start(directory: RunDirectory, device: str | None, world_size: int) -
         "commit": commit(_PACKAGE.parent),
         "hardware": f"{world_size} × {device}" if device is not None else _processor(),
     }
-    with directory.starts.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    with JsonlSink(directory.starts) as starts:
+        starts.write(row)
 
 
 def commit(checkout: Path) -> str | None:

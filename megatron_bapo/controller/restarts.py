@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.metrics.sinks import read_rows
+from megatron_bapo.metrics.sinks import JsonlSink, read_rows
 from megatron_bapo.run_directory import RunDirectory
 
 
@@ -36,8 +35,8 @@ class Restarts:
                 f"(trainer.max_restarts); the first failure was: {self._first_failure}"
             )
         self._num_in_a_row += 1
-        with self._directory.restarts.open("a") as file:
-            file.write(json.dumps({"time_s": time.time(), "step": furthest[1], "reason": failure}) + "\n")
+        with JsonlSink(self._directory.restarts) as restarts:
+            restarts.write({"time_s": time.time(), "step": furthest[1], "reason": failure})
         newest = self._directory.newest_checkpoint
         message = (
             f"after {where}: {failure}\nrestart {self._num_in_a_row} of {self._max_in_a_row} without a new step, from "

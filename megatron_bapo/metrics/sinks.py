@@ -64,6 +64,16 @@ class StartRow(TypedDict):
     hardware: str
 
 
+class RestartRow(TypedDict):
+    """One restart of a whole run from its newest checkpoint."""
+
+    time_s: float
+    """Unix time."""
+    step: int
+    """Furthest recorded step."""
+    reason: str
+
+
 class ResponseRow(TypedDict):
     """One sampled response of an evaluation."""
 
@@ -90,6 +100,7 @@ _ROWS = {
         "samples.jsonl": SampleRow,
         "responses.jsonl": ResponseRow,
         "starts.jsonl": StartRow,
+        "restarts.jsonl": RestartRow,
     }.items()
 }
 """Form of the rows of each file. The rows of other files are any JSON objects."""
@@ -106,7 +117,7 @@ class JsonlSink:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, row: MetricsRow | UpdateRow | SampleRow | ResponseRow) -> None:
+    def write(self, row: MetricsRow | UpdateRow | SampleRow | ResponseRow | StartRow | RestartRow) -> None:
         self._file.write(json.dumps(_without_non_finite(row), allow_nan=False) + "\n")
         self._file.flush()
 

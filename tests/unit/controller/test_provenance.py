@@ -38,10 +38,12 @@ def test_a_package_inside_another_project_has_no_commit(checkout: Path):
 
 @pytest.mark.parametrize(("device", "hardware"), [("NVIDIA H100", "4 × NVIDIA H100"), (None, "CPU cores")])
 def test_each_start_is_recorded(tmp_path: Path, device: str | None, hardware: str):
-    for _ in range(2):
-        record_start(RunDirectory(tmp_path), device, 4)
+    starts = RunDirectory(tmp_path).starts
+    record_start(RunDirectory(tmp_path), device, 4)
+    starts.write_text(starts.read_text() + '{"time_s"')  # the machine lost power while a start was written
+    record_start(RunDirectory(tmp_path), device, 4)
 
-    rows = read_rows(RunDirectory(tmp_path).starts)
+    rows = read_rows(starts)
     assert len(rows) == 2
     assert rows[0].keys() == {"time_s", "version", "commit", "hardware"}
     assert hardware in rows[0]["hardware"]

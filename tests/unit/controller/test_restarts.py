@@ -47,6 +47,7 @@ def test_a_new_step_resets_the_number_of_restarts(directory: RunDirectory):
 
 def test_a_restart_is_returned_as_a_message_logged_and_recorded(directory: RunDirectory):
     record(directory, 2)
+    directory.restarts.write_text('{"time_s"')  # the machine lost power while a restart was written
     (directory.checkpoints / "step-00000004").mkdir()
     message = restarts(directory).use("a rank was killed")
     assert message == "after step 2: a rank was killed\nrestart 1 of 2 without a new step, from step-00000004"
