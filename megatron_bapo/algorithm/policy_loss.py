@@ -52,6 +52,8 @@ class PolicyLossSums:
     """Number of usable tokens without such an estimate; 0 without a reference model."""
     teacher_kl: Tensor
     """Sum of log p - log p_teacher in nats, the k1 estimate of KL(current || teacher); 0 without a teacher."""
+    num_teacher_dropped: Tensor
+    """Number of usable tokens without such an estimate, because a log-prob is NaN; 0 without a teacher."""
     positive_sum: Tensor
     """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8)."""
     negative_sum: Tensor
@@ -194,13 +196,14 @@ def policy_statistics(
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
     gain_T = tokens.advantages_T.masked_fill(~usable_T, 0.0).double()
     surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
-    kl_loss = num_kl_dropped = teacher_kl = log_ratio_T.new_zeros(())
+    kl_loss = num_kl_dropped = teacher_kl = num_teacher_dropped = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef and tokens.reference_log_probs_T is not None:
         kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()
         num_kl_dropped = _count(usable_T & (log_probs_T - tokens.reference_log_probs_T).isnan())
     if tokens.teacher_log_probs_T is not None:
         toward_T = toward_teacher(log_probs_T, tokens).advantages_T
         teacher_kl = -toward_T.masked_fill(~usable_T | toward_T.isnan(), 0.0).double().sum()
+        num_teacher_dropped = _count(usable_T & toward_T.isnan())
     return PolicyLossSums(
         num_tokens=_count(usable_T),
         num_dropped=_count(_present(tokens)) - _count(usable_T),
@@ -214,6 +217,7 @@ def policy_statistics(
         kl_loss=kl_loss,
         num_kl_dropped=num_kl_dropped,
         teacher_kl=teacher_kl,
+        num_teacher_dropped=num_teacher_dropped,
         positive_sum=surrogate_T.clamp(min=0).sum(),
         negative_sum=surrogate_T.clamp(max=0).sum().neg(),
     )

@@ -41,7 +41,12 @@ def loss_metrics(
     """
     ratio_N = clamped_log_ratio(log_ratio_N).exp().double().masked_fill(~usable_tokens(log_ratio_N, tokens), 0.0)
     largest = torch.cat([ratio_N, ratio_N.new_zeros(1)]).amax()
-    has_reference, taught = tokens.reference_log_probs_T is not None, tokens.teacher_log_probs_T is not None
+    of_others: dict[str, DeviceMetric] = {}
+    if tokens.reference_log_probs_T is not None:
+        of_others["actor/kl_loss_dropped_tokens"] = Sum(sums.num_kl_dropped)
+    if tokens.teacher_log_probs_T is not None:
+        of_others["actor/teacher_kl"] = Mean(sums.teacher_kl, sums.num_tokens - sums.num_teacher_dropped)
+        of_others["actor/teacher_dropped_tokens"] = Sum(sums.num_teacher_dropped)
     return {
         "actor/loss": Mean(loss.detach(), share),
         "actor/entropy": Mean(entropy_N.double().sum(), entropy_N.numel()),
@@ -52,8 +57,7 @@ def loss_metrics(
         "actor/pg_clipfrac_upper": Mean(sums.num_clipped_high, sums.num_tokens),
         "actor/pg_clipfrac_dual": Mean(sums.num_clipped_dual, sums.num_tokens),
         "actor/kl_loss": Mean(sums.kl_loss, share),
-        **({"actor/kl_loss_dropped_tokens": Sum(sums.num_kl_dropped)} if has_reference else {}),
-        **({"actor/teacher_kl": Mean(sums.teacher_kl, sums.num_tokens)} if taught else {}),
+        **of_others,
         "actor/positive_token_share": Mean(sums.num_positive, sums.num_positive + sums.num_negative),
         "actor/positive_loss_share": Mean(sums.positive_sum, sums.positive_sum + sums.negative_sum),
         "actor/num_positive_tokens": Sum(sums.num_positive),

@@ -99,9 +99,12 @@ def test_a_token_without_a_teachers_log_prob_is_dropped_from_the_term_and_counte
     kept = [index for index in range(50) if index not in (3, 4)]
     assert found[kept].equal(expected[kept])
     sums = policy_statistics(current.detach(), replace(tokens, teacher_log_probs_T=teacher), LOW, HIGH, DISTILL)
-    assert (sums.num_tokens.item(), sums.num_dropped.item()) == (49, 1)
+    assert (sums.num_tokens.item(), sums.num_dropped.item(), sums.num_teacher_dropped.item()) == (49, 1, 0)
     bapo = AlgorithmConfig(distillation=DISTILLATION)
     assert gradient(current, replace(tokens, teacher_log_probs_T=teacher), bapo)[3] != 0
+    sums = policy_statistics(current.detach(), replace(tokens, teacher_log_probs_T=teacher), LOW, HIGH, bapo)
+    assert (sums.num_tokens.item(), sums.num_dropped.item(), sums.num_teacher_dropped.item()) == (50, 0, 1)
+    assert sums.teacher_kl.isfinite()
 
 
 @pytest.mark.parametrize("settings", [DISTILL, AlgorithmConfig(distillation=DISTILLATION)], ids=["distill", "bapo"])

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from megatron_bapo.algorithm.clip_bounds import find_clip_bounds
 from megatron_bapo.algorithm.importance import mismatch_sums
 from megatron_bapo.algorithm.loss_tokens import LossTokens
 from megatron_bapo.algorithm.policy_loss import policy_loss, policy_statistics
-from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings
+from megatron_bapo.config.algorithm import AlgorithmConfig, ClipBoundsSettings, DistillationConfig
 from megatron_bapo.metrics.values import merge, scalars
 from megatron_bapo.trainer.update_metrics import (
     DeviceMetric,
@@ -75,6 +76,16 @@ def test_tokens_without_a_log_prob_under_the_reference_model_are_counted_where_t
     parts = [of_micro_batch(LOG_RATIO, ADVANTAGES, WEIGHTS, 1 / 2, reference=reference)] * 2
     assert scalars(merge(read(parts)))["actor/kl_loss_dropped_tokens"] == 2 * 2
     assert "actor/kl_loss_dropped_tokens" not in metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
+
+
+def test_tokens_without_a_log_prob_of_the_teacher_are_counted_and_not_in_the_mean() -> None:
+    ratio, columns = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    tokens = LossTokens(-columns, columns, columns, teacher_log_probs_T=torch.tensor([math.nan, -3.0, -2.0]))
+    settings = AlgorithmConfig(distillation=DistillationConfig(teacher=Path("teacher")))
+    sums = policy_statistics(-columns, tokens, LOW, HIGH, settings)
+    found = scalars(merge(read([loss_metrics(ratio.sum(), tokens, sums, columns, ratio, share=1.0)])))
+    assert (found["actor/teacher_dropped_tokens"], found["actor/teacher_kl"]) == (1, 1.5)
+    assert "actor/teacher_dropped_tokens" not in metrics(LOG_RATIO, ADVANTAGES, WEIGHTS)
 
 
 def test_the_ratio_of_a_rejected_token_is_not_the_largest():
