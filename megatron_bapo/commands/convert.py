@@ -100,8 +100,11 @@ def _reason(path: Path) -> str:
         return "is not a folder" if path.exists() else "does not exist"
     if RunDirectory(path).config.is_file():
         return "is a run directory without a complete checkpoint yet"
-    if any(path.rglob("*.distcp")):
-        return "has a checkpoint of Megatron-Core, which tools/convert_megatron_to_hf.py makes a Hugging Face folder"
+    if file := next(path.rglob("*.distcp"), None):
+        return (
+            f"has a checkpoint of Megatron-Core, {file.parent}, which tools/convert_megatron_to_hf.py makes a Hugging "
+            "Face folder"
+        )
     if (path / "config.json").is_file():
         return "is already a Hugging Face folder"
     return "contains no checkpoint of this trainer (weights/ and state.json)"

@@ -7,9 +7,12 @@ it. Here no class of the file is imported: its objects become records of attribu
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -43,8 +46,8 @@ class _Chunk:
             if tuple(tensor.shape) == self.sizes:
                 return tensor
             reason = f"it has the shape {list(tensor.shape)} instead of {list(self.sizes)}"
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            reason = str(error)
+        except _UNREADABLE as error:
+            reason = str(error) or type(error).__name__
         raise UserError(f"{self.file}: a part of {name} cannot be read ({reason}); copy the checkpoint again")
 
 
@@ -54,10 +57,10 @@ class DistributedCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            with (folder / METADATA).open("rb") as file:
+            with (folder / METADATA).open("rb") as file, _no_garbage_collection():
                 metadata = _Unpickler(file).load()
-            self._shapes = _shapes(metadata)
-            self._chunks = _chunks(metadata, self._shapes, folder)
+                self._shapes = _shapes(metadata)
+                self._chunks = _chunks(metadata, self._shapes, folder)
         except _UNREADABLE as error:
             raise UserError(f"{folder / METADATA} cannot be read ({error!r}); copy the checkpoint again") from None
 
@@ -71,31 +74,41 @@ class DistributedCheckpoint:
         `index` has the numbers of the first dims. Raises UserError if a part of the tensor is missing or damaged.
         """
         shape = self._shapes[name][len(index) :]
-        whole, num_found = None, 0
-        for chunk in self._at(name)[index[0]] if index else self._chunks[name]:
-            inside = [number - offset for number, offset in zip(index, chunk.offsets, strict=False)]
-            if not all(0 <= number < size for number, size in zip(inside, chunk.sizes, strict=False)):
-                continue
-            part = chunk.load(name)[tuple(inside)]
-            whole = part.new_empty(shape) if whole is None else whole
-            spans = zip(chunk.offsets[len(index) :], part.shape, strict=True)
-            whole[tuple(slice(offset, offset + size) for offset, size in spans)] = part
-            num_found += part.numel()
-        if whole is None or num_found != math.prod(shape):
+        chunks = self._at(name, len(index)).get(index, ())
+        num_found = sum(math.prod(chunk.sizes[len(index) :]) for chunk in chunks)
+        if (
+            not chunks
+            or num_found != math.prod(shape)
+            or any(itertools.starmap(_overlap, itertools.combinations(chunks, 2)))
+        ):
             raise UserError(
                 f"{self.folder} has {num_found} of the {math.prod(shape)} values of {name}{list(index) or ''}; "
                 "copy the checkpoint again"
             )
+        whole = None
+        for chunk in chunks:
+            inside = (number - offset for number, offset in zip(index, chunk.offsets, strict=False))
+            part = chunk.load(name)[tuple(inside)]
+            whole = part.new_empty(shape) if whole is None else whole
+            spans = zip(chunk.offsets[len(index) :], part.shape, strict=True)
+            whole[tuple(slice(offset, offset + size) for offset, size in spans)] = part
+        assert whole is not None
         return whole
 
     @cache  # noqa: B019 (an instance is as long-lived as its process)
-    def _at(self, name: str) -> list[list[_Chunk]]:
-        """Return the chunks of a tensor by the number in its first dim."""
-        found: list[list[_Chunk]] = [[] for _ in range(self._shapes[name][0])]
+    def _at(self, name: str, num_dims: int) -> dict[Shape, list[_Chunk]]:
+        """Return the chunks of a tensor by the numbers in its first dims."""
+        found: dict[Shape, list[_Chunk]] = {}
         for chunk in self._chunks[name]:
-            for number in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
-                found[number].append(chunk)
+            spans = zip(chunk.offsets[:num_dims], chunk.sizes, strict=False)
+            for index in itertools.product(*(range(offset, offset + size) for offset, size in spans)):
+                found.setdefault(index, []).append(chunk)
         return found
+
+
+def _overlap(one: _Chunk, other: _Chunk) -> bool:
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in spans)
 
 
 class _Record:
@@ -128,10 +141,23 @@ _UNREADABLE = (
     LookupError,
     MemoryError,
     OverflowError,
+    RuntimeError,
     TypeError,
     ValueError,
 )
 """What unpickling raises for a damaged file, and reading for one of another format."""
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Save the time that it takes to search a million new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _size(size: _Record) -> Shape:
@@ -151,17 +177,19 @@ def _chunks(metadata: Any, shapes: dict[str, Shape], folder: Path) -> dict[str, 
         for chunk in metadata.state_dict_metadata[name].chunks
     }
     found: dict[str, list[_Chunk]] = {name: [] for name in shapes}
+    files: dict[str, Path] = {}
     for index, stored in metadata.storage_data.items():
         if index.fqn not in shapes:
             continue
         offsets = _size(index.offset)
-        if Path(stored.relative_path).name != stored.relative_path:
-            raise ValueError(f"{stored.relative_path} is not a file of the folder")
+        name = stored.relative_path
+        if name not in files:
+            if Path(name).name != name:
+                raise ValueError(f"{name} is not a file of the folder")
+            files[name] = folder / name
         if getattr(stored, "transform_descriptors", None):
             raise ValueError(f"{index.fqn} is stored with {stored.transform_descriptors}")
-        chunk = _Chunk(
-            offsets, sizes[index.fqn, offsets], folder / stored.relative_path, int(stored.offset), int(stored.length)
-        )
+        chunk = _Chunk(offsets, sizes[index.fqn, offsets], files[name], int(stored.offset), int(stored.length))
         if any(o < 0 or o + s > n for o, s, n in zip(offsets, chunk.sizes, shapes[index.fqn], strict=True)):
             raise ValueError(f"{index.fqn} has a part outside of its shape")
         found[index.fqn].append(chunk)

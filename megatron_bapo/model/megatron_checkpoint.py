@@ -9,6 +9,7 @@ SwiGLU layer are in one tensor or in two (`apply_swiglu_sharded_factory`).
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 """Name of Megatron-LM's file with the number of the newest checkpoint."""
 _PARTS = ("embedding.", "decoder.", "output_layer.")
 """Beginnings of the names of a model's weights."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WORDS = "embedding.word_embeddings.weight"
 
 
@@ -59,8 +61,14 @@ def _newest(path: Path) -> Path:
     """Return the folder that Megatron-LM's tracker file names, or `path` if it has none."""
     if not (path / _TRACKER).is_file():
         return path
-    iteration = (path / _TRACKER).read_text(encoding="utf-8").strip()
-    return path / (f"iter_{int(iteration):07d}" if iteration.isdecimal() else "release")
+    newest = (path / _TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    if newest == "release":
+        return path / newest
+    if not re.fullmatch("[0-9]{1,18}", newest):
+        raise UserError(
+            f"{path / _TRACKER} has {newest[:40]!r} instead of a number or release; give a folder in {path}"
+        )
+    return path / f"iter_{int(newest):07d}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,11 @@ class MegatronTensors:
         if self._last is None or self._last[0] != place:
             halves = [self._checkpoint.read(each, place.index) for each in place.names]
             whole = halves[0] if len(halves) == 1 else torch.cat(halves)
+            if whole.dtype not in _DTYPES:
+                raise UserError(
+                    f"{self._checkpoint.folder}: {place.names[0]} is {whole.dtype}, whose scales are not read; save it "
+                    "as bfloat16"
+                )
             self._last = place, merge(entry, self._architecture, [whole], 1)
         return self._last[1][part]
 
@@ -113,7 +126,7 @@ class MegatronTensors:
                 return prefix
         raise UserError(
             f"{self._checkpoint.folder} has no {_WORDS} among its {len(names)} tensors"
-            f"{f', first {min(names)}' if names else ''}; give the folder of a GPT model that Megatron-Core saved"
+            f"{f', first {min(names)}' if names else ''}; give a GPT model in the format torch_dist"
         )
 
     def _find(self, entry: Entry) -> _Place:
@@ -138,8 +151,6 @@ class MegatronTensors:
 
     def _check_surplus(self, used: set[str]) -> None:
         weights = {name for name in self._checkpoint.shapes() if name.removeprefix(self._prefix).startswith(_PARTS)}
-        if self._architecture.tie_word_embeddings:
-            used = used | {self._prefix + "output_layer.weight"}
         if surplus := sorted(weights - used):
             raise UserError(
                 f"{self._checkpoint.folder} has {len(surplus)} tensors that the architecture of config.json does not "

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megatron_bapo.errors import RunError
+from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.hf_export import write_safetensors
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Shape
@@ -116,7 +116,10 @@ def first_difference(
 
 
 def _read(source: Tensors, name: str, dtype: torch.dtype, advance: Advance) -> torch.Tensor:
-    tensor = source.slice(name)[:].to(dtype)
+    original = source.slice(name)[:]
+    tensor = original.to(dtype)
+    if dtype == torch.float16 and (tensor.isinf() & ~original.isinf()).any():
+        raise UserError(f"{name} has values above 65504, which float16 cannot represent; write bfloat16")
     advance(tensor.numel() * tensor.itemsize)
     return tensor
 

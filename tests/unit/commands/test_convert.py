@@ -92,7 +92,7 @@ def test_the_message_about_a_wrong_folder_names_its_kind(run_dir, tmp_path):
     (tmp_path / "file").touch()
     messages = {
         "run": "is a run directory without a complete checkpoint yet",
-        "megatron": "has a checkpoint of Megatron-Core, which tools/convert_megatron_to_hf.py makes",
+        "megatron": "has a checkpoint of Megatron-Core, .*iter_0000100, which tools/convert_megatron_to_hf.py makes",
         "base": "is already a Hugging Face folder",
         "empty": "contains no checkpoint of this trainer",
         "file": "is not a folder",

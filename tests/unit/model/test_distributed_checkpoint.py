@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.distributed_checkpoint import METADATA, DistributedCheckpoint
@@ -111,6 +112,53 @@ def test_a_part_that_is_cut_is_named(folder):
             DistributedCheckpoint(folder).read(name)
     file.unlink()
     with pytest.raises(UserError, match="No such file"):
+        DistributedCheckpoint(folder).read("plain")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"length": -5},
+        {"length": 2**62},
+        {"length": 10**30},
+        {"offset": -1},
+        {"offset": 10**30},
+        {"relative_path": "a\0b"},
+        {"relative_path": ".."},
+    ],
+)
+def test_a_part_at_an_impossible_place_is_refused(folder, fields):
+    def move(metadata: Any) -> None:
+        for index, stored in metadata.storage_data.items():
+            if index.fqn == "plain":
+                for name, value in fields.items():
+                    setattr(stored, name, value)
+
+    change_metadata(folder, move)
+    with pytest.raises(UserError, match="a part of plain cannot be read"):
+        DistributedCheckpoint(folder).read("plain")
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02X\x02\x00\x00\x00\xff\xff.", b"\x80\x02h\x05.", b"\x80\x02K\x01)R."])
+def test_a_part_that_is_no_tensor_is_refused(folder, content):
+    (file,) = folder.glob("*.distcp")
+    file.write_bytes(content + b"." * file.stat().st_size)
+    with pytest.raises(UserError, match="a part of scalar cannot be read"):
+        DistributedCheckpoint(folder).read("scalar")
+
+
+def test_parts_that_overlap_and_leave_a_hole_are_refused(folder):
+    def overlap(metadata: Any) -> None:
+        (first,) = [index for index in metadata.storage_data if index.fqn == "plain"]
+        stored = metadata.storage_data.pop(first)
+        chunks = metadata.state_dict_metadata["plain"].chunks
+        chunks.clear()
+        for number, (offsets, sizes) in enumerate([((0, 0), (2, 2)), ((0, 1), (2, 1))]):
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            metadata.storage_data[MetadataIndex("plain", torch.Size(offsets), number)] = stored
+
+    change_metadata(folder, overlap)
+    with pytest.raises(UserError, match="the 6 values of plain"):
         DistributedCheckpoint(folder).read("plain")
 
 

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.allocated_bytes import peak_allocated_bytes
+from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.weight_copy import CopyResult, copy_tensors, first_difference, plan_files
 
@@ -50,6 +51,13 @@ def test_files_are_filled_in_order_up_to_the_limit():
 def test_every_bit_is_copied_including_nan_and_minus_zero(source):
     assert copy(source) == CopyResult(num_tensors=5, num_bytes=5 * TENSOR_BYTES, num_files=3, num_kept_files=0)
     assert bits(source.parent / "target") == bits(source)
+
+
+def test_values_that_float16_cannot_represent_are_refused(source):
+    copy(source, torch.float16)  # infinities of the source are copied
+    save_file({name: torch.full(shape, 65520.0) for name, shape in SHAPES.items()}, source / "model.safetensors")
+    with pytest.raises(UserError, match="0 has values above 65504, which float16 cannot represent; write bfloat16"):
+        copy(source, torch.float16)
 
 
 def test_a_narrower_dtype_is_rounded_to_nearest_even(source):
