@@ -13,10 +13,13 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False, None),
     "attention_bias": (False, None),
+    "bias": (False, None),
     "attention_dropout": (0, None),
     "use_sliding_window": (False, None),
     "sliding_window": (None, 0),
     "dual_chunk_attention_config": (None,),
+    "llama_4_scaling": (None,),
+    "ada_rms_norm_t_cond": (False, None),
     "is_causal": (True,),
     "logit_scale": (1,),
     "partial_rotary_factor": (1, None),
@@ -33,7 +36,8 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Supported values of fields whose other values change the model; the first one is the default.
 
-vLLM reads some of them, such as `sliding_window`, from every config.json, and transformers only for some families.
+vLLM reads some of them, such as `sliding_window` and `bias`, from every config.json, and transformers only for some
+families.
 """
 
 _ROPE_KEYS = {
@@ -118,7 +122,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield from _expert_problems(fields)
     if family.latent_attention:
         yield from _latent_attention_problems(fields)
-    elif fields.get("num_key_value_heads") is None and ("num_key_value_heads" in fields or family == FAMILIES["llama"]):
+    elif _is_multi_head(fields):
         pass  # every attention head has its own key/value head
     else:
         yield from _size_problems(fields, ("num_key_value_heads",))
@@ -130,6 +134,8 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
             value = reprlib.repr(fields[name])
             yield f"{name} is {value}, which the trainer does not support; it must be {supported[0]!r}"
+    if family.default_sliding_window is not None:
+        yield from _window_problems(fields, family.default_sliding_window)
     # Libraries differ in whether they read it.
     has_bias = bool(fields.get("attention_bias")) if "attention_bias" in family.own_fields else family.qkv_bias
     if fields.get("qkv_bias") not in (None, has_bias):
@@ -168,6 +174,27 @@ def _size_problems(fields: dict[str, Any], names: Sequence[str]) -> Iterator[str
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             shown = FAMILIES[fields["model_type"]].expert_field if name == "num_experts" else name
             yield _expected(shown, value, f"a positive whole number of at most {most}")
+
+
+def _is_multi_head(fields: dict[str, Any]) -> bool:
+    """Whether config.json says by null, or Llama's by nothing, that every head has its own key and value."""
+    family, name = FAMILIES[fields["model_type"]], "num_key_value_heads"
+    return family.null_key_value_heads and fields.get(name) is None and (name in fields or family == FAMILIES["llama"])
+
+
+def _window_problems(fields: dict[str, Any], default: int) -> Iterator[str]:
+    """Yield what is wrong with the window of a family that has one unless config.json says null.
+
+    0 is refused as well, because vLLM reads it as null and transformers as a window.
+    """
+    if "sliding_window" not in fields:
+        yield (
+            f"sliding_window is missing, and transformers and vLLM then use a window of {default} tokens, which the "
+            "trainer does not support; use a model whose config.json has null there"
+        )
+    elif fields["sliding_window"] is not None:
+        value = reprlib.repr(fields["sliding_window"])
+        yield f"sliding_window is {value}, which the trainer does not support; it must be None"
 
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:

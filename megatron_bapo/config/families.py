@@ -28,6 +28,10 @@ class Family:
     """Field of config.json with the number of experts of a layer."""
     own_fields: frozenset[str] = frozenset()
     """Fields that this family reads, and that must not change other families."""
+    default_sliding_window: int | None = None
+    """Window of the attention in transformers and vLLM if config.json has no `sliding_window`; None: there is none."""
+    null_key_value_heads: bool = True
+    """Whether transformers reads a `num_key_value_heads` of null; every head then has its own key and value."""
     default_head_dim: int | None = None
     """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
 
@@ -47,9 +51,12 @@ _QWEN_FIELDS = frozenset({"sliding_window"})
 
 FAMILIES = {
     "llama": Family(),
+    "mistral": Family(
+        default_sliding_window=4096, null_key_value_heads=False, own_fields=frozenset({"sliding_window"})
+    ),
     "qwen2": Family(qkv_bias=True, own_fields=_QWEN_FIELDS),
     "qwen3": Family(qk_norm=True, default_head_dim=128, own_fields=_QWEN_FIELDS),
-    "qwen3_moe": Family(qk_norm=True, experts=True, own_fields=_QWEN_FIELDS),
+    "qwen3_moe": Family(qk_norm=True, experts=True, null_key_value_heads=False, own_fields=_QWEN_FIELDS),
     "qwen2_moe": Family(
         qkv_bias=True,
         experts=True,
@@ -62,6 +69,7 @@ FAMILIES = {
         shared_expert="shared_experts",
         sigmoid_router=True,
         partial_rotary_factor=0.5,
+        null_key_value_heads=False,
         ties_embeddings=False,
         expert_field="n_routed_experts",
         own_fields=frozenset(

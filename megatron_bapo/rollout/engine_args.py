@@ -37,6 +37,10 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(
         model=str(spec.model_path),
+        # Mistral publishes models in two formats in one folder; vLLM prefers the one that the trainer does not read.
+        config_format="hf",
+        load_format="hf",
+        tokenizer_mode="hf",
         dtype=spec.dtype,  # pyright: ignore[reportArgumentType]
         max_model_len=spec.max_model_len,
         seed=spec.seed,

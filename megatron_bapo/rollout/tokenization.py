@@ -63,7 +63,10 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer  # this import takes seconds; processes without a tokenizer skip it
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+        # Without `mistral_format`, a folder that also has Mistral's tekken.json would not be read as vLLM reads it.
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False, mistral_format=False
+        )
     except Exception as error:  # tokenizers raises a plain Exception, and transformers any error for a damaged file
         raise UserError(f"no tokenizer can be loaded from {model_path}: {type(error).__name__}: {error}") from None
     if tokenizer.eos_token_id is None:

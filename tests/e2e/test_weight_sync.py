@@ -12,11 +12,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    MistralConfig,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -49,6 +50,7 @@ SHAPE = {
 }
 MODELS = {
     "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None, tie_word_embeddings=False),
     "experts": Qwen3MoeConfig(
         **SHAPE, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         norm_topk_prob=True, mlp_only_layers=[1],
@@ -88,6 +90,7 @@ TRAINERS = {
         "dense",
         {"world_size": 2, "context_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
     ),
+    "mistral-tp2": ("mistral", {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "ep2": ("experts", {"world_size": 2, "expert_model_parallel_size": 2}),
     "tp2-ep2-etp1": (
         "experts",
@@ -125,6 +128,7 @@ ENGINES = {
 }
 PUBLISHED_FOR = {
     "dense": ("tp1", "tp2"),
+    "mistral": ("tp1", "tp2"),
     "experts": ("tp2", "tp2-ep"),
     "qwen2_moe": ("tp1", "tp2"),
     "glm4_moe": ("tp2", "tp1"),
@@ -150,6 +154,14 @@ class Published:
     stores: dict[str, WeightStore]
 
 
+def add_another_model_in_mistrals_format(folder: Path) -> None:
+    """Add the files of Mistral's own format, which Mistral publishes beside Hugging Face's and vLLM prefers."""
+    save_file({"norm.weight": torch.ones(3)}, folder / "consolidated.safetensors")
+    params = {"dim": 32, "n_layers": 1, "head_dim": 16, "hidden_dim": 48, "n_heads": 2, "n_kv_heads": 2}
+    (folder / "params.json").write_text(json.dumps(params | {"vocab_size": 126, "norm_eps": 1e-5}))
+    (folder / "tekken.json").write_text("{}")
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     root = tmp_path_factory.mktemp("weight-sync")
@@ -161,8 +173,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     torch.nn.init.normal_(buffer, std=0.3)
-            model.save_pretrained(root / name)
+            model.save_pretrained(root / name, max_shard_size="400KB")
             save_tokenizer(root / name)
+        add_another_model_in_mistrals_format(root / "mistral")
         cases = [
             {
                 "name": name,
@@ -237,6 +250,7 @@ def without_the_others_parts(
     [
         ("dense", "tp2"),
         ("dense", "tp1"),
+        ("mistral", "tp1"),
         ("experts", "tp2"),
         ("qwen2_moe", "tp1"),
         ("glm4_moe", "tp2"),

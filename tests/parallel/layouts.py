@@ -8,6 +8,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -65,6 +66,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True, rope_parameters=_LLAMA3),
+    "mistral": MistralConfig(**_SHAPE, head_dim=16, sliding_window=None, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(**_SHAPE, **_MOE, mlp_only_layers=[1]),
     "qwen2_moe": Qwen2MoeConfig(
         **_SHAPE,
@@ -97,6 +99,8 @@ TEACHER = Qwen3MoeConfig(
 """A teacher of another family and size than its students, with more rows in its output layer."""
 FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Models of every layout that can split them."""
+PLAIN = ("mistral",)
+"""A model that every layout treats as a foundation, in a few layouts."""
 SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
 LATENT = ("deepseek_v3",)
@@ -163,8 +167,8 @@ LAYOUTS = {
     "one-process": Layout(1, models=tuple(MODELS)),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
     "tp2": Layout(2, tp=2, models=_DENSE),
-    "tp2-sp": Layout(2, tp=2, sp=True, models=(*SMALL, *LATENT, WHOLE_QUERIES)),
-    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=(*SMALL, *LATENT)),
+    "tp2-sp": Layout(2, tp=2, sp=True, models=(*SMALL, *PLAIN, *LATENT, WHOLE_QUERIES)),
+    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=(*SMALL, *PLAIN, *LATENT)),
     "pp2-uneven": Layout(2, pp=2, layers=(3, 1), distributed_optimizer=True, resume_from="pp2"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
     "pp2-vpp2-uneven": Layout(2, pp=2, vpp=2, layers=(16, 15, 16, 14), models=(DEEP_DENSE,), recompute="full"),

@@ -50,6 +50,7 @@ LAYOUT_NAMES = {
         *("tp2-sp-pp2-cp2", "one-process-bf16", "tp2-sp-bf16"),
     ),
     "qwen2": ("one-process", "tp2"),
+    "mistral": ("one-process", "tp2-sp"),
     "qwen3_moe": (
         *("one-process", "tp2-sp", "dp2", "ep2", "tp2-sp-ep2", "tp2-sp-ep4-etp1", "ep2-pp2-vpp2", "pp2-dp2"),
         "tp2-sp-ep2-etp1-cp2-pp2-vpp2",
@@ -299,7 +300,7 @@ def test_frozen_weights_have_no_flops_of_their_gradients(results: Path, model: s
     assert update["perf/model_flops"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen2", "mistral"])
 def test_one_process_matches_peft(results: Path, peft: Any, model: str) -> None:
     """Compare log-probs and gradients with PEFT's model of the same folders in float64."""
     ours, base = results / f"{model}-one-process", AutoModelForCausalLM.from_pretrained(results / model).double()

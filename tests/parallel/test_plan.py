@@ -14,7 +14,7 @@ from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
 from tests.parallel.examples import make_config, with_adapters, with_offload_and_frozen_models
 from tests.parallel.launching import launch
-from tests.parallel.layouts import LATENT, MODELS, SHARED, SMALL, WHOLE_QUERIES, Layout
+from tests.parallel.layouts import LATENT, MODELS, PLAIN, SHARED, SMALL, WHOLE_QUERIES, Layout
 from tests.parallel.tensors import save_random_model
 from tests.tolerances import PLANNED_ACTIVATIONS
 
@@ -22,7 +22,7 @@ BF16 = {"dtype": "bfloat16"}
 SPREAD = {"distributed_optimizer": True}
 EXPERTS = ("qwen3_moe",)
 LAYOUTS = {
-    "one": Layout(1, models=(*SMALL, *LATENT, WHOLE_QUERIES)),
+    "one": Layout(1, models=(*SMALL, *PLAIN, *LATENT, WHOLE_QUERIES)),
     "one-full": Layout(1, recompute="full", models=EXPERTS),
     "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe", *LATENT)),
     "one-mlp-moe": Layout(
@@ -31,7 +31,7 @@ LAYOUTS = {
     "one-bf16": Layout(1, **BF16, models=("qwen3",)),
     "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED)),
     "tp2": Layout(2, tp=2, **BF16, models=("qwen3",)),
-    "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=("qwen2",)),
+    "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=("qwen2", "mistral")),
     "pp2": Layout(2, pp=2, **SPREAD, **BF16, models=("llama",)),
     "pp2-uneven": Layout(2, pp=2, layers=(1, 3), **SPREAD, **BF16, models=("qwen2", "qwen3_moe")),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, **SPREAD, overlap=True, models=("qwen3",)),
@@ -66,7 +66,7 @@ def parallel(name: str) -> dict:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plan")
-    for model in (*SMALL, *LATENT, WHOLE_QUERIES):
+    for model in (*SMALL, *PLAIN, *LATENT, WHOLE_QUERIES):
         save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
     cases = [
         {

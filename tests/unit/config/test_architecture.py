@@ -3,11 +3,13 @@ import math
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -30,6 +32,7 @@ SHAPE = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
@@ -70,7 +73,7 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
     assert architecture.family == FAMILIES[name]
     of_latent = {"num_key_value_heads": 4} if FAMILIES[name].latent_attention else {}
     assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE | of_latent
-    assert architecture.head_dim == (16 if name.startswith("qwen3") else 10 if of_latent else 8)
+    assert architecture.head_dim == (16 if name.startswith(("qwen3", "mistral")) else 10 if of_latent else 8)
     assert architecture.rms_norm_eps == CONFIGS[name].rms_norm_eps
     assert architecture.rope_scaling == {}
 
@@ -183,7 +186,7 @@ def test_fields_that_glms_config_leaves_out_have_the_values_of_transformers(tmp_
     assert min(architecture.moe_layers) == theirs.first_k_dense_replace
 
 
-@pytest.mark.parametrize(("name", "value"), [("llama", True), ("qwen3", True), ("qwen2", False)])
+@pytest.mark.parametrize(("name", "value"), [("llama", True), ("mistral", True), ("qwen3", True), ("qwen2", False)])
 def test_biases_that_the_family_has_not_are_refused(tmp_path, name, value):
     assert read(tmp_path, CONFIGS[name], qkv_bias=not value).family == FAMILIES[name]
     with pytest.raises(UserError, match=f"qkv_bias is {value}, .* it must be {not value}"):
@@ -286,7 +289,7 @@ def test_rope_settings_in_two_fields_are_refused(tmp_path):
         read(tmp_path, CONFIGS["llama"], rope_scaling=YARN)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2_moe"])
 def test_without_key_value_heads_every_head_has_its_own(tmp_path, family):
     assert read(tmp_path, CONFIGS[family], num_key_value_heads=None).num_key_value_heads == 4
 
@@ -295,11 +298,22 @@ def test_only_llama_configs_may_omit_the_number_of_key_value_heads(tmp_path):
     absent = ("num_key_value_heads",)
 
     assert read(tmp_path, CONFIGS["llama"], absent).num_key_value_heads == 4
+    for family in ("qwen2", "mistral"):
+        with pytest.raises(UserError, match="num_key_value_heads is missing"):
+            read(tmp_path, CONFIGS[family], absent)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3_moe", "glm4_moe"])
+def test_families_whose_configuration_in_transformers_refuses_null_need_the_number_of_key_value_heads(tmp_path, family):
     with pytest.raises(UserError, match="num_key_value_heads is missing"):
-        read(tmp_path, CONFIGS["qwen2"], absent)
+        read(tmp_path, CONFIGS[family], num_key_value_heads=None)
+    with pytest.raises(StrictDataclassFieldValidationError, match="num_key_value_heads"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("llama", 8), ("qwen2", 8), ("qwen3", 128), ("qwen3_moe", 8)])
+@pytest.mark.parametrize(
+    ("family", "head_dim"), [("llama", 8), ("mistral", 8), ("qwen2", 8), ("qwen3", 128), ("qwen3_moe", 8)]
+)
 def test_a_missing_head_size_is_the_familys_default(tmp_path, family, head_dim):
     config_class = type(CONFIGS[family])
 
@@ -320,9 +334,12 @@ def test_tied_embeddings_are_read(tmp_path, tie):
         ("hidden_act", "gelu"),
         ("mlp_bias", True),
         ("attention_bias", True),
+        ("bias", True),
         ("use_sliding_window", True),
         ("sliding_window", 4096),
         ("dual_chunk_attention_config", {"chunk_size": 262144}),
+        ("llama_4_scaling", {"beta": 0.1}),
+        ("ada_rms_norm_t_cond", True),
         ("is_causal", False),
         ("logit_scale", 0.5),
         ("attention_dropout", 0.1),
@@ -361,6 +378,18 @@ def test_a_window_is_refused_where_vllm_uses_it_without_use_sliding_window(tmp_p
         with pytest.raises(UserError, match="sliding_window is 8, which the trainer does not support; it must be None"):
             read(tmp_path, CONFIGS[name], **changes)
     assert read(tmp_path, CONFIGS[name], model_type=name, sliding_window=None).family == FAMILIES[name]
+
+
+def test_mistrals_missing_window_is_refused_because_transformers_and_vllm_have_a_default(tmp_path):
+    message = f"sliding_window is missing, .* a window of {MistralConfig().sliding_window} tokens, .* has null there"
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["mistral"], absent=("sliding_window",))
+
+
+def test_mistrals_window_of_0_is_refused_because_only_vllm_reads_it_as_none(tmp_path):
+    with pytest.raises(UserError, match="sliding_window is 0, which the trainer does not support; it must be None"):
+        read(tmp_path, CONFIGS["mistral"], sliding_window=0)
+    assert read(tmp_path, CONFIGS["llama"], sliding_window=0).family == FAMILIES["llama"]
 
 
 def test_sliding_window_layers_are_refused_even_if_use_sliding_window_is_false(tmp_path):

@@ -299,10 +299,10 @@ def test_weights_that_are_not_complete_are_named(tmp_path: Path, content: bytes)
 
 
 def test_unsupported_values_are_refused_with_the_files_name(tmp_path: Path) -> None:
-    (problem,) = problems(of(hf_folder(tmp_path, model_type="mistral")))
+    (problem,) = problems(of(hf_folder(tmp_path, model_type="mixtral")))
     assert (
-        f"{tmp_path / 'config.json'}: model_type is 'mistral', which the trainer does not support; use a "
-        "model of the types llama, qwen2, qwen3," in problem
+        f"{tmp_path / 'config.json'}: model_type is 'mixtral', which the trainer does not support; use a "
+        "model of the types llama, mistral, qwen2," in problem
     )
     found = problems(of(hf_folder(tmp_path, hidden_act="gelu", rms_norm_eps=None)))
     assert f"{tmp_path / 'config.json'}: rms_norm_eps is missing" in found[0]

@@ -7,6 +7,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MistralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -15,6 +16,7 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, Glm4MoeTopkRouter
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
@@ -33,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWar
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 ROTARY = {
     "llama": (LlamaConfig, LlamaRotaryEmbedding),
+    "mistral": (MistralConfig, MistralRotaryEmbedding),
     "qwen2": (Qwen2Config, Qwen2RotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeRotaryEmbedding),
@@ -76,7 +79,7 @@ SCALINGS = {
 def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family, scaling):
     config_class, embedding_class = ROTARY[family]
     rope = {"rope_theta": 1e6, **SCALINGS[scaling]}
-    config = config_class(**SHAPE, max_position_embeddings=131072, rope_parameters=rope)
+    config = config_class(**SHAPE, max_position_embeddings=131072, rope_parameters=rope, sliding_window=None)
     config.save_pretrained(tmp_path)
 
     frequencies, factor = rotary(read_architecture(tmp_path))
@@ -192,7 +195,7 @@ def test_four_families_have_a_shared_expert_and_qwen2_moe_its_gate():
     assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == ["qwen2_moe"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_a_dense_model_has_no_experts(family):
     assert config_of(family).num_moe_experts is None
     assert config_of("qwen3_moe", num_experts=0, moe_layers=frozenset()).num_moe_experts is None
@@ -201,6 +204,7 @@ def test_a_dense_model_has_no_experts(family):
 def test_families_differ_in_biases_and_norms_of_queries():
     assert [(name, config_of(name).add_qkv_bias, config_of(name).qk_layernorm) for name in ROTARY] == [
         ("llama", False, False),
+        ("mistral", False, False),
         ("qwen2", True, False),
         ("qwen3", False, True),
         ("qwen3_moe", False, True),

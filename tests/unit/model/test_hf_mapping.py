@@ -15,6 +15,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -45,6 +47,7 @@ from tests.unit.model.shards import architecture, groups_of, parameter_shapes
 
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig),
+    "mistral": (MistralForCausalLM, MistralConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
@@ -68,6 +71,7 @@ LATENT = GLM_EXPERTS | {
     "topk_method": "noaux_tc",
 }
 OF_FAMILY = {
+    "mistral": {"sliding_window": None, "head_dim": 6},
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12},
     "glm4_moe": GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True},

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import MistralConfig, PreTrainedTokenizerBase
 
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.errors import UserError
@@ -29,6 +29,13 @@ def data(**settings: object) -> DataConfig:
 def prompt(*contents: str) -> Prompt:
     messages = tuple({"role": role, "content": text} for role, text in zip(("system", "user"), contents, strict=False))
     return Prompt("train:4", messages, ground_truth="42", data_source="test")
+
+
+def test_the_tokenizer_is_that_of_tokenizer_json_beside_a_tekken_json(tmp_path: Path):
+    MistralConfig().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text("{}")
+    assert load_tokenizer(tmp_path).get_vocab() == tokenizer().get_vocab()
 
 
 def test_messages_are_joined_as_plain_text_without_a_template():
