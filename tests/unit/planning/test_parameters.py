@@ -33,10 +33,11 @@ BILLIONS = {
     "Qwen3-32B": 32.762,
     "Qwen3-30B-A3B": 30.532,
     "Qwen3-235B-A22B": 235.094,
+    "Mistral-Small-24B": 23.572,
 }
 """Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air and DeepSeek-V3 without the layers that
 predict further tokens. Moonlight's page rounds to 16."""
-VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2507)(?=-|$)")
+VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2501|2507)(?=-|$)")
 """Variants of a model have its shape."""
 
 
