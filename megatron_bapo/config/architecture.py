@@ -17,6 +17,7 @@ from megatron_bapo.config.architecture_checks import (
     SIGMOID_ROUTER_DEFAULTS,
     SIZES,
     field_problems,
+    has_qkv_bias,
     kind_problems,
     partial_rotary_factor,
     rope_parameters,
@@ -173,8 +174,8 @@ def read_architecture(model_path: Path) -> Architecture:
 def _architecture(fields: dict[str, Any]) -> Architecture:
     family = FAMILIES[fields["model_type"]]
     if "use_qk_norm" in family.own_fields:
-        names = {"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"}
-        family = replace(family, **{name: bool(fields.get(field)) for name, field in names.items()})
+        family = replace(family, qk_norm=bool(fields.get("use_qk_norm")))
+    family = replace(family, qkv_bias=has_qkv_bias(fields))
     heads, rope = fields["num_attention_heads"], rope_settings(fields)
     moe_layers = _moe_layers(fields) if family.experts else frozenset()
     scaled, head_dim = rope_type(rope) != "default", fields.get("head_dim")

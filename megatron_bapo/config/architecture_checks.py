@@ -13,8 +13,10 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False, None),
     "attention_bias": (False, None),
+    "attention_out_bias": (False, None),
     "bias": (False, None),
     "attention_dropout": (0, None),
+    "residual_dropout": (0, None),
     "use_sliding_window": (False, None),
     "sliding_window": (None, 0),
     "dual_chunk_attention_config": (None,),
@@ -114,6 +116,13 @@ def partial_rotary_factor(fields: dict[str, Any]) -> float:
     return rope_settings(fields).get("partial_rotary_factor") or fields.get("partial_rotary_factor") or default
 
 
+def has_qkv_bias(fields: dict[str, Any]) -> bool:
+    """Return whether queries, keys and values have biases, which some families read from config.json."""
+    family = FAMILIES[fields["model_type"]]
+    is_read = "attention_bias" in family.own_fields
+    return bool(fields.get("attention_bias", family.qkv_bias)) if is_read else family.qkv_bias
+
+
 def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield every missing field and every unsupported value, one line each."""
     family = FAMILIES[fields["model_type"]]
@@ -127,6 +136,8 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     else:
         yield from _size_problems(fields, ("num_key_value_heads",))
     yield from _size_problems(fields, [name for name in _OPTIONAL_SIZES if fields.get(name)])
+    if family.default_head_dim is not None and fields.get("head_dim", family.default_head_dim) is None:
+        yield f"head_dim is None, which transformers does not read as a missing one, {family.default_head_dim}; give it"
     epsilon = fields.get("rms_norm_eps")
     if epsilon is None or not _is_number(epsilon) or epsilon <= 0:
         yield _expected("rms_norm_eps", epsilon, "a positive number")
@@ -137,7 +148,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     if family.default_sliding_window is not None:
         yield from _window_problems(fields, family.default_sliding_window)
     # Libraries differ in whether they read it.
-    has_bias = bool(fields.get("attention_bias")) if "attention_bias" in family.own_fields else family.qkv_bias
+    has_bias = has_qkv_bias(fields)
     if fields.get("qkv_bias") not in (None, has_bias):
         yield f"qkv_bias is {fields['qkv_bias']!r}, which the trainer does not support; it must be {has_bias}"
     if fields.get("tie_word_embeddings") and not family.ties_embeddings:

@@ -54,6 +54,11 @@ FAMILIES = {
     "mistral": Family(
         default_sliding_window=4096, null_key_value_heads=False, own_fields=frozenset({"sliding_window"})
     ),
+    "seed_oss": Family(
+        qkv_bias=True,
+        default_head_dim=128,
+        own_fields=frozenset({"attention_bias", "attention_dropout", "residual_dropout"}),
+    ),
     "qwen2": Family(qkv_bias=True, own_fields=_QWEN_FIELDS),
     "qwen3": Family(qk_norm=True, default_head_dim=128, own_fields=_QWEN_FIELDS),
     "qwen3_moe": Family(qk_norm=True, experts=True, null_key_value_heads=False, own_fields=_QWEN_FIELDS),

@@ -21,6 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from megatron_bapo.config.rollout import RolloutConfig
@@ -51,6 +52,7 @@ SHAPE = {
 MODELS = {
     "dense": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, sliding_window=None, tie_word_embeddings=False),
+    "seed_oss": SeedOssConfig(**SHAPE, tie_word_embeddings=False),
     "experts": Qwen3MoeConfig(
         **SHAPE, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         norm_topk_prob=True, mlp_only_layers=[1],
@@ -91,6 +93,7 @@ TRAINERS = {
         {"world_size": 2, "context_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
     ),
     "mistral-tp2": ("mistral", {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "seed_oss-tp2": ("seed_oss", {"world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "ep2": ("experts", {"world_size": 2, "expert_model_parallel_size": 2}),
     "tp2-ep2-etp1": (
         "experts",
@@ -129,6 +132,7 @@ ENGINES = {
 PUBLISHED_FOR = {
     "dense": ("tp1", "tp2"),
     "mistral": ("tp1", "tp2"),
+    "seed_oss": ("tp2", "tp1"),
     "experts": ("tp2", "tp2-ep"),
     "qwen2_moe": ("tp1", "tp2"),
     "glm4_moe": ("tp2", "tp1"),
@@ -173,6 +177,9 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     torch.nn.init.normal_(buffer, std=0.3)
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(".bias"):
+                    torch.nn.init.normal_(parameter, std=0.3)
             model.save_pretrained(root / name, max_shard_size="400KB")
             save_tokenizer(root / name)
         add_another_model_in_mistrals_format(root / "mistral")
@@ -251,6 +258,7 @@ def without_the_others_parts(
         ("dense", "tp2"),
         ("dense", "tp1"),
         ("mistral", "tp1"),
+        ("seed_oss", "tp2"),
         ("experts", "tp2"),
         ("qwen2_moe", "tp1"),
         ("glm4_moe", "tp2"),

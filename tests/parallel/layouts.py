@@ -14,6 +14,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 _SHAPE = {
@@ -67,6 +68,7 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
     "llama": LlamaConfig(**{**_SHAPE, "num_key_value_heads": 4}, tie_word_embeddings=True, rope_parameters=_LLAMA3),
     "mistral": MistralConfig(**_SHAPE, head_dim=16, sliding_window=None, tie_word_embeddings=False),
+    "seed_oss": SeedOssConfig(**_SHAPE, head_dim=16, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(**_SHAPE, **_MOE, mlp_only_layers=[1]),
     "qwen2_moe": Qwen2MoeConfig(
         **_SHAPE,
@@ -99,8 +101,8 @@ TEACHER = Qwen3MoeConfig(
 """A teacher of another family and size than its students, with more rows in its output layer."""
 FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Models of every layout that can split them."""
-PLAIN = ("mistral",)
-"""A model that every layout treats as a foundation, in a few layouts."""
+PLAIN = ("mistral", "seed_oss")
+"""Models that every layout treats as foundations, in a few layouts."""
 SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
 LATENT = ("deepseek_v3",)

@@ -15,6 +15,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
@@ -33,6 +34,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
@@ -73,13 +75,15 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
     assert architecture.family == FAMILIES[name]
     of_latent = {"num_key_value_heads": 4} if FAMILIES[name].latent_attention else {}
     assert {field: getattr(architecture, field) for field in SHAPE} == SHAPE | of_latent
-    assert architecture.head_dim == (16 if name.startswith(("qwen3", "mistral")) else 10 if of_latent else 8)
+    assert architecture.head_dim == (
+        16 if name.startswith(("qwen3", "mistral", "seed_oss")) else 10 if of_latent else 8
+    )
     assert architecture.rms_norm_eps == CONFIGS[name].rms_norm_eps
     assert architecture.rope_scaling == {}
 
 
-def test_qwen2_has_query_biases_qwen3_normalises_queries_and_five_families_have_experts():
-    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["qwen2", "qwen2_moe"]
+def test_qwen2_and_seed_oss_have_query_biases_qwen3_normalises_queries_and_five_families_have_experts():
+    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["seed_oss", "qwen2", "qwen2_moe"]
     assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
     assert [name for name, family in FAMILIES.items() if family.experts] == [
         *("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
@@ -101,6 +105,23 @@ def test_glms_router_shared_expert_and_share_of_rotated_dimensions_are_read(tmp_
     assert architecture.shared_expert_intermediate_size == 2 * 12
     assert architecture.rotary_dim == 4
     assert architecture.num_nextn_predict_layers == 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_seed_oss_has_biases_unless_its_config_says_otherwise_and_dropout_that_is_not_applied(tmp_path, bias):
+    assert CONFIGS["seed_oss"].attention_dropout == CONFIGS["seed_oss"].residual_dropout == 0.1
+    assert read(tmp_path, CONFIGS["seed_oss"], attention_bias=bias).family.qkv_bias == bias
+    assert read(tmp_path, CONFIGS["seed_oss"], absent=("attention_bias",)).family.qkv_bias
+    with pytest.raises(
+        UserError, match="attention_out_bias is True, which the trainer does not support; it must be False"
+    ):
+        read(tmp_path, CONFIGS["seed_oss"], attention_out_bias=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "seed_oss"])
+def test_a_head_size_of_null_is_not_read_as_the_familys_default(tmp_path, family):
+    with pytest.raises(UserError, match="head_dim is None, which transformers does not read as a missing one, 128"):
+        read(tmp_path, CONFIGS[family], head_dim=None)
 
 
 @pytest.mark.parametrize(("bias", "norm"), [(True, False), (True, True), (False, True)])
@@ -312,7 +333,8 @@ def test_families_whose_configuration_in_transformers_refuses_null_need_the_numb
 
 
 @pytest.mark.parametrize(
-    ("family", "head_dim"), [("llama", 8), ("mistral", 8), ("qwen2", 8), ("qwen3", 128), ("qwen3_moe", 8)]
+    ("family", "head_dim"),
+    [("llama", 8), ("mistral", 8), ("seed_oss", 128), ("qwen2", 8), ("qwen3", 128), ("qwen3_moe", 8)],
 )
 def test_a_missing_head_size_is_the_familys_default(tmp_path, family, head_dim):
     config_class = type(CONFIGS[family])
@@ -340,6 +362,8 @@ def test_tied_embeddings_are_read(tmp_path, tie):
         ("dual_chunk_attention_config", {"chunk_size": 262144}),
         ("llama_4_scaling", {"beta": 0.1}),
         ("ada_rms_norm_t_cond", True),
+        ("attention_out_bias", True),
+        ("residual_dropout", 0.1),
         ("is_causal", False),
         ("logit_scale", 0.5),
         ("attention_dropout", 0.1),

@@ -302,7 +302,7 @@ def test_unsupported_values_are_refused_with_the_files_name(tmp_path: Path) -> N
     (problem,) = problems(of(hf_folder(tmp_path, model_type="mixtral")))
     assert (
         f"{tmp_path / 'config.json'}: model_type is 'mixtral', which the trainer does not support; use a "
-        "model of the types llama, mistral, qwen2," in problem
+        "model of the types llama, mistral," in problem
     )
     found = problems(of(hf_folder(tmp_path, hidden_act="gelu", rms_norm_eps=None)))
     assert f"{tmp_path / 'config.json'}: rms_norm_eps is missing" in found[0]

@@ -12,6 +12,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, Glm4MoeTopkRouter
@@ -21,6 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding, Qwen3MoeTopKRouter
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssRotaryEmbedding
 
 from megatron_bapo.config.architecture import FAMILIES, read_architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
@@ -36,6 +38,7 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 ROTARY = {
     "llama": (LlamaConfig, LlamaRotaryEmbedding),
     "mistral": (MistralConfig, MistralRotaryEmbedding),
+    "seed_oss": (SeedOssConfig, SeedOssRotaryEmbedding),
     "qwen2": (Qwen2Config, Qwen2RotaryEmbedding),
     "qwen3": (Qwen3Config, Qwen3RotaryEmbedding),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeRotaryEmbedding),
@@ -205,6 +208,7 @@ def test_families_differ_in_biases_and_norms_of_queries():
     assert [(name, config_of(name).add_qkv_bias, config_of(name).qk_layernorm) for name in ROTARY] == [
         ("llama", False, False),
         ("mistral", False, False),
+        ("seed_oss", True, False),
         ("qwen2", True, False),
         ("qwen3", False, True),
         ("qwen3_moe", False, True),

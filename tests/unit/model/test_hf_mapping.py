@@ -25,6 +25,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 from megatron_bapo.config.architecture import FAMILIES, Architecture, read_architecture
@@ -48,6 +50,7 @@ from tests.unit.model.shards import architecture, groups_of, parameter_shapes
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "mistral": (MistralForCausalLM, MistralConfig),
+    "seed_oss": (SeedOssForCausalLM, SeedOssConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
