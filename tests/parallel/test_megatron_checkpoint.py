@@ -1,5 +1,6 @@
 """Checkpoints that Megatron-Core saves in many layouts are read as the Hugging Face folder they came from."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `NAME/` for every case, and `gpu-megatron/NAME/`."""
     root = tmp_path_factory.mktemp("megatron")
     for name in {model for model, _, _ in CASES.values()}:
-        model = AutoModelForCausalLM.from_config(MODELS[name]).to(torch.bfloat16)
+        config = deepcopy(MODELS[name])  # saving a model sets the dtype of its configuration
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
         save_random_model(model, root / "models" / name)
     cases = {
         name: {

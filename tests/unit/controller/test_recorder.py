@@ -138,7 +138,7 @@ def test_no_sampled_tokens_leave_no_file(tmp_path):
 
 
 def test_new_rows_follow_the_old_ones_and_their_time_continues(directory):
-    directory.restarts.write_text('{"step": 3}\n')
+    directory.restarts.write_text('{"time_s": 9.0, "step": 3, "reason": "a rank was killed"}\n')
     recorder = record(directory, RunState(warm_start_step=2, step=2))
     recorder.write("train", 3, {"critic/score/mean": Mean(3.0, 4.0), "perf/total_num_tokens": Sum(12)})
     recorder.write_samples([sample(3)])
