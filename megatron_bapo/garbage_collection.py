@@ -21,7 +21,7 @@ _THRESHOLDS = 700, 10, 1 << 30
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector while libraries are imported, and exempt what they leave from later collections.
+    """Pause the garbage collector while many objects are made, and exempt what imports leave from later collections.
 
     Imports create up to half a million objects that live as long as the process. Searching for garbage among them takes
     a fifth of the time of the imports, and 0.3 s of each full collection afterwards. Nothing is exempted if all modules

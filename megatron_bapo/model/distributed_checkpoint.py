@@ -7,12 +7,10 @@ it. Here no class of the file is imported: its objects become records of attribu
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_bapo.errors import UserError
+from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.model.hf_mapping import Shape
 
 METADATA = ".metadata"
@@ -57,7 +56,7 @@ class DistributedCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            with (folder / METADATA).open("rb") as file, _no_garbage_collection():
+            with (folder / METADATA).open("rb") as file, collector_paused():
                 metadata = _Unpickler(file).load()
                 self._shapes = _shapes(metadata)
                 self._chunks = _chunks(metadata, self._shapes, folder)
@@ -146,18 +145,6 @@ _UNREADABLE = (
     ValueError,
 )
 """What unpickling raises for a damaged file, and reading for one of another format."""
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Save the time that it takes to search a million new objects again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _size(size: _Record) -> Shape:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.architecture import Architecture, read_architecture
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import make_folder
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
@@ -74,10 +74,6 @@ def hugging_face_from_checkpoint(
     Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
-
-    def complete(partial: Path) -> None:
-        complete_folder(partial, architecture, dtype, origin)
-
     weights, frozen = checkpoint / WEIGHTS, frozen_tensors(architecture)
     with SafetensorsFolder(weights) as saved, ExitStack() as stack:
         tensors: Tensors = saved
@@ -87,8 +83,7 @@ def hugging_face_from_checkpoint(
         elif frozen:
             tensors = _WithFrozen(saved, stack.enter_context(_frozen_weights(origin, frozen)), frozen)
         check_tensors(tensors.shapes(), architecture, weights)
-        shapes = expected_shapes(architecture)
-        return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
+        return _to_hugging_face(tensors, architecture, origin, target, dtype, max_file_bytes, advance)
 
 
 def hugging_face_from_megatron(
@@ -100,12 +95,26 @@ def hugging_face_from_megatron(
     weights. Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
+    tensors = MegatronTensors(checkpoint, architecture)
+    return _to_hugging_face(tensors, architecture, origin, target, dtype, max_file_bytes, advance)
+
+
+def _to_hugging_face(
+    tensors: Tensors,
+    architecture: Architecture,
+    origin: Path,
+    target: Path,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    advance: Advance,
+) -> CopyResult:
+    """Write the tensors of a whole model, and config and tokenizer files of `origin`, as a Hugging Face folder."""
 
     def complete(partial: Path) -> None:
         complete_folder(partial, architecture, dtype, origin)
 
-    tensors, frozen = MegatronTensors(checkpoint, architecture), frozen_tensors(architecture)
-    return _convert(tensors, tensors.shapes(), target, ".", dtype, complete, max_file_bytes, advance, frozen)
+    shapes, frozen = expected_shapes(architecture), frozen_tensors(architecture)
+    return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
 
 
 @contextmanager
