@@ -16,16 +16,9 @@ from pathlib import Path
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from tests.cluster.launched import ENVIRONMENT, LAUNCH, train_steps, wait_for_step, write_config, write_token
+from tests.ports import free_port
 
 LIMIT_S = 180
-
-
-def free_ports(num: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def listens(port: int) -> bool:
@@ -45,7 +38,7 @@ def port_in_use(port: int) -> Iterator[None]:
 @contextmanager
 def job_server(folder: Path) -> Iterator[dict[str, str]]:
     """Start a Ray head with a job server on the loopback interface; yields the environment that `ray job` needs."""
-    port, job_port = free_ports(2)
+    port, job_port = free_port(), free_port()
     token = {"RAY_AUTH_TOKEN_PATH": str(write_token(folder))}
     temporary = tempfile.mkdtemp(prefix="bapo-")  # a short path, because Ray creates its sockets there
     head = {"RAY_ADDRESS": f"127.0.0.1:{port}", "BAPO_JOB_PORT": str(job_port), "RAY_TMPDIR": temporary}
@@ -65,10 +58,17 @@ def job_server(folder: Path) -> Iterator[dict[str, str]]:
         shutil.rmtree(temporary)
 
 
-def ray_job(environment: dict[str, str], *arguments: object) -> subprocess.Popen:
-    """Start a subcommand of `ray job`."""
+@contextmanager
+def ray_job(environment: dict[str, str], *arguments: object) -> Iterator[subprocess.Popen]:
+    """Run a subcommand of `ray job`."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def status_without_token(address: str) -> int:
@@ -84,11 +84,12 @@ def test_a_job_of_a_ray_cluster_trains_and_stops_with_its_state_saved(tmp_path: 
     config = write_config(tmp_path, run_dir)
     with port_in_use(DEFAULT_DASHBOARD_AGENT_LISTEN_PORT), job_server(tmp_path) as environment:
         train = (sys.executable, "-m", "megatron_bapo", "train", config, "--num-nodes", 1)
-        submitted = ray_job(environment, "submit", "--submission-id", "run", "--", *train)
-        assert status_without_token(environment["RAY_ADDRESS"]) == HTTPStatus.UNAUTHORIZED
-        wait_for_step(run_dir, 1, tmp_path)
-        stopped = ray_job(environment, "stop", "run").communicate(timeout=LIMIT_S)[0]
-        followed = submitted.communicate(timeout=LIMIT_S)[0]
+        with ray_job(environment, "submit", "--submission-id", "run", "--", *train) as submit:
+            assert status_without_token(environment["RAY_ADDRESS"]) == HTTPStatus.UNAUTHORIZED
+            wait_for_step(run_dir, 1, tmp_path)
+            with ray_job(environment, "stop", "run") as stop:
+                stopped = stop.communicate(timeout=LIMIT_S)[0]
+            followed = submit.communicate(timeout=LIMIT_S)[0]
     assert "was stopped" in stopped
     assert "Stopped; the state is saved" in followed
     saved = json.loads(max((run_dir / "checkpoints").glob("step-*")).joinpath("state.json").read_text())["step"]

@@ -19,6 +19,7 @@ from megatron_bapo.rewards.scorer import RewardRequest, Scorer
 from megatron_bapo.rollout.environment import FunctionEnvironment
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations
 from megatron_bapo.rollout.tokenization import tokenize
+from tests.ports import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/rewards_and_environments.md").read_text()
 BLOCKS = re.findall(r"```(python|yaml)\n(.*?)```", PAGE, re.DOTALL)
@@ -77,9 +78,7 @@ def test_the_functions_score():
 
 
 def test_the_server_scores(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     reward = config("remote").reward
     assert reward.remote is not None
     remote = reward.remote.model_copy(update={"url": reward.remote.url.replace("8000", str(port))})

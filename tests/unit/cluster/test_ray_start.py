@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from tests.ports import free_port
+
 SCRIPT = """
 import threading, time
 import psutil
@@ -36,7 +38,7 @@ def test_ray_is_started_again_if_its_processes_are_too_slow():
 
 
 NODE = """
-import os, shutil, socket, sys, threading, time
+import os, shutil, sys, threading, time
 import psutil
 from tests.processes import is_alive, title
 from megatron_bapo.cluster.ray_folder import ray_folder
@@ -57,12 +59,9 @@ def stop_the_first_raylet_and_end_after_the_second():
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # a third try would succeed, and `--block` would wait for its end
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
 threading.Thread(target=stop_the_first_raylet_and_end_after_the_second, daemon=True).start()
 with ray_folder() as folder:
-    sys.argv[1:] = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}", "--block"]
+    sys.argv[1:] = ["start", "--head", "--node-ip-address=127.0.0.1", f"--port={sys.argv[1]}", "--block"]
     sys.argv += ["--include-dashboard=false", f"--temp-dir={folder}"]
     main()
 """
@@ -71,7 +70,8 @@ with ray_folder() as folder:
 @pytest.mark.slow
 def test_a_node_of_a_cluster_starts_ray_again_if_its_processes_are_too_slow():
     environment = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
-    run = subprocess.run([sys.executable, "-c", NODE], capture_output=True, text=True, timeout=300, env=environment)
+    command = [sys.executable, "-c", NODE, str(free_port())]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert "tried again" in run.stdout, run.stderr
 
 

@@ -20,5 +20,5 @@ from werkzeug.serving import make_server  # noqa: E402
 
 initialize_backend_stores(os.environ["_MLFLOW_SERVER_FILE_STORE"], default_artifact_root=str(database.parent))
 server = make_server("127.0.0.1", port, app)
-print(server.port, flush=True)
+print("listens", flush=True)
 server.serve_forever()

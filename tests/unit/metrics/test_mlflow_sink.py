@@ -16,6 +16,7 @@ from megatron_bapo.metrics import mlflow_sink
 from megatron_bapo.metrics.mlflow_sink import ENVIRONMENT, MlflowSink, RowFollower, following_to_mlflow, metric_name
 from megatron_bapo.metrics.sinks import JsonlSink, Phase, truncate_after
 from megatron_bapo.run_directory import FINISHED, RunDirectory
+from tests.ports import free_port
 from tests.unit.config.examples import config
 
 SECRET = "s3cret-w0rd"
@@ -168,13 +169,14 @@ def test_without_a_uri_the_run_directory_has_the_database(tmp_path: Path) -> Non
 
 
 @contextmanager
-def tracking_server(database: Path, port: int) -> Iterator[int]:
-    """Run MLflow's server; yield its port."""
+def tracking_server(database: Path, port: int) -> Iterator[None]:
+    """Run MLflow's server."""
     command = [sys.executable, str(Path(__file__).with_name("mlflow_server.py")), str(database), str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
-            yield int(process.stdout.readline())
+            assert process.stdout.readline()
+            yield
         finally:
             process.kill()
 
@@ -193,7 +195,8 @@ def test_a_server_that_is_down_costs_one_warning_and_no_metric(tmp_path: Path, m
     monkeypatch.setattr(mlflow_sink, "RETRY_S", 0.1)
     monkeypatch.setattr(mlflow_sink, "POLL_S", 0.1)
     client = MlflowClient(tracking_uri=f"sqlite:///{database}")
-    with tracking_server(database, 0) as port:
+    port = free_port()
+    with tracking_server(database, port):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{SECRET}@127.0.0.1:{port}")
         given = settings(directory.root, None)
         sink = MlflowSink(given, directory, warnings.append)
