@@ -21,11 +21,6 @@ from tests.ports import free_port
 LIMIT_S = 180
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
 @contextmanager
 def port_in_use(port: int) -> Iterator[None]:
     """Take a port, as another cluster of this machine would, unless another process has it."""
@@ -47,7 +42,8 @@ def job_server(folder: Path) -> Iterator[dict[str, str]]:
         node = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT | token | head, cwd=folder)
     try:
         deadline = time.monotonic() + LIMIT_S
-        while not listens(job_port):
+        # The job server listens before, and is started again with the others if one of them is too slow.
+        while "Ray runtime started" not in (folder / "node.log").read_text():
             assert node.poll() is None, (folder / "node.log").read_text()
             assert time.monotonic() < deadline, (folder / "node.log").read_text()
             time.sleep(0.2)
