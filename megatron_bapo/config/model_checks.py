@@ -12,6 +12,7 @@ from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architect
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
 from megatron_bapo.config.hub_ids import is_hub_id
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
@@ -19,6 +20,7 @@ from megatron_bapo.errors import UserError
 TEACHER, TEACHER_ENGINES = "algorithm.distillation.teacher", "algorithm.distillation.engines"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
+VLLM_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 _OWNERS = {"Qwen": "Qwen", "DeepSeek-": "deepseek-ai", "GLM-": "zai-org", "OctoThinker-": "OctoThinker"}
 """Beginnings of the names of models that the recipes train -> their owners on the Hugging Face Hub."""
 
@@ -144,7 +146,8 @@ def _is_complete(file: Path) -> bool:
 
 def shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
     """Yield the broken rules that depend on the architecture; `where` names its source in messages."""
-    yield from split_problems(architecture, where, "rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    size = config.rollout.tensor_parallel_size
+    yield from engine_split_problems(architecture, where, "rollout.tensor_parallel_size", size)
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
     yield from lora_transfer_problems(config, architecture)
@@ -157,7 +160,7 @@ def teacher_shape_problems(
     """Yield the broken rules that depend on the teacher's architecture; `where` names its source in messages."""
     if (engines := config.algorithm.teacher_engines) is not None:
         key, size = f"{TEACHER_ENGINES}.tensor_parallel_size", engines.tensor_parallel_size
-        yield from split_problems(teacher, where, key, size)
+        yield from engine_split_problems(teacher, where, key, size)
         yield from _length_problems(config, teacher, where)
     else:
         yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
@@ -235,6 +238,17 @@ def split_problems(architecture: Architecture, where: str, key: str, size: int) 
         yield (
             f"{where}: num_key_value_heads={key_value_heads} must be a multiple or a divisor of {key}={size}, whose "
             "ranks share the heads; choose another size"
+        )
+
+
+def engine_split_problems(architecture: Architecture, where: str, key: str, size: int) -> Iterator[str]:
+    """Yield the rules that an engine's tensor parallel size breaks; `key` is its configuration key."""
+    yield from split_problems(architecture, where, key, size)
+    padded = round_up(architecture.vocab_size, VLLM_VOCAB_MULTIPLE)
+    if padded % size:
+        yield (
+            f"{where}: vocab_size={architecture.vocab_size}, which vLLM pads to {padded}, must be a multiple of "
+            f"{key}={size}, which splits it; choose a size that divides {padded}"
         )
 
 

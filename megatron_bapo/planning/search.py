@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import Any
 
 from megatron_bapo.config.checks import planned_problems, refuse, rule_problems
-from megatron_bapo.config.model_checks import split_problems
+from megatron_bapo.config.model_checks import engine_split_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.config.section import Section
@@ -253,7 +253,7 @@ def _engines(plan: Plan, num_gpus: int) -> Iterator[Plan]:
     available = num_gpus if plan.placement == "colocated" else num_gpus - world
     num_stages = plan.config.rollout.pipeline_parallel_size
     for size in SIZES:
-        splits = not any(split_problems(plan.architecture, "", "", size))
+        splits = not any(engine_split_problems(plan.architecture, "", "", size))
         num_ranks = size * num_stages
         if available % num_ranks == 0 and splits:
             num_nodes = -(-num_ranks // plan.assumptions.gpus_per_node)

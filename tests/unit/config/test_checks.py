@@ -1,6 +1,7 @@
 import re
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatron_bapo.config.checks import check_config, resume_conflicts
+from megatron_bapo.config.model_checks import VLLM_VOCAB_MULTIPLE
 from megatron_bapo.config.schema import Config
 from tests.unit.config.examples import ARITHMETIC, config, problems
 
@@ -24,6 +26,14 @@ FIXED_ON_RESUME = (
     "environment.timeout_reply",
 )
 BUT_FREE = ("algorithm.clip_bounds.method", "optimizer.cpu_offload")
+
+
+def test_engines_pad_the_vocabulary_as_vllm_does() -> None:
+    vllm = find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    source = Path(vllm.origin).parent / "model_executor/layers/vocab_parallel_embedding.py"
+    assert f"\nDEFAULT_VOCAB_PADDING_SIZE = {VLLM_VOCAB_MULTIPLE}\n" in source.read_text()
 
 
 def test_a_valid_config_passes_without_warnings() -> None:
@@ -242,6 +252,16 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "model.create: num_attention_heads=4",
             "must be a multiple of rollout.tensor_parallel_size=8",
             "choose a size that divides 4",
+        ),
+        (
+            {
+                **dict.fromkeys(("model__create__num_attention_heads", "model__create__num_key_value_heads"), 6),
+                "model__create__intermediate_size": 384,
+                "rollout__tensor_parallel_size": 3,
+            },
+            "model.create: vocab_size=320, which vLLM pads to 320",
+            "must be a multiple of rollout.tensor_parallel_size=3",
+            "choose a size that divides 320",
         ),
         (
             {"model__create__max_position_embeddings": 150},

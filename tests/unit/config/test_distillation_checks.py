@@ -145,7 +145,7 @@ def served(teacher: Path, engines: dict[str, Any], **values: Any) -> Config:
 
 def test_a_teacher_on_engines_is_bound_by_their_layout_and_not_by_the_trainers(tmp_path: Path) -> None:
     fields = {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 48}
-    teacher = hf_folder(tmp_path / "teacher", **WIDE_VOCABULARY | fields)
+    teacher = hf_folder(tmp_path / "teacher", vocab_size=384, **fields)
     layout = {"world_size": 4, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     assert check_config(served(teacher, {"tensor_parallel_size": 3}, parallel=layout)) == []
     (found,) = problems(served(teacher, {"tensor_parallel_size": 2}, parallel=layout))
