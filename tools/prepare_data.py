@@ -50,6 +50,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-key", default="prompt", metavar="KEY", help="column of the prompt (default prompt)")
     parser.add_argument("--label-key", metavar="KEY", help="column of the answer (default: as data.train)")
     parser.add_argument(
+        "--choices-key",
+        nargs="+",
+        metavar="KEY",
+        help="column of the choices, or columns of one choice each, in any order",
+    )
+    parser.add_argument(
         "--eval",
         type=Path,
         nargs="+",
@@ -100,6 +106,10 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         if arguments.output.resolve() in [path.resolve() for path in (*arguments.inputs, *arguments.eval)]:
             raise UserError(f"--output {arguments.output} is one of the files that are read; name another file")
     sources, evaluation = _sources(arguments.inputs, arguments.prompt_key, arguments.label_key), None
+    if arguments.choices_key is not None:
+        key, *more = arguments.choices_key
+        key = (key, *more) if more else key
+        sources = [source.model_copy(update={"choices_key": key}) for source in sources]
     if arguments.eval:
         rows = read_evaluation_prompts(_sources(arguments.eval, arguments.eval_prompt_key, arguments.eval_label_key))
         evaluation = index_evaluation_prompts(rows, arguments.ngram)

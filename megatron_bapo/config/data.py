@@ -19,6 +19,10 @@ class PromptSourceConfig(Section):
     """Column of the prompt."""
     label_key: str | None = None
     """Column of the ground truth; null: the first of `reward_model.ground_truth`, `answer` and `label` that exists."""
+    choices_key: str | tuple[str, ...] | None = None
+    """Column with the choices of a multiple-choice task, or several columns with one choice each, whose order is then
+    shuffled. The choices are added to the prompt as lines `A. ...`, and the ground truth, which is the right choice's
+    letter, text or number from 0, becomes its letter."""
     reasoning_gym: dict[str, dict[str, Any]] | None = None
     """Names of reasoning-gym tasks with the parameters of their generators, such as {chain_sum: {max_terms: 2}}. Tasks
     are mixed evenly."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bapo.config.data import PromptSourceConfig
+from megatron_bapo.data.choices import lettered
 from megatron_bapo.data.contamination import normalized_text
 from megatron_bapo.data.prompt_files import Malformed, Row, decode, read_rows
 from megatron_bapo.data.reasoning_gym_tasks import generate_entries
@@ -122,9 +123,12 @@ def _to_prompt(
             f"no ground truth under {' or '.join(map(repr, label_keys))} among the keys {sorted(row)}; "
             "label_key names the column of the ground truth"
         )
+    messages = _messages(prompt, system_prompt)
+    if source.choices_key is not None:
+        messages, ground_truth = _with_choices(messages, row, source.choices_key, ground_truth)
     return Prompt(
         prompt_id=prompt_id,
-        messages=_messages(prompt, system_prompt),
+        messages=messages,
         ground_truth=_text(ground_truth),
         data_source=_data_source(row, path),
         extra_info=_extra_info(row),
@@ -151,6 +155,17 @@ def _messages(prompt: Any, system_prompt: str | None) -> tuple[dict[str, str], .
     if system_prompt is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     return tuple(messages)
+
+
+def _with_choices(
+    messages: tuple[dict[str, str], ...], row: Mapping[str, Any], key: str | tuple[str, ...], right: Any
+) -> tuple[tuple[dict[str, str], ...], str]:
+    *before, last = messages
+    choices = _lookup(row, key) if isinstance(key, str) else [_lookup(row, column) for column in key]
+    if not isinstance(choices, list):
+        raise Malformed(f"no list of choices under {key!r} among the keys {sorted(row)}; choices_key names its column")
+    content, letter = lettered(last["content"], choices, right, shuffled=not isinstance(key, str))
+    return (*before, {**last, "content": content}), letter
 
 
 def _message(message: Any) -> dict[str, str]:

@@ -18,7 +18,10 @@ _LABELS = [
     re.compile(rf"{_FONT}(?:\(([A-J])\)|([A-J])[).:])\s*(?P<content>[^{{}}]+)\}}"),  # \text{(D) 5}
     re.compile(rf"(?:\(([A-J])\)|([A-J])[).:]){_SPACES}+(?P<content>.+)"),  # (D) 5
 ]
-_LONE_LETTER = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
+# Behind a label: `(E)`, `E. 6`, `or E` or only `E`, but neither the article in `A cell` nor the numeral in `I and III`.
+_SECOND_LETTER = re.compile(
+    r"\([A-J]\)|(?<![A-Za-z\\])[A-J][.:)]\s*\S|(?:[,;/&]|\b(?:or|and))\s*[A-HJ](?![A-Za-z])|^\s*[A-J]\W*$"
+)
 _NAME = re.compile(rf"(\\(?:angle|triangle|overline)\s*)?(?:{_FONT}|\{{)?([A-Z](?:[,\s]*[A-Z])+)\s*\}}?")
 _BASE = re.compile(r"[0-9A-Z]+\s*_\s*\{?\s*([0-9]+)\s*\}?")
 _PERCENT = re.compile(r"\s*\\?%\s*$")
@@ -32,7 +35,7 @@ def split_choice(text: str) -> tuple[str | None, str]:
     if letter := _LETTER.fullmatch(text.strip()):
         return letter[2], ""
     for label in _LABELS:
-        if (match := label.fullmatch(text.strip())) and not _LONE_LETTER.search(match["content"]):
+        if (match := label.fullmatch(text.strip())) and not _SECOND_LETTER.search(match["content"]):
             return match[1] or match[2], match["content"]
     return None, text
 

@@ -22,9 +22,12 @@ def test_every_configuration_on_the_page_is_valid():
     trees = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
     found = [Config.model_validate(BASE | tree | {"data": BASE["data"] | tree["data"]}) for tree in trees]
 
-    assert len(found) == 3
-    assert found[1].data.train.reasoning_gym is not None
-    assert len(load_prompts(found[1].data.train, name="train", system_prompt=None).prompts) == 1000
+    assert len(found) == 4
+    held_out, generated = found[1].data.validation, found[2].data.train
+    assert held_out is not None
+    assert held_out.choices_key == "options"
+    assert generated.reasoning_gym is not None
+    assert len(load_prompts(generated, name="train", system_prompt=None).prompts) == 1000
     assert found[-1].data.curriculum is not None
 
 

@@ -124,6 +124,25 @@ def test_prompts_are_prepared_and_then_pass_the_check(monkeypatch, capsys, tmp_p
     assert (printed["tokens"]["total"], printed["dropped"]) == (12, [])
 
 
+def test_choices_are_written_into_the_prompts(monkeypatch, tmp_path):
+    columns = ("Correct Answer", "Incorrect Answer 1")
+    rows, output = tmp_path / "gpqa.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps({"Question": "1 + 1?", columns[0]: "2", columns[1]: "3", "options": ["3", "2"]}) + "\n")
+    keys = (rows, "--prompt-key", "Question", "--label-key", columns[0], "--output", output)
+
+    assert run(monkeypatch, "prepare_data", *keys, "--choices-key", *columns) == 0
+    ((text, letter),) = written_choices(output)
+    assert text in ("1 + 1?\n\nA. 2\nB. 3", "1 + 1?\n\nA. 3\nB. 2")
+    assert f"{letter}. 2" in text
+    assert run(monkeypatch, "prepare_data", *keys, "--choices-key", "options") == 0
+    assert written_choices(output) == [("1 + 1?\n\nA. 3\nB. 2", "B")]
+
+
+def written_choices(path: Path) -> list[tuple[str, str]]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in rows]
+
+
 def test_json_says_why_each_row_is_left_out(monkeypatch, capsys, tmp_path, rows):
     evaluation = tmp_path / "eval.jsonl"
     evaluation.write_text('{"prompt": "30+1?", "answer": 31}\n')

@@ -37,6 +37,11 @@ B | (B) 7
 B | B: 7
 B | \textbf{(B)}~7
 B | \mathsf{B}
+B | B. A cell divides
+B | \text{B. A cell divides}
+B | (B) I and III
+B | B. Vitamin C
+B | B: only I
 \angle BCA | \angle ACB
 \triangle ABC | \triangle BCA
 \overline{AB} | BA
@@ -67,6 +72,14 @@ DIFFERENT = r"""
 D | \textbf{(D)}\ 5 \textbf{(E)}\ 6
 D | \text{(D) or (E)}
 D | (A) (B) (C) (D)
+D | D. E
+D | D. A and E
+D | D. A cell, or E. A virus
+D | D. 5 or E
+D | D: 5, E: 6
+D | \text{D. A cell or E}
+D | \text{D / E}
+D | D) C
 5 | (A) 5 (B) 6
 E | 2.718281828
 \angle BCA | \angle CAB
