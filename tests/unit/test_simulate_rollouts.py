@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_bapo.config.checks import planned_problems
 from megatron_bapo.config.loading import load_config
+from megatron_bapo.planning.known_models import architecture_of
 from tests.unit.planning.examples import recipe
 from tests.unit.test_tools import run
 
@@ -80,7 +82,9 @@ def test_the_page_shows_what_plan_says_of_cuda_graphs(row: tuple[str, ...]):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_settings_on_the_page_are_accepted(settings: str):
-    load_config(ROOT / RECIPE, settings.strip("`").split())
+    config = load_config(ROOT / RECIPE, settings.strip("`").split())
+
+    assert planned_problems(config, *architecture_of(config.model)) == []
 
 
 def test_the_page_has_runs_and_settings():
