@@ -177,11 +177,11 @@ class TensorBoardSink:
 def tracker_values(row: MetricsRow) -> dict[str, float]:
     """Return a row's values under the names of trackers that have one space of names for all phases.
 
-    Metrics of training and `val/*` keep their names; the others get their phase as prefix.
+    Metrics of training and `val/*` keep their names; the others get their phase as prefix, unless they have it.
     """
     phase, metrics = row["phase"], row["metrics"]
     return {
-        name if phase == "train" or name.startswith("val/") else f"{phase}/{name}": value
+        name if phase == "train" or name.startswith(("val/", f"{phase}/")) else f"{phase}/{name}": value
         for name, value in metrics.items()
         if value is not None
     }

@@ -15,6 +15,7 @@ from megatron_bapo.metrics.sinks import (
     TensorBoardSink,
     read_new_rows,
     read_rows,
+    tracker_values,
     truncate_after,
 )
 
@@ -161,3 +162,17 @@ def test_a_growing_file_is_followed_without_half_lines(tmp_path: Path):
     rows, offset = read_new_rows(path, offset)
     assert [row["step"] for row in rows] == [3]
     assert read_new_rows(path, offset) == ([], offset)
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "shown"),
+    [
+        ("train", "actor/loss", "actor/loss"),
+        ("warm_start", "actor/loss", "warm_start/actor/loss"),
+        ("validation", "response_length/mean", "validation/response_length/mean"),
+        ("validation", "val/mean@4", "val/mean@4"),
+        ("validation", "validation/quarantined", "validation/quarantined"),
+    ],
+)
+def test_trackers_get_the_phase_in_each_name_once(phase: Phase, name: str, shown: str):
+    assert tracker_values(metrics_row(1, phase, {name: 1.0})) == {shown: 1.0}
