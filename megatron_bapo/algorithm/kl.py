@@ -22,7 +22,8 @@ def kl_estimate(kind: KlType, log_probs_T: Tensor, reference_log_probs_T: Tensor
     `k1` is x, `k2` is x^2 / 2, `k3` is min(exp(-x) - 1 + x, 10): verl's kl, mse and low_var_kl (`kl_penalty_forward` in
     `verl/trainer/ppo/core_algos.py`), where verl clamps x for low_var_kl only. A clamped token has no gradient; k3
     reaches its limit at x = -2.6. As a reward, k1 is unbiased. As a loss on tokens sampled from the current policy, k1
-    has an expected gradient of 0, k2 has the gradient of KL(current || reference), and k3 that of KL(reference || current).
+    has an expected gradient of 0, k2 has the gradient of KL(current || reference), and k3 that of KL(reference ||
+    current).
     """
     x_T = clamped_log_ratio(log_probs_T - reference_log_probs_T)
     match kind:
