@@ -181,7 +181,7 @@ def test_a_damaged_line_is_named_and_the_rest_of_the_page_follows_the_run(
     ]
     directory.metrics.write_text(whole)
     page.get_by_text(re.compile(r"^step 3 of 60")).wait_for()
-    assert page.locator("#message").inner_text().split("\n") == lines[1:]
+    page.wait_for_function("text => document.querySelector('#message').innerText === text", arg="\n".join(lines[1:]))
     assert last_step(page) == 3
 
 
@@ -216,3 +216,34 @@ def test_figures_and_timeline_are_drawn_anew_in_a_window_of_another_size(
         widths.append(page.locator("#timeline > svg").get_attribute("width"))
         assert last_step(page) == 10
     assert len(set(widths)) == 3
+
+
+def test_a_key_that_is_held_changes_the_url_as_often_as_webkit_takes(page: Page, url: str) -> None:
+    page.add_init_script(
+        """let left = 10;
+        const replace = history.replaceState;
+        history.replaceState = function (...given) {
+            if (left-- === 0) throw new DOMException("more than 10 times", "SecurityError");
+            replace.apply(this, given);
+        };"""
+    )
+    opened(page, url, "step=1&row=0")
+    page.locator(".t").first.wait_for()
+    page.locator(".tokens").first.evaluate(
+        """tokens => {
+            for (const key of [..."RL".repeat(100), ..."RRRRR"]) {
+                const named = { R: "ArrowRight", L: "ArrowLeft" }[key];
+                tokens.dispatchEvent(new KeyboardEvent("keydown", { key: named, bubbles: true }));
+            }
+        }"""
+    )
+    page.wait_for_url(re.compile(r"token=0\.5$"))
+
+
+def test_the_scheme_that_was_chosen_is_that_of_both_pages(page: Page, view: View, tmp_path: Path) -> None:
+    opened(page, view(small_run(tmp_path / "run")))
+    page.locator("#theme").click()
+    for name in ("Run", "Rollouts"):
+        page.get_by_role("link", name=name, exact=True).click()
+        page.locator(".pages a[aria-current]", has_text=name).wait_for()
+        page.locator("html[data-theme=dark]").wait_for()

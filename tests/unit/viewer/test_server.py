@@ -74,6 +74,22 @@ def test_every_answer_has_the_security_headers(client: TestClient, path: str) ->
     assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
 
 
+@pytest.mark.parametrize("page", ["", "run.html"])
+def test_browsers_need_not_ask_for_an_icon(client: TestClient, page: str) -> None:
+    """Firefox asks for /favicon.ico of a page without an icon, and says that the policy forbids it."""
+    answer = client.get(f"/{SECRET}/{page}")
+    assert '<link rel="icon" href="data:,">' in answer.text
+    assert "img-src data:;" in answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("sheet", ["view.css", "run.css"])
+def test_styles_are_written_as_safari_reads_them(client: TestClient, sheet: str) -> None:
+    """It ignores a text-decoration with more than lines, and user-select without its prefix."""
+    style = client.get(f"/{SECRET}/{sheet}").text
+    assert set(re.findall(r"text-decoration: ([^;]*);", style)) <= {"none", "underline", "line-through"}
+    assert style.count("-webkit-user-select: none; user-select: none;") == style.count(" user-select: none;") > 0
+
+
 def test_the_server_listens_on_the_loopback_interface_only() -> None:
     with listen(0) as listener:
         host, port = listener.getsockname()
