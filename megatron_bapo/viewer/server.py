@@ -137,6 +137,9 @@ def _queries(runs: Sequence[Run]) -> dict[str, _Answer]:
         number = request.path_params["run"]
         if number >= len(runs):
             raise NotFound(f"there is no run {number}")
+        root = runs[number].directory.root
+        if not root.is_dir():
+            raise NotFound(f"{root} does not exist any more: it was deleted or moved")
         return runs[number]
 
     def page(request: Request, most: int) -> tuple[int, int]:

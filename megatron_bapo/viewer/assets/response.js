@@ -59,7 +59,7 @@ export class ResponseView {
     const scroller = element("div", "scroller");
     scroller.append(this.body, this.end);
     this.element.append(title, facts(columns, place.index), scroller);
-    this.seen = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && this.load(), {
+    this.seen = new IntersectionObserver((entries) => entries.some((e) => e.isIntersecting) && this.#loadOrSay(), {
       rootMargin: "400px",
       scrollMargin: "400px",
     });
@@ -77,6 +77,12 @@ export class ResponseView {
       this.loading = null;
     });
     return this.loading;
+  }
+
+  #loadOrSay() {
+    this.load().catch((error) => {
+      this.end.textContent = error.message;
+    });
   }
 
   async loadUntil(index) {

@@ -151,7 +151,7 @@ async function soon() {
     }
   } catch (error) {
     unread = false;
-    say([error instanceof TypeError ? "The viewer does not answer any more." : String(error.message)]);
+    say([String(error.message)]);
   }
   isPolling = false;
   timer = setTimeout(soon, POLL_MS);

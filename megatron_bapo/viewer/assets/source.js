@@ -8,7 +8,9 @@ export class Refused extends Error {}
 /** Ask the server; the path is below `api/`. */
 export async function ask(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
-  const response = await fetch(`api/${path}${query ? `?${query}` : ""}`);
+  const response = await fetch(`api/${path}${query ? `?${query}` : ""}`).catch(() => {
+    throw new Error("The viewer does not answer any more.");
+  });
   if (!response.ok) throw new Refused(`${response.status}: ${(await response.text()).trim()}`);
   return response.json();
 }

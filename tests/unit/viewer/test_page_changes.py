@@ -247,3 +247,20 @@ def test_the_scheme_that_was_chosen_is_that_of_both_pages(page: Page, view: View
         page.get_by_role("link", name=name, exact=True).click()
         page.locator(".pages a[aria-current]", has_text=name).wait_for()
         page.locator("html[data-theme=dark]").wait_for()
+
+
+def test_responses_say_that_the_viewer_does_not_answer(browser: Browser, url: str) -> None:
+    context = browser.new_context()
+    page, faults = context.new_page(), list[str]()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    opened(page, url, "step=1&row=0")
+    context.set_offline(True)
+    page.keyboard.press("j")
+    page.locator("#message", has_text="The viewer does not answer any more.").wait_for()
+    page.locator("article.response .end", has_text="The viewer does not answer any more.").first.wait_for()
+    assert faults == []
+    context.set_offline(False)
+    page.keyboard.press("k")
+    page.locator(".t").first.wait_for()
+    assert page.locator("#message").inner_text() == ""
+    context.close()

@@ -90,6 +90,16 @@ def test_styles_are_written_as_safari_reads_them(client: TestClient, sheet: str)
     assert style.count("-webkit-user-select: none; user-select: none;") == style.count(" user-select: none;") > 0
 
 
+@pytest.mark.parametrize("path", ["", "/steps/1", "/figures", "/timeline"])
+def test_a_run_that_was_deleted_is_named(tmp_path: Path, path: str) -> None:
+    root = small_run(tmp_path / "run")
+    with client_of(root) as client:
+        assert client.get(f"/{SECRET}/api/runs/0{path}").status_code == 200
+        shutil.rmtree(root)
+        answer = client.get(f"/{SECRET}/api/runs/0{path}")
+        assert (answer.status_code, answer.text) == (404, f"{root} does not exist any more: it was deleted or moved\n")
+
+
 def test_the_server_listens_on_the_loopback_interface_only() -> None:
     with listen(0) as listener:
         host, port = listener.getsockname()
