@@ -197,7 +197,7 @@ export class Chart {
       label.textContent = short(value);
       root.append(label);
     }
-    for (const value of ticks(...this.range, Math.max(3, Math.floor(width / 80))).filter(Number.isInteger)) {
+    for (const value of ticks(...this.range, Math.max(3, Math.floor(width / 50))).filter(Number.isInteger)) {
       const label = svg("text", { x: this.x(value), y: HEIGHT - 6, "text-anchor": "middle" });
       label.textContent = String(value);
       root.append(label);
@@ -302,7 +302,7 @@ export class Chart {
     if (names.size > 1) {
       for (const [name, curve] of names) {
         const item = element("span", "key-item");
-        const sample = svg("svg", { width: 22, height: 10 });
+        const sample = svg("svg", { width: 22, height: 10, "aria-hidden": true });
         const line = svg("line", { x1: 0, x2: 22, y1: 5, y2: 5, stroke: several ? "currentColor" : curve.colour, "stroke-width": this.spec.stacked && !several ? 9 : 2 });
         if (several && DASHES[curve.dash % DASHES.length]) line.setAttribute("stroke-dasharray", DASHES[curve.dash % DASHES.length]);
         sample.append(line);
@@ -312,7 +312,7 @@ export class Chart {
     }
     if (this.spec.target !== null) {
       const item = element("span", "key-item");
-      const sample = svg("svg", { width: 22, height: 10 });
+      const sample = svg("svg", { width: 22, height: 10, "aria-hidden": true });
       sample.append(svg("line", { x1: 0, x2: 22, y1: 5, y2: 5 }, "target"));
       item.append(sample, `target ${number(this.spec.target)}`);
       this.legend.append(item);

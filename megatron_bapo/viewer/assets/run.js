@@ -326,7 +326,7 @@ async function redraw() {
 
 function showControls() {
   showTheme(state.theme);
-  runs.forEach((run, index) => run.button.setAttribute("aria-pressed", String(!isHidden(index))));
+  if (runs.length > 1) runs.forEach((run, index) => run.button.setAttribute("aria-pressed", String(!isHidden(index))));
   byId("timeline-run").value = state.timeline;
 }
 
@@ -370,14 +370,14 @@ async function start() {
   const found = await ask("runs");
   ({ palette } = found);
   runs = found.runs.map(({ name }, index) => {
-    const button = element("button", "run");
+    const isOnly = found.runs.length === 1;
+    const button = element(isOnly ? "span" : "button", "run");
     const chip = element("i", "chip");
     chip.style.background = palette[index];
     const about = element("span", "about");
-    if (found.runs.length > 1) button.append(chip);
-    button.append(element("span", "name", plainText(name)), about);
-    button.title = found.runs.length > 1 ? "Show or hide the run" : "";
-    if (found.runs.length > 1) button.addEventListener("click", () => toggle(index));
+    button.append(...(isOnly ? [] : [chip]), element("span", "name", plainText(name)), about);
+    if (!isOnly) button.title = "Show or hide the run";
+    if (!isOnly) button.addEventListener("click", () => toggle(index));
     byId("runs").append(button);
     return { name, button, about, version: "", figures: new Map(), problems: [] };
   });

@@ -246,7 +246,7 @@ export class Timeline {
     if (this.data.engines.some((engine) => engine.down.length)) entries.push(["down", "engine lost"]);
     for (const [className, text] of entries) {
       const item = element("span", "key-item");
-      const sample = svg("svg", { width: 14, height: 11 });
+      const sample = svg("svg", { width: 14, height: 11, "aria-hidden": true });
       sample.append(svg("rect", { width: 14, height: 11, rx: 2 }, className));
       item.append(sample, plainText(text));
       legend.append(item);
