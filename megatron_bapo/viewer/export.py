@@ -57,7 +57,7 @@ def page(samples: Samples, step: int) -> str:
     script, style = _script(), (ASSETS / "view.css").read_text()
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     data = json.dumps(_data(samples, step), separators=(",", ":")).replace("<", "\\u003c")
     head = (

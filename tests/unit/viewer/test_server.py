@@ -82,6 +82,13 @@ def test_browsers_need_not_ask_for_an_icon(client: TestClient, page: str) -> Non
     assert "img-src data:;" in answer.headers["content-security-policy"]
 
 
+def test_the_policy_of_an_exported_page_allows_its_icon(run: Path, tmp_path: Path) -> None:
+    export(Samples(RunDirectory(run)), tmp_path / "page.html", None)
+    head = (tmp_path / "page.html").read_text().partition("<style>")[0]
+    assert '<link rel="icon" href="data:,">' in head
+    assert "img-src data:;" in head
+
+
 @pytest.mark.parametrize("sheet", ["view.css", "run.css"])
 def test_styles_are_written_as_safari_reads_them(client: TestClient, sheet: str) -> None:
     """It ignores a text-decoration with more than lines, and user-select without its prefix."""
