@@ -20,7 +20,10 @@ def _as_mathml(equation: re.Match[str]) -> str:
     """From LaTeX, `$...$` in a line or `$$...$$` on its own, which the extension arithmatex has marked."""
     tag, latex = equation.groups()
     display = "block" if tag == "div" else "inline"
-    return f'<{tag} class="equation">{convert(html.unescape(latex), display=display)}</{tag}>'
+    mathml = convert(html.unescape(latex), display=display)
+    # Safari draws bars as high as the whole line otherwise.
+    mathml = mathml.replace("<mo>&#x0007C;</mo>", '<mo stretchy="false">&#x0007C;</mo>')
+    return f'<{tag} class="equation">{mathml}</{tag}>'
 
 
 def _with_breaks(name: re.Match[str]) -> str:

@@ -57,4 +57,5 @@ def test_nothing_is_loaded_from_the_internet(site: Path) -> None:
 def test_equations_are_rendered_when_the_site_is_built(site: Path) -> None:
     page = (site / "algorithms/bapo.html").read_text()
     assert page.count("<math") > 5
+    assert set(re.findall("<mo[^>]*>&#x0007C;</mo>", page)) == {'<mo stretchy="false">&#x0007C;</mo>'}
     assert not [path for path in site.rglob("*.html") if "arithmatex" in path.read_text()]
