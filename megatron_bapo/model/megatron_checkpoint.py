@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.errors import UserError
+from megatron_bapo.garbage_collection import collector_paused
 from megatron_bapo.model.distributed_checkpoint import METADATA, DistributedCheckpoint
 from megatron_bapo.model.hf_export import merge
 from megatron_bapo.model.hf_mapping import Entry, Shape, entries, expected_shapes
@@ -89,17 +90,20 @@ class MegatronTensors:
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
-        self._checkpoint = DistributedCheckpoint(folder)
+        self._folder = folder
         self._architecture = architecture
-        self._prefix = self._find_prefix()
         self._entries: dict[str, tuple[Entry, int, _Place]] = {}
-        used: set[str] = set()
-        for entry in entries(architecture):
-            place = self._find(entry)
-            self._entries |= {name: (entry, part, place) for part, name in enumerate(entry.names)}
-            used |= set(place.names)
-        self._check_surplus(used)
         self._last: tuple[_Place, list[torch.Tensor]] | None = None
+        with collector_paused():
+            checkpoint = DistributedCheckpoint(folder)
+            prefix = _find_prefix(checkpoint)
+            num_stacked: dict[str, int] = {}
+            for entry in entries(architecture):
+                place = _find(entry, architecture, prefix, checkpoint)
+                self._entries |= {name: (entry, part, place) for part, name in enumerate(entry.names)}
+                num_stacked |= dict.fromkeys(place.names, len(place.index))
+            _check_surplus(checkpoint, prefix, num_stacked.keys())
+            self._tensors = {name: checkpoint.tensor(name, number) for name, number in num_stacked.items()}
 
     def shapes(self) -> dict[str, Shape]:
         return expected_shapes(self._architecture)
@@ -108,54 +112,56 @@ class MegatronTensors:
         """Return one tensor in the dtype of the checkpoint."""
         entry, part, place = self._entries[name]
         if self._last is None or self._last[0] != place:
-            halves = [self._checkpoint.read(each, place.index) for each in place.names]
+            halves = [self._tensors[each].read(place.index) for each in place.names]
             whole = halves[0] if len(halves) == 1 else torch.cat(halves)
             if whole.dtype not in _DTYPES:
                 raise UserError(
-                    f"{self._checkpoint.folder}: {place.names[0]} is {whole.dtype}, whose scales are not read; save it "
-                    "as bfloat16"
+                    f"{self._folder}: {place.names[0]} is {whole.dtype}, whose scales are not read; save it as bfloat16"
                 )
             self._last = place, merge(entry, self._architecture, [whole], 1)
         return self._last[1][part]
 
-    def _find_prefix(self) -> str:
-        """Return what precedes the names of the weights, such as `module.` in checkpoints of NeMo."""
-        names = self._checkpoint.shapes()
-        for prefix in ("", "module.", "model."):
-            if prefix + _WORDS in names:
-                return prefix
-        raise UserError(
-            f"{self._checkpoint.folder} has no {_WORDS} among its {len(names)} tensors"
-            f"{f', first {min(names)}' if names else ''}; give a GPT model in the format torch_dist"
-        )
 
-    def _find(self, entry: Entry) -> _Place:
-        """Return where the checkpoint has a parameter, after checking the shapes."""
-        found, shape = self._checkpoint.shapes(), entry.local_shape(self._architecture, 1)
-        places = list(_places(entry, self._architecture, self._prefix))
-        for place in places:
-            if place.names[0] not in found:
-                continue
-            expected = (*place.stacked, shape[0] // len(place.names), *shape[1:])
-            for name in place.names:
-                if not _fits(found.get(name, ()), expected, is_vocabulary=entry.row.layout is vocabulary):
-                    raise UserError(
-                        f"{self._checkpoint.folder}: {name} has the shape {list(found.get(name, ()))}, but config.json "
-                        f"requires {list(expected)}; use the config.json of these weights"
-                    )
-            return place
-        raise UserError(
-            f"{self._checkpoint.folder} lacks {places[0].names[0]}, which is {entry.names[0]} in Hugging Face's names "
-            "and which config.json requires; use the config.json of these weights"
-        )
+def _find_prefix(checkpoint: DistributedCheckpoint) -> str:
+    """Return what precedes the names of the weights, such as `module.` in checkpoints of NeMo."""
+    names = checkpoint.shapes()
+    for prefix in ("", "module.", "model."):
+        if prefix + _WORDS in names:
+            return prefix
+    raise UserError(
+        f"{checkpoint.folder} has no {_WORDS} among its {len(names)} tensors"
+        f"{f', first {min(names)}' if names else ''}; give a GPT model in the format torch_dist"
+    )
 
-    def _check_surplus(self, used: set[str]) -> None:
-        weights = {name for name in self._checkpoint.shapes() if name.removeprefix(self._prefix).startswith(_PARTS)}
-        if surplus := sorted(weights - used):
-            raise UserError(
-                f"{self._checkpoint.folder} has {len(surplus)} tensors that the architecture of config.json does not "
-                f"have, first {surplus[0]}; use the config.json of these weights"
-            )
+
+def _find(entry: Entry, architecture: Architecture, prefix: str, checkpoint: DistributedCheckpoint) -> _Place:
+    """Return where the checkpoint has a parameter, after checking the shapes."""
+    found, shape = checkpoint.shapes(), entry.local_shape(architecture, 1)
+    places = list(_places(entry, architecture, prefix))
+    for place in places:
+        if place.names[0] not in found:
+            continue
+        expected = (*place.stacked, shape[0] // len(place.names), *shape[1:])
+        for name in place.names:
+            if not _fits(found.get(name, ()), expected, is_vocabulary=entry.row.layout is vocabulary):
+                raise UserError(
+                    f"{checkpoint.folder}: {name} has the shape {list(found.get(name, ()))}, but config.json requires "
+                    f"{list(expected)}; use the config.json of these weights"
+                )
+        return place
+    raise UserError(
+        f"{checkpoint.folder} lacks {places[0].names[0]}, which is {entry.names[0]} in Hugging Face's names and which "
+        "config.json requires; use the config.json of these weights"
+    )
+
+
+def _check_surplus(checkpoint: DistributedCheckpoint, prefix: str, used: Collection[str]) -> None:
+    weights = {name for name in checkpoint.shapes() if name.removeprefix(prefix).startswith(_PARTS)}
+    if surplus := sorted(weights.difference(used)):
+        raise UserError(
+            f"{checkpoint.folder} has {len(surplus)} tensors that the architecture of config.json does not have, first "
+            f"{surplus[0]}; use the config.json of these weights"
+        )
 
 
 def _fits(shape: Shape, expected: Shape, *, is_vocabulary: bool) -> bool:

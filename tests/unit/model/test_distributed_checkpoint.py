@@ -1,5 +1,6 @@
 """Folders that PyTorch's own `torch.distributed.checkpoint` writes, whole, damaged and malicious."""
 
+import itertools
 import os
 import pickle
 from collections.abc import Callable
@@ -41,10 +42,25 @@ def test_whole_tensors_and_their_parts_are_read(folder):
 
     assert checkpoint.shapes() == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
     for name, tensor in TENSORS.items():
-        assert torch.equal(checkpoint.read(name), tensor)
-        assert checkpoint.read(name).dtype == tensor.dtype
-    assert torch.equal(checkpoint.read("stacked", (1,)), TENSORS["stacked"][1])
-    assert torch.equal(checkpoint.read("stacked", (0, 2)), TENSORS["stacked"][0, 2])
+        assert torch.equal(checkpoint.tensor(name).read(), tensor)
+        assert checkpoint.tensor(name).read().dtype == tensor.dtype
+    assert torch.equal(checkpoint.tensor("stacked", 1).read((1,)), TENSORS["stacked"][1])
+    assert torch.equal(checkpoint.tensor("stacked", 2).read((0, 2)), TENSORS["stacked"][0, 2])
+
+
+def test_a_part_of_several_stacked_tensors_is_read_once(folder, monkeypatch):
+    checkpoint, load, num_loads = DistributedCheckpoint(folder), torch.load, 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_loads
+        num_loads += 1
+        return load(*args, **options)
+
+    monkeypatch.setattr(torch, "load", counted)
+    stacked = checkpoint.tensor("stacked", 2)
+    for index in itertools.product(range(2), range(3)):
+        assert torch.equal(stacked.read(index), TENSORS["stacked"][index])
+    assert num_loads == 1
 
 
 class Command:
@@ -63,7 +79,7 @@ def test_nothing_in_the_metadata_is_run(folder, tmp_path):
 
     change_metadata(folder, add_command)
 
-    assert torch.equal(DistributedCheckpoint(folder).read("plain"), TENSORS["plain"])
+    assert torch.equal(DistributedCheckpoint(folder).tensor("plain").read(), TENSORS["plain"])
     assert not (tmp_path / "run").exists()
     pickle.loads((folder / METADATA).read_bytes())
     assert (tmp_path / "run").exists(), "the command would have been run by pickle"
@@ -83,12 +99,21 @@ def test_nothing_in_a_part_is_run(folder, tmp_path):
         data.write(command)
 
     with pytest.raises(UserError, match="a part of plain cannot be read"):
-        DistributedCheckpoint(folder).read("plain")
+        DistributedCheckpoint(folder).tensor("plain").read()
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x80", b"no pickle", pickle.dumps(3), pickle.dumps({"state_dict_metadata": {}}), b"\x80\x04\x95"]
+    "content",
+    [
+        b"",
+        b"\x80",
+        b"no pickle",
+        pickle.dumps(3),
+        pickle.dumps({"state_dict_metadata": {}}),
+        b"\x80\x04\x95",
+        pytest.param(b"\x80\x04})" + b"\x85" * 2_000_000 + b"Ns.", id="a key that is a deeply nested tuple"),
+    ],
 )
 def test_metadata_of_another_format_is_refused(folder, content):
     (folder / METADATA).write_bytes(content)
@@ -109,10 +134,10 @@ def test_a_part_that_is_cut_is_named(folder):
     file.write_bytes(file.read_bytes()[:100])
     for name in TENSORS:
         with pytest.raises(UserError, match=f"{file.name}: a part of {name} cannot be read"):
-            DistributedCheckpoint(folder).read(name)
+            DistributedCheckpoint(folder).tensor(name).read()
     file.unlink()
     with pytest.raises(UserError, match="No such file"):
-        DistributedCheckpoint(folder).read("plain")
+        DistributedCheckpoint(folder).tensor("plain").read()
 
 
 @pytest.mark.parametrize(
@@ -136,7 +161,7 @@ def test_a_part_at_an_impossible_place_is_refused(folder, fields):
 
     change_metadata(folder, move)
     with pytest.raises(UserError, match="a part of plain cannot be read"):
-        DistributedCheckpoint(folder).read("plain")
+        DistributedCheckpoint(folder).tensor("plain").read()
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02X\x02\x00\x00\x00\xff\xff.", b"\x80\x02h\x05.", b"\x80\x02K\x01)R."])
@@ -144,7 +169,7 @@ def test_a_part_that_is_no_tensor_is_refused(folder, content):
     (file,) = folder.glob("*.distcp")
     file.write_bytes(content + b"." * file.stat().st_size)
     with pytest.raises(UserError, match="a part of scalar cannot be read"):
-        DistributedCheckpoint(folder).read("scalar")
+        DistributedCheckpoint(folder).tensor("scalar").read()
 
 
 def test_parts_that_overlap_and_leave_a_hole_are_refused(folder):
@@ -159,7 +184,7 @@ def test_parts_that_overlap_and_leave_a_hole_are_refused(folder):
 
     change_metadata(folder, overlap)
     with pytest.raises(UserError, match="the 6 values of plain"):
-        DistributedCheckpoint(folder).read("plain")
+        DistributedCheckpoint(folder).tensor("plain").read()
 
 
 def test_a_part_that_is_missing_is_counted(folder):
@@ -168,8 +193,8 @@ def test_a_part_that_is_missing_is_counted(folder):
             del metadata.storage_data[index]
 
     change_metadata(folder, remove)
-    with pytest.raises(UserError, match=r"has 0 of the 12 values of stacked\[1\]"):
-        DistributedCheckpoint(folder).read("stacked", (1,))
+    with pytest.raises(UserError, match=r"has 0 of the 12 values of stacked\[0\]"):
+        DistributedCheckpoint(folder).tensor("stacked", 1)
 
 
 def test_files_outside_of_the_folder_are_not_read(folder):
@@ -179,4 +204,4 @@ def test_files_outside_of_the_folder_are_not_read(folder):
 
     change_metadata(folder, point_outside)
     with pytest.raises(UserError, match="is not a file of the folder"):
-        DistributedCheckpoint(folder)
+        DistributedCheckpoint(folder).tensor("plain")
