@@ -51,17 +51,10 @@ def find_checkpoint(
     in_run = run.config.is_file() and checkpoint.parent.name == run.checkpoints.name
     # The override makes a moved run directory find the model that it contains.
     config = load_config(run.config, [f"run_dir={json.dumps(str(run.root))}"]) if in_run else None
-    if origin is None and config is None:
-        raise UserError(
-            f"{checkpoint} is not in a run directory, whose config.yaml would name the model; give the Hugging "
-            f"Face folder with its config.json and tokenizer as {origin_option}"
-        )
-    origin = origin or config.model_path  # pyright: ignore[reportOptionalMemberAccess]
-    if not (origin / "config.json").is_file():
-        raise UserError(
-            f"there is no {origin / 'config.json'}; give the Hugging Face folder that the run started from as "
-            f"{origin_option} (a relative model.path starts at the folder where the run was started)"
-        )
+    hint = ""
+    if origin is None and config is not None:
+        origin, hint = config.model_path, " (a relative model.path starts at the folder where the run was started)"
+    origin = _checked_origin(origin, checkpoint, origin_option, hint)
     dtype = dtype or (config.model.dtype if config else _convertible_dtype(origin, dtype_option))
     return CheckpointSource(checkpoint, origin, dtype)
 
@@ -74,13 +67,16 @@ def find_megatron_source(path: Path, origin: Path | None, dtype: str | None) -> 
     checkpoint = find_megatron_checkpoint(path)
     if checkpoint is None:
         return None
-    if origin is None or not (origin / "config.json").is_file():
-        state = f"there is no {origin / 'config.json'}" if origin else "it has no config.json and tokenizer"
-        raise UserError(
-            f"{checkpoint} is a checkpoint of Megatron-Core, and {state}; give the Hugging Face folder of its "
-            "architecture as --origin-hf-dir (weights are not needed)"
-        )
+    origin = _checked_origin(origin, checkpoint, "--origin-hf-dir", ", whose weights are not needed")
     return CheckpointSource(checkpoint, origin, dtype or _convertible_dtype(origin, "--dtype"))
+
+
+def _checked_origin(origin: Path | None, checkpoint: Path, option: str, hint: str) -> Path:
+    """Return the origin. Raises UserError without one, or without its config.json."""
+    if origin is not None and (origin / "config.json").is_file():
+        return origin
+    state = f"there is no {origin / 'config.json'}" if origin else f"nothing names the model of {checkpoint}"
+    raise UserError(f"{state}; give the Hugging Face folder with its config.json and tokenizer as {option}{hint}")
 
 
 def _checkpoint(path: Path) -> Path:

@@ -98,7 +98,7 @@ def test_a_checkpoint_of_megatron_becomes_the_model_it_came_from(monkeypatch, ca
     (model / "model.safetensors").unlink()  # of the origin, only config.json and the tokenizer are needed
 
     assert run(monkeypatch, "convert_megatron_to_hf", megatron, "--output", back) == 2
-    assert "give the Hugging Face folder of its architecture as --origin-hf-dir" in capsys.readouterr().err
+    assert "as --origin-hf-dir, whose weights are not needed" in capsys.readouterr().err
     arguments = (megatron, "--origin-hf-dir", model, "--output", back)
     assert run(monkeypatch, "convert_megatron_to_hf", *arguments, "--adapter") == 2
     assert "convert it without --adapter" in capsys.readouterr().err
