@@ -72,18 +72,15 @@ def curve_figure(
     series: Sequence[Series],
     *,
     title: str,
-    x_label: str,
     y_label: str,
     log_y: bool = False,
     stacked: bool = False,
-    smoothing: float = 0.0,
     target: float | None = None,
 ) -> str:
-    """Plot the curves and return an `<svg>` element; the same input gives the same text.
+    """Plot the curves over steps and return an `<svg>` element; the same input gives the same text.
 
-    `title` is the accessible name; the page writes it above the figure. `smoothing` in [0, 1) is the decay of an
-    exponential moving average, which is plotted over the raw curve. `stacked` stacks the curves as areas and reads NaN
-    as 0. `target` is a dashed reference line. Several series get a legend.
+    `title` is the accessible name; the page writes it above the figure. `stacked` stacks the curves as areas and reads
+    NaN as 0. `target` is a dashed reference line. Several series get a legend.
     """
     # The salt keeps the ids of figures on the same HTML page distinct.
     with rc_context({**STYLE, "svg.hashsalt": f"{title}/{y_label}/{[s.name for s in series]}"}):
@@ -92,14 +89,14 @@ def curve_figure(
         if stacked:
             _plot_areas(axes, series)
         else:
-            _plot_curves(axes, series, smoothing, log_y=log_y)
+            _plot_curves(axes, series, log_y=log_y)
         if target is not None:
             axes.axhline(target, color=_QUIET, linewidth=1.1, dashes=(4, 3), label=f"target {target:.3g}")
         if log_y and any(value > 0 for curve in series for value in curve.y):
             _set_log_scale(axes)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, min_n_ticks=1))
         axes.margins(x=0.02)
-        axes.set_xlabel(x_label)
+        axes.set_xlabel("step")
         # A horizontal label above the axis is easier to read than a rotated one beside it.
         axes.set_title(y_label, loc="left", fontsize=10.5, color=_QUIET, pad=7)
         if len(axes.get_legend_handles_labels()[0]) > 1:
@@ -107,15 +104,13 @@ def curve_figure(
         return _svg(figure, title)
 
 
-def _plot_curves(axes: Axes, series: Sequence[Series], smoothing: float, *, log_y: bool) -> None:
+def _plot_curves(axes: Axes, series: Sequence[Series], *, log_y: bool) -> None:
     """Plot the curves. Where one would hide earlier ones, it is striped, and its points are rings around theirs."""
-    shown = [np.array(_moving_average(curve.y, smoothing) if smoothing else curve.y, float) for curve in series]
+    shown = [np.array(curve.y, float) for curve in series]
     under = _num_hidden([curve.x for curve in series], shown, log_y=log_y)
     for index, (curve, y) in enumerate(zip(series, shown, strict=True)):
         colour = PALETTE[index % len(PALETTE)]
         marker = "o" if np.isfinite(y).sum() <= _FEW_POINTS else None
-        if smoothing:
-            axes.plot(curve.x, curve.y, color=colour, linewidth=0.8, alpha=0.35)
         # A segment is striped if both of its ends coincide with those of earlier curves.
         segments = np.minimum(under[index][:-1], under[index][1:]) if len(y) > 1 else under[index]
         for num in sorted({0, *segments.tolist()}):
@@ -157,16 +152,6 @@ def _plot_areas(axes: Axes, series: Sequence[Series]) -> None:
     colours = [PALETTE[index % len(PALETTE)] for index in range(len(series))]
     axes.stackplot(steps, heights, labels=[curve.name for curve in series], colors=colours, alpha=0.82, linewidth=0)
     axes.set_ylim(bottom=0)
-
-
-def _moving_average(values: Sequence[float], decay: float) -> list[float]:
-    smoothed: list[float] = []
-    average = math.nan
-    for value in values:
-        if not math.isnan(value):
-            average = value if math.isnan(average) else decay * average + (1 - decay) * value
-        smoothed.append(average)
-    return smoothed
 
 
 def _set_log_scale(axes: Axes) -> None:

@@ -66,7 +66,6 @@ def _figures(section: Section, tables: MetricTables, target: float | None) -> li
             svg = curve_figure(
                 series,
                 title=spec.title,
-                x_label="step",
                 y_label=spec.y_label,
                 log_y=spec.log_y,
                 stacked=spec.stacked,

@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def draw(*series: Series, title: str = "Mean reward", **options) -> str:
-    return curve_figure(series, title=title, x_label="step", y_label="score", **options)
+    return curve_figure(series, title=title, y_label="score", **options)
 
 
 def texts(svg: str) -> list[str]:
@@ -59,12 +59,6 @@ def test_nan_leaves_a_gap():
     whole, broken = (draw(Series("a", STEPS, y)) for y in ([1, 2, 3, 4], [1, math.nan, 3, 4]))
     assert [curve.count("M") for curve in curves(whole)] == [1]
     assert [curve.count("M") for curve in curves(broken)] == [2]
-
-
-def test_smoothing_draws_the_average_over_the_thin_raw_curve():
-    smoothed = draw(CURVE, smoothing=0.9)
-    assert curves(smoothed) != curves(draw(CURVE))
-    assert "stroke-opacity: 0.35; stroke-width: 0.8" in smoothed
 
 
 def test_a_target_is_named_in_the_legend():
