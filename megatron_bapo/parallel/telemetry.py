@@ -34,10 +34,8 @@ class GpuReading:
     """Memory used by all processes."""
     memory_total_gib: float | None
     power_w: float | None
-    power_limit_w: float | None
     temperature_c: float | None
     sm_clock_mhz: float | None
-    max_sm_clock_mhz: float | None
     corrected_ecc: int | None
     """Corrected ECC errors since the driver was loaded."""
     uncorrected_ecc: int | None
@@ -84,10 +82,8 @@ def read_gpu(nvml: Any, handle: Any) -> GpuReading:
         memory_used_gib=None if memory is None else memory.used / GIB,
         memory_total_gib=None if memory is None else memory.total / GIB,
         power_w=scaled(query("nvmlDeviceGetPowerUsage"), 1e-3),
-        power_limit_w=scaled(query("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
         temperature_c=scaled(query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU)),
         sm_clock_mhz=scaled(query("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM)),
-        max_sm_clock_mhz=scaled(query("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)),
         corrected_ecc=_ecc_errors(nvml, query, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
         uncorrected_ecc=_ecc_errors(nvml, query, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         repair_pending=None if rows is None else bool(rows[2]),
