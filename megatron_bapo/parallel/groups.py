@@ -45,8 +45,6 @@ class ParallelGroups:
     """Ranks over which the experts of a layer are distributed."""
     expert_tensor: Axis
     """Ranks over which each expert is split."""
-    expert_shards: Axis
-    """Expert tensor and expert combined: ranks that together hold one copy of the experts of a stage."""
     expert_data: Axis
     """Ranks with the same part of the experts."""
     num_virtual_stages: int
@@ -142,7 +140,6 @@ def create_groups(parallel: ParallelConfig, seed: int, timeout_s: float) -> Para
         data_context=_axis(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         expert=_axis(parallel_state.get_expert_model_parallel_group()),
         expert_tensor=_axis(parallel_state.get_expert_tensor_parallel_group()),
-        expert_shards=_axis(parallel_state.get_expert_tensor_and_model_parallel_group()),
         expert_data=_axis(parallel_state.get_expert_data_parallel_group()),
         num_virtual_stages=num_virtual_stages,
         main_calls=MainCalls(timeout_s),

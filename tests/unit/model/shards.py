@@ -77,7 +77,6 @@ def groups_of(parallel: ParallelConfig, rank: int) -> ParallelGroups:
         data_context=axis(dense, "dp-cp"),
         expert=axis(expert, "ep"),
         expert_tensor=axis(expert, "tp"),
-        expert_shards=axis(expert, "tp-ep"),
         expert_data=axis(expert, "dp"),
         num_virtual_stages=parallel.virtual_pipeline_model_parallel_size,
     )

@@ -92,8 +92,8 @@ def test_the_stage_rank_is_consistent_with_the_expert_axes(layout):
     parallel = ParallelConfig(world_size=16, **LAYOUTS[layout])
     for rank in range(parallel.world_size):
         groups = groups_of(parallel, rank)
-        assert groups.stage_rank == groups.expert_data.rank * groups.expert_shards.size + groups.expert_shards.rank
-        assert groups.expert_shards.rank == groups.expert.rank * groups.expert_tensor.size + groups.expert_tensor.rank
+        expert_rank = groups.expert_data.rank * groups.expert.size + groups.expert.rank
+        assert groups.stage_rank == expert_rank * groups.expert_tensor.size + groups.expert_tensor.rank
 
 
 def test_one_rank_streams_what_it_loaded_in_the_order_of_own_shapes(tmp_path):

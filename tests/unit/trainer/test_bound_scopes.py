@@ -13,7 +13,7 @@ from tests.unit.trainer.test_token_reservoir import example, lay_out
 
 START, END = (0.6, 1.2), (0.9, 3.0)
 ALONE = Axis(None, rank=0, size=1)  # pyright: ignore[reportArgumentType]
-GROUPS = ParallelGroups(*[ALONE] * 9, num_virtual_stages=1)
+GROUPS = ParallelGroups(*[ALONE] * 8, num_virtual_stages=1)
 
 
 def bounds(mode: LossAggMode, weights: str) -> tuple[float, float]:
