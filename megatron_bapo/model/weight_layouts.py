@@ -211,11 +211,6 @@ def one_host(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
     return Placement((TRAINER_HOST,) * parallel.world_size, ((TRAINER_HOST,),) * engine.num_ranks)
 
 
-def two_hosts(parallel: ParallelConfig, engine: EngineLayout) -> Placement:
-    """Place the trainer on one host and all engines on another."""
-    return Placement((TRAINER_HOST,) * parallel.world_size, ((ENGINE_HOST,),) * engine.num_ranks)
-
-
 def many_hosts(
     parallel: ParallelConfig, engine: EngineLayout, num_engines: int, ranks_per_host: int, *, colocated: bool
 ) -> Placement:
