@@ -146,7 +146,7 @@ def commit(draft: Draft, keep: int) -> None:
     """Give a checkpoint its final name when all ranks have written it, and delete old ones; on rank 0."""
     if draft.rollouts is not None:
         draft.rollouts.finish_saving()
-    _write_json(draft.partial, draft.content)
+    write_state(draft.partial, draft.content)
     flush_to_disk(draft.partial)
     draft.partial.rename(draft.final)
     folder = draft.final.parent
@@ -171,11 +171,7 @@ def load_checkpoint(worker: Worker, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def write_state(checkpoint: Path, state: dict[str, Any], adam_step: int) -> None:
-    _write_json(checkpoint, {**state, "adam_step": adam_step})
-
-
-def _write_json(checkpoint: Path, content: dict[str, Any]) -> None:
+def write_state(checkpoint: Path, content: dict[str, Any]) -> None:
     (checkpoint / STATE).write_text(json.dumps(content, indent=1))
 
 

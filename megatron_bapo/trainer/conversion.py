@@ -57,7 +57,7 @@ def checkpoint_from_hugging_face(
     architecture = read_architecture(source)
 
     def complete(partial: Path) -> None:
-        write_state(partial, state, adam_step=0)
+        write_state(partial, {**state, "adam_step": 0})
 
     with SafetensorsFolder(source) as tensors:
         check_tensors(tensors.shapes(), architecture, source)
