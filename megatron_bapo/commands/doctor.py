@@ -69,7 +69,7 @@ def _software(root: Path) -> Iterator[Finding]:
     yield packages(installed)
     yield lock_conformance(root, installed)
     yield from conflicting_packages(installed)
-    yield from gpu_findings(installed, apex=_has_nvidia_apex(_folder_of("apex")))
+    yield from gpu_findings(installed, apex=_has_nvidia_apex(_apex_folder()))
     yield from environment(os.environ)
 
 
@@ -140,7 +140,7 @@ def lock_conformance(root: Path, installed: Mapping[str, str]) -> Finding:
 
 def conflicting_packages(installed: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a row for each package that breaks another one's import, or a single row if there are none."""
-    found = [*_cpu_conflicts(installed), *_companion_conflicts(installed), *_wrong_apex(_folder_of("apex"))]
+    found = [*_cpu_conflicts(installed), *_companion_conflicts(installed), *_wrong_apex(_apex_folder())]
     yield from found
     if not found:
         yield Finding("conflicts", "ok", "no installed package breaks another's import")
@@ -194,9 +194,9 @@ def _torch_pin(name: str) -> str | None:
     return next((m[1] for line in wanted if (m := re.match(r"torch\s*\(?==\s*([^\s;)]+)", line))), None)
 
 
-def _folder_of(package: str) -> Path | None:
-    """Return a package's folder without importing the package."""
-    spec = find_spec(package)
+def _apex_folder() -> Path | None:
+    """Return the folder of the package apex without importing it."""
+    spec = find_spec("apex")
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
