@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NotRequired, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -127,9 +126,7 @@ class JsonlSink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -155,14 +152,6 @@ class TensorBoardSink:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self, phase: Phase) -> EventFileWriter:
         writer = EventFileWriter(str(self._folder / phase))

@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_truncating_a_missing_file_creates_none(tmp_path: Path):
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path):
-    with TensorBoardSink(tmp_path) as sink:
+    with closing(TensorBoardSink(tmp_path)) as sink:
         sink.write(metrics_row(1, "warm_start", {"actor/loss": 3.0}))
         sink.write(metrics_row(1, metrics={"actor/loss": 0.5, "actor/entropy": 1.25}))
         sink.write(metrics_row(2, metrics={"actor/loss": 0.25}))
@@ -144,10 +145,10 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path):
 
 
 def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
-    with TensorBoardSink(tmp_path) as sink:
+    with closing(TensorBoardSink(tmp_path)) as sink:
         for step in (1, 2, 3, 4):
             sink.write(metrics_row(step, metrics={"reward": float(step)}))
-    with TensorBoardSink(tmp_path, resume_steps={"train": 2}) as sink:
+    with closing(TensorBoardSink(tmp_path, resume_steps={"train": 2})) as sink:
         sink.write(metrics_row(3, metrics={"reward": 30.0}))
     assert tensorboard_scalars(tmp_path / "train", "reward") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
