@@ -12,7 +12,7 @@ unit of the learning rate this gives
 with an error that shrinks with the rate. Proposition 2 of the paper drops the factor p on the way to Eq. 6. Without
 that factor the rule is wrong for a plain gradient step: about 5 times too large, and sometimes of the wrong sign.
 
-Shapes: V actions of one state; N sampled tokens, each from a different state.
+Shapes: N sampled tokens, each from a different state.
 """
 
 from __future__ import annotations
@@ -30,19 +30,6 @@ Form = Literal["gradient", "printed"]
 def has_gradient(ratio: Tensor, advantages: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """Return X of Eq. 7 as booleans: whether the clip leaves each token its gradient."""
     return ((advantages > 0) & (ratio < high)) | ((advantages < 0) & (ratio > low))
-
-
-def logit_step(log_probs_V: Tensor, advantages_V: Tensor, has_gradient_V: Tensor, form: Form) -> Tensor:
-    """Return the step [V] of one state's logits per unit of the learning rate."""
-    probs_V, gain_V = log_probs_V.exp(), advantages_V * has_gradient_V
-    step_V = gain_V - (probs_V * gain_V).sum()
-    return probs_V * step_V if form == "gradient" else step_V
-
-
-def entropy_change(log_probs_V: Tensor, step_V: Tensor) -> Tensor:
-    """Return the first-order change of the entropy, -Cov_p(log p, step), in nats, 0-d."""
-    probs_V = log_probs_V.exp()
-    return -(probs_V * (log_probs_V - (probs_V * log_probs_V).sum()) * step_V).sum()
 
 
 @torch.no_grad()

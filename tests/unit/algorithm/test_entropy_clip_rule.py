@@ -1,17 +1,14 @@
-"""The rule against a worked case, the gradient of the clipped objective, and the entropy after an actual step."""
+"""The rule against a worked case, the gradient of the clipped objective, and the entropy after an actual step.
+
+Shapes: V actions of one state.
+"""
 
 import math
 
 import pytest
 import torch
 
-from megatron_bapo.algorithm.entropy_clip_rule import (
-    Form,
-    entropy_change,
-    has_gradient,
-    logit_step,
-    sampled_entropy_change,
-)
+from megatron_bapo.algorithm.entropy_clip_rule import Form, has_gradient, sampled_entropy_change
 
 LOW, HIGH = 0.8, 1.2
 FORMS: list[Form] = ["gradient", "printed"]
@@ -29,6 +26,21 @@ def entropy(logits: torch.Tensor) -> float:
 def objective(logits: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     ratio = logits.softmax(-1) / behaviour
     return (behaviour * torch.minimum(ratio * advantages, ratio.clamp(LOW, HIGH) * advantages)).sum()
+
+
+def logit_step(
+    log_probs_V: torch.Tensor, advantages_V: torch.Tensor, has_gradient_V: torch.Tensor, form: Form
+) -> torch.Tensor:
+    """Return the step [V] of one state's logits per unit of the learning rate."""
+    probs_V, gain_V = log_probs_V.exp(), advantages_V * has_gradient_V
+    step_V = gain_V - (probs_V * gain_V).sum()
+    return probs_V * step_V if form == "gradient" else step_V
+
+
+def entropy_change(log_probs_V: torch.Tensor, step_V: torch.Tensor) -> torch.Tensor:
+    """Return the first-order change of the entropy, -Cov_p(log p, step), in nats, 0-d."""
+    probs_V = log_probs_V.exp()
+    return -(probs_V * (log_probs_V - (probs_V * log_probs_V).sum()) * step_V).sum()
 
 
 class WorkedCase:
