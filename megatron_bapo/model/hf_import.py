@@ -102,7 +102,7 @@ def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: P
     if surplus:
         raise UserError(
             f"{folder} contains {len(surplus)} tensors that the architecture does not have, first "
-            f"{sorted(surplus)[0]}; use the config.json of these weights"
+            f"{min(surplus)}; use the config.json of these weights"
         )
     for name, shape in expected.items():
         if found[name] != shape:
