@@ -86,7 +86,8 @@ class MegatronTensors:
     """Whole tensors by Hugging Face name of a Megatron-Core checkpoint.
 
     Raises UserError if the folder is not a complete checkpoint, or not one of this architecture. The optimizer's state
-    and layers that predict further tokens are not read.
+    and layers that predict further tokens are not read. A part with several experts, as Megatron-Core's former
+    GroupedMLP saves them, stays in memory while they are read.
     """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
