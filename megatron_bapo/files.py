@@ -1,4 +1,4 @@
-"""Files and folders: flushing to disk, reserved space, and errors for files and folders that cannot be used."""
+"""Files and folders: writing safely to disk, reserved space, and errors for those that cannot be used."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the file atomically: write, sync and rename a temporary file in the same folder."""
+    temporary = path.with_name(path.name + ".tmp")
+    # A response can contain an unpaired surrogate, which UTF-8 cannot encode.
+    with temporary.open("w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+    flush(temporary)
+    temporary.replace(path)
 
 
 def make_folder(folder: Path, label: str) -> None:

@@ -37,10 +37,10 @@ from megatron_bapo.controller.rollout_plane import rollout_plane
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.data.prompts import load_prompts
 from megatron_bapo.errors import INTERRUPTED, RunError, UserError
-from megatron_bapo.files import make_folder, read_json_object
+from megatron_bapo.files import make_folder, read_json_object, replace_text
 from megatron_bapo.metrics.benchmark import problems_of, results
 from megatron_bapo.metrics.benchmark_table import print_results
-from megatron_bapo.metrics.sinks import JsonlSink, ResponseRow, read_rows, replace_text
+from megatron_bapo.metrics.sinks import JsonlSink, ResponseRow, read_rows
 from megatron_bapo.records import Prompt
 from megatron_bapo.rewards.ground_truths import check_ground_truths
 from megatron_bapo.rollout.generation import ScoredGroups

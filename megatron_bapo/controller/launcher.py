@@ -52,10 +52,11 @@ from megatron_bapo.controller.run_report import accuracies, write_run_report
 from megatron_bapo.controller.run_state import check_resumable
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import INTERRUPTED, ProbeFailed, RunError, StorageFailed
+from megatron_bapo.files import replace_text
 from megatron_bapo.logs import last_lines
 from megatron_bapo.metrics.alarms import mismatch_alarms
 from megatron_bapo.metrics.mlflow_sink import following_to_mlflow
-from megatron_bapo.metrics.sinks import read_new_rows, read_rows, replace_text
+from megatron_bapo.metrics.sinks import read_new_rows, read_rows
 from megatron_bapo.model.weight_layouts import ENGINE_HOST, TRAINER_HOST
 from megatron_bapo.parallel.platform import compute_capability, has_transformer_engine, visible_devices
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize

@@ -11,9 +11,9 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from megatron_bapo.files import replace_text
 from megatron_bapo.metrics.figures import SECTIONS, MetricTables, Section, curves, positive_share_target
 from megatron_bapo.metrics.plots import Series, curve_figure
-from megatron_bapo.metrics.sinks import replace_text
 
 _MAX_SAMPLES = 8
 _HEADLINE = ("accuracy_before", "accuracy_after")

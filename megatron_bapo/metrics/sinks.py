@@ -21,7 +21,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from megatron_bapo.errors import RunError
-from megatron_bapo.files import flush
+from megatron_bapo.files import replace_text
 from megatron_bapo.records import FinishReason
 
 Phase = Literal["warm_start", "train", "validation"]
@@ -211,16 +211,6 @@ def truncate_after(path: Path, step: int, *, phase: Phase = "train") -> None:
         line for line, row in _lines_and_rows(path) if (row.get("phase", "train") != "warm_start", row["step"]) <= last
     ]
     replace_text(path, "".join(line + "\n" for line in kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write the file atomically: write, sync and rename a temporary file in the same folder."""
-    temporary = path.with_name(path.name + ".tmp")
-    # A response can contain an unpaired surrogate, which UTF-8 cannot encode.
-    with temporary.open("w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
-    flush(temporary)
-    temporary.replace(path)
 
 
 def _lines_and_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure as Plot
 from rich.console import Console
 
-from megatron_bapo.metrics.sinks import replace_text
+from megatron_bapo.files import replace_text
 from megatron_bapo.studies.figures import (
     Curve,
     curves_figure,

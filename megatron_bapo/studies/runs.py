@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_bapo.cluster.interrupts import Interrupts, end_with_parent
 from megatron_bapo.config.loading import dump_config
+from megatron_bapo.files import replace_text
 from megatron_bapo.logs import last_lines
-from megatron_bapo.metrics.sinks import replace_text
 from megatron_bapo.studies.plan import StudyRun, unfinished
 
 POLL_S = 0.5

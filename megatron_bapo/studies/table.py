@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_bapo.metrics.sinks import read_rows, replace_text
+from megatron_bapo.files import replace_text
+from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.metrics.token_table import COLUMNS, read_token_tables
 
 
