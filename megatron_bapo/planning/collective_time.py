@@ -8,7 +8,7 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.planning.collectives import BLOCK_UNITS, attention_inputs, hidden_bytes, key_value_bytes, num_mlps
 from megatron_bapo.planning.hardware import Assumptions, Gpu
-from megatron_bapo.planning.layer_time import ExpertSplit
+from megatron_bapo.planning.layer_time import ExpertSplit, reached
 from megatron_bapo.planning.precision import DTYPE_BYTES
 
 LATENCY_S = 12e-6
@@ -90,10 +90,9 @@ def expert_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
         return 0.0
     ranks_on_host = max(1.0, min(ep, per_host / etp))
     near, far = chosen * (ranks_on_host - 1) / ep, chosen * (ep - ranks_on_host) / ep
-    if links.assumptions.dispatcher == "hybridep":
-        hosts, ranks = ep / ranks_on_host, float(ep)
-        far = (hosts - 1) * (1 - (1 - 1 / hosts) ** chosen)
-        near = (ranks_on_host - 1) * (1 - (1 - 1 / ranks) ** chosen)
+    if links.assumptions.dispatcher != "alltoall":
+        hosts = ep / ranks_on_host
+        far, near = (hosts - 1) * reached(arch, hosts), (ranks_on_host - 1) * reached(arch, ep)
     sent = hidden_bytes(arch, tokens, DTYPE_BYTES[config.model.dtype]) * links.assumptions.expert_imbalance
     seconds = 2 * max(sent * (near + chosen * (etp - 1)) / links.inside, sent * far / links.across)
     latency = NETWORK_LATENCY_S if far else LATENCY_S

@@ -105,6 +105,9 @@ def decode_cost(
     reductions = 2 * arch.num_hidden_layers * (size > 1)
     reduced = 2 * (size - 1) / size * arch.hidden_size * DTYPE_BYTES[config.model.dtype]
     per_sequence = 2.0 * num_active_parameters(arch) / flops_per_s + reductions * reduced / links.bandwidth(span)
+    num_moe = len(arch.moe_layers)
+    launches_ms = (arch.num_hidden_layers - num_moe) * assumptions.decode_layer_ms
+    launches_ms += num_moe * assumptions.decode_expert_layer_ms
     return DecodeCost(
         overhead=num_stages * assumptions.decode_overhead_ms / 1e3,
         weights=(num_stages * engine.weights - expert_bytes) / bytes_per_s,
@@ -115,7 +118,7 @@ def decode_cost(
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,
         per_request=assumptions.decode_sequence_us / 1e6,
-        launches=rollout.enforce_eager * arch.num_hidden_layers * assumptions.decode_layer_ms / 1e3,
+        launches=rollout.enforce_eager * launches_ms / 1e3,
     )
 
 

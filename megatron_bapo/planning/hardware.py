@@ -9,7 +9,7 @@ from megatron_bapo.config.cluster import GpuName
 from megatron_bapo.config.fp8 import ComputeCapability
 
 GIB = 2**30
-Dispatcher = Literal["alltoall", "hybridep"]
+Dispatcher = Literal["alltoall", "hybridep", "deepep"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,23 @@ class Gpu:
     """Streaming multiprocessors, each of which computes one tile of a matrix product at a time."""
     source: str
     sustained: float = 1.0
-    """Share of the bfloat16 peak that computation reaches over an H100's, whose power limit lowers the clocks further
-    than that of an A100. An A100's is estimated from MosaicML's llm-foundry (scripts/train/benchmarking/README.md),
-    which runs the same models with the same code on both: with it, 17 layouts on A100s and 44 on H100s with sequences
-    of 2,048 to 8,192 tokens are planned in 1.00 of the published seconds on average, and without it those on A100s in
-    1.23. No source has such pairs for the other GPUs."""
+    """Share of the peak that computation reaches over an H100's, whose power limit lowers the clocks further than that
+    of an A100. An A100's is estimated from MosaicML's llm-foundry (scripts/train/benchmarking/README.md), which runs
+    the same models with the same code on both: with it, 17 layouts on A100s and 44 on H100s with sequences of 2,048 to
+    8,192 tokens are planned in 1.00 of the published seconds on average, and without it those on A100s in 1.23. An
+    H20's is that of the largest product of torch, 10,240 rows, columns and inner elements: 142.3 of 148 TFLOP/s on an
+    H20 and 719.7 of 989 on an H100 (zzc0721/torch-performance-test-data#77 and #79). Models have not been compared on
+    the others."""
 
     @property
     def bf16_flops(self) -> float:
         """FLOP/s in bfloat16 of which computation reaches the assumed efficiencies."""
         return self.bf16_tflops * 1e12 * self.sustained
+
+    @property
+    def fp8_flops(self) -> float:
+        """The same in FP8; 0 where the GPU has none."""
+        return self.fp8_tflops * 1e12 * self.sustained
 
 
 GPUS: dict[GpuName, Gpu] = {
@@ -49,7 +56,7 @@ GPUS: dict[GpuName, Gpu] = {
     "H100": Gpu(79.2, 989, 1979, (9, 0), 3.35, 450, 50, 132, "NVIDIA H100 SXM and DGX H100 data sheets"),
     "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, 132, "NVIDIA H200 SXM and DGX H200 data sheets"),
     "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, 148, "NVIDIA HGX B200 and DGX B200 data sheets"),
-    "H20": Gpu(95.0, 148, 296, (9, 0), 4.0, 450, 50, 78, "NVIDIA H20 and HGX H20 data sheets"),
+    "H20": Gpu(95.0, 148, 296, (9, 0), 4.0, 450, 50, 78, "NVIDIA H20 and HGX H20 data sheets", 1.3),
 }
 DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA A100-SXM4-40GB": "A100",
@@ -122,6 +129,9 @@ class Assumptions:
     graphs speed up the generation of Llama-3.1-8B by 3% (NVIDIA-NeMo/RL#498) or 10 to 15% (NVIDIA-NeMo/RL#116). A token
     of a model with 28 layers takes 10 ms (pytorch/torchtitan#2373) or, on a shared server, 22 ms
     (vllm-project/vllm-omni#7960) without them, which is 0.2 and 0.6 ms a layer."""
+    decode_expert_layer_ms: float = 0.7
+    """The same for a layer with experts: a token of Qwen3-30B-A3B, whose 48 layers all have experts, takes 33.9 ms
+    without CUDA graphs and 10.0 ms with them, on four GPUs (vllm-project/vllm#45709)."""
     host_copy_gb_s: float = 20.0
     """Bandwidth between a GPU and pinned host memory."""
     store_gb_s: float = 3.3
@@ -175,9 +185,12 @@ class Assumptions:
     balances_stages: bool = False
     """Whether the pipeline's split of layers accounts for the output layer."""
     dispatcher: Dispatcher = "alltoall"
-    """Token dispatcher of expert parallelism: `alltoall` sends each token once per expert; `hybridep` (as DeepEP) once
-    per host over the network and once per rank within a host, permutes and pads in its own kernels and is captured in
-    CUDA graphs, which halves the time of the host."""
+    """Token dispatcher of expert parallelism: `alltoall` sends each token once per expert; `hybridep` and `deepep` once
+    per host over the network and once per rank within a host, and permute and pad in their own kernels. `hybridep` is
+    captured in CUDA graphs, which halves the time of the host. Without them its time stays, as with `deepep`: a step of
+    Qwen3-235B-A22B that waits for the host takes 29.0 s with DeepEP, for 256 micro-batches of 12 layers a stage
+    (yanring/Megatron-MoE-ModelZoo, best_practice/qwen3), and a faster one has 276 TFLOP/s without and 320 with
+    graphs."""
     captures_graphs: bool = False
     """Whether attention, router and preprocessing of layers with experts are CUDA graphs beside `alltoall`, too."""
     broadcasts_weights: bool = False

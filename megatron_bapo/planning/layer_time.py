@@ -66,7 +66,7 @@ class Kernels:
         if self.fp8_recipe is None or not self.gpu.fp8_tflops:  # without FP8 products the plan does not fit anyway
             return self.gpu.bf16_flops * self.assumptions.compute_efficiency
         slower = BLOCKWISE_SPEED if self.fp8_recipe == "blockwise" else 1.0
-        return self.gpu.fp8_tflops * 1e12 * self.assumptions.fp8_efficiency * slower
+        return self.gpu.fp8_flops * self.assumptions.fp8_efficiency * slower
 
     @property
     def tile_s(self) -> float:
@@ -183,23 +183,38 @@ def mlp_block(kernels: Kernels, arch: Architecture, width: float, tokens: float)
     )
 
 
+def reached(arch: Architecture, parts: float) -> float:
+    """Return the probability that a token is routed to one of `parts` equal parts of the experts, balanced.
+
+    Routers that limit it choose all experts of a token from `topk_group` of `n_group` groups (Megatron-Core's
+    `group_limited_topk`). A part lies in one group or holds whole groups.
+    """
+    groups, most, chosen = arch.n_group, arch.topk_group, arch.num_experts_per_tok
+    if parts >= groups:
+        return most / groups * (1 - (1 - groups / (parts * most)) ** chosen)
+    held = round(groups / parts)
+    ways = [math.comb(held, among) * math.comb(groups - held, most - among) for among in range(min(held, most) + 1)]
+    missed = sum(number * (1 - among / most) ** chosen for among, number in enumerate(ways))
+    return 1 - missed / math.comb(groups, most)
+
+
 @lru_cache(maxsize=65536)
 def expert_block(kernels: Kernels, arch: Architecture, parallel: ExpertSplit, tokens: float) -> Passes:
     """Return the seconds of router, permutations and experts, on the rank with the most tokens.
 
     `tokens` are those that the rank routes. Permuting copies each token once per expert, and a rank with several
     experts sorts what it receives by expert and back. In FP8 each expert's tokens are padded to a multiple of 16 or 32
-    and back, which copies them. HybridEP pads while it permutes; it puts a token once into the buffer of every rank
-    with one of its experts, and copies it from there (moe_permute_fusion_into_hybridep is off by default).
+    and back, which copies them. HybridEP and DeepEP pad while they permute; they put a token once into the buffer of
+    every rank with one of its experts, and copy it from there (moe_permute_fusion_into_hybridep is off by default).
     """
     chosen, hidden = arch.num_experts_per_tok, arch.hidden_size
     imbalance = kernels.assumptions.expert_imbalance if parallel.expert > 1 else 1.0
     received = tokens * chosen * parallel.expert_tensor * imbalance
     local, width = arch.num_experts / parallel.expert, arch.moe_intermediate_size / parallel.expert_tensor
-    fused = kernels.assumptions.dispatcher == "hybridep"
+    fused = kernels.assumptions.dispatcher != "alltoall"
     sorted_ = 0.0 if fused or parallel.expert == 1 or local <= 1 else 4.0 * chosen * imbalance
     # Permuting reads and writes every copy. Undoing it scales the copies by their weights and adds them up.
-    buffered = 4.0 * parallel.expert * (1 - (1 - 1 / parallel.expert) ** chosen) if parallel.expert > 1 else 0.0
+    buffered = 4.0 * parallel.expert * reached(arch, parallel.expert) if parallel.expert > 1 else 0.0
     copied = 2.0 * (1 + chosen) + buffered if fused else 7.0 * chosen
     padded = 4.0 * chosen * imbalance if kernels.fp8_recipe is not None and not fused else 0.0
     launched = KERNEL_S * kernels.quantising_kernels * QUANTISED_EXPERT_TENSORS / 2 * local

@@ -8,8 +8,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.lora import LoraConfig, TargetModule
 from megatron_bapo.planning.flops import forward_flops, training_flops
+from megatron_bapo.planning.generation_time import decode_cost
 from megatron_bapo.planning.hardware import GPUS, Assumptions
-from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block
+from megatron_bapo.planning.layer_time import KERNEL_S, ExpertSplit, Kernels, expert_block, reached
 from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import num_active_adapter_parameters
 from megatron_bapo.planning.response_lengths import lengths_of, mean_response
@@ -180,6 +181,33 @@ def test_each_expert_of_a_rank_has_its_own_kernels_that_quantize_its_tensors() -
         )
         for more in (apart.forward - together.forward, apart.backward - together.backward):
             assert more == pytest.approx(128 / ranks * 2 * 4 * KERNEL_S)
+
+
+def test_a_token_reaches_the_parts_of_the_experts_that_its_router_allows() -> None:
+    free = recipe("qwen3-30b-a3b_16gpus").architecture
+    limited = replace(free, n_group=8, topk_group=4)
+    always = replace(limited, num_experts_per_tok=1000)  # so many that every allowed part is reached
+    assert reached(free, 16) == pytest.approx(1 - (15 / 16) ** 8)
+    assert reached(limited, 1) == 1
+    assert reached(limited, 8) == pytest.approx(0.5 * (1 - 0.75**8))
+    assert reached(always, 16) == pytest.approx(0.5)  # two parts a group
+    assert reached(always, 4) == pytest.approx(1 - 15 / 70)  # of C(8, 4) choices C(6, 4) miss both groups of a part
+
+
+def test_an_h20_reaches_more_of_its_peak_than_an_h100_in_bfloat16_and_in_fp8() -> None:
+    for recipe_name, peak in ((None, 148e12), ("tensorwise", 296e12)):
+        kernels = Kernels(GPUS["H20"], Assumptions(), recipe_name)
+        assert kernels.flops_per_s == pytest.approx(peak * 0.6 * 1.3)
+        same = Kernels(replace(GPUS["H20"], sustained=1.0), Assumptions(), recipe_name)
+        assert same.flops_per_s == pytest.approx(peak * 0.6)
+
+
+def test_eager_engines_launch_layers_with_experts_in_twice_the_time() -> None:
+    for name, layers_ms in (("qwen3-30b-a3b_16gpus", 48 * 0.7), ("qwen2.5-7b_8gpus", 28 * 0.35)):
+        for eager in (True, False):
+            plan = recipe(name, f"rollout.enforce_eager={str(eager).lower()}")
+            cost = decode_cost(plan.config, plan.architecture, plan.gpu, plan.engine, plan.assumptions)
+            assert cost.launches == pytest.approx(eager * layers_ms / 1e3)
 
 
 def test_an_optimizer_that_moves_unpinned_is_copied_more_slowly() -> None:
