@@ -112,6 +112,18 @@ def test_a_step_that_waits_for_the_host_waits_longer_in_fp8() -> None:
     assert narrow.total - wide.total == pytest.approx(64 * 48 * 16 * 4 * 30e-6, rel=0.01)
 
 
+def test_a_step_with_deepep_waits_for_the_host_and_one_in_cuda_graphs_does_not() -> None:
+    """256 micro-batches pass the slowest stage, of 11 layers and the output layer; graphs halve the host's time."""
+    run = next(run for run in RUNS if run.name == "zoo-235b-tp4")
+    kernels, graphs, slow_graphs, slow = (
+        run.plan(dispatcher=name, host_expert_layer_ms=ms).time.trainer.launch
+        for name, ms in (("deepep", 10), ("hybridep", 10), ("hybridep", 20), ("deepep", 20))
+    )
+    assert graphs == 0
+    assert kernels == slow_graphs > 0
+    assert slow - kernels == pytest.approx(256 * 11 * 10e-3)
+
+
 def test_tokens_of_a_router_with_groups_cross_to_fewer_hosts() -> None:
     """DeepSeek-V3 chooses from 4 of 8 groups, which are the experts of 8 hosts here."""
     plan = next(run for run in RUNS if run.name == "deepseek-v3-bf16").plan()
