@@ -53,7 +53,7 @@ def test_a_checkpoint_is_served_as_a_hugging_face_folder_with_the_same_weights(f
 
 
 def test_a_checkpoint_outside_a_run_directory_needs_its_origin(folder: Path, checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"is not in a run directory.* as model\.origin"):
+    with pytest.raises(UserError, match=r"nothing names the model of .* as model\.origin"):
         find_model(EvaluatedModelConfig(path=checkpoint), folder.parent / "hf")
 
 

@@ -106,7 +106,7 @@ def test_key_value_heads_and_tensor_ranks_must_divide_one_another(
     tmp_path: Path, heads: int, tp: int, fits: bool
 ) -> None:
     sizes = {"num_attention_heads": 24, "num_key_value_heads": heads, "intermediate_size": 48, "hidden_size": 192}
-    folder = hf_folder(tmp_path, **sizes)
+    folder = hf_folder(tmp_path, **sizes, vocab_size=384)
     for checked, key in (
         (of(folder, **layout(tp, tensor_model_parallel_size=tp)), "parallel.tensor_model_parallel_size"),
         (of(folder, rollout__tensor_parallel_size=tp), "rollout.tensor_parallel_size"),
