@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--choices-key",
         nargs="+",
+        default=[],
         metavar="KEY",
         help="column of the choices, or columns of one choice each, in any order",
     )
@@ -105,11 +107,8 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         check_output(arguments.output)
         if arguments.output.resolve() in [path.resolve() for path in (*arguments.inputs, *arguments.eval)]:
             raise UserError(f"--output {arguments.output} is one of the files that are read; name another file")
-    sources, evaluation = _sources(arguments.inputs, arguments.prompt_key, arguments.label_key), None
-    if arguments.choices_key is not None:
-        key, *more = arguments.choices_key
-        key = (key, *more) if more else key
-        sources = [source.model_copy(update={"choices_key": key}) for source in sources]
+    sources = _sources(arguments.inputs, arguments.prompt_key, arguments.label_key, arguments.choices_key)
+    evaluation = None
     if arguments.eval:
         rows = read_evaluation_prompts(_sources(arguments.eval, arguments.eval_prompt_key, arguments.eval_label_key))
         evaluation = index_evaluation_prompts(rows, arguments.ngram)
@@ -139,8 +138,12 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _sources(paths: list[Path], prompt_key: str, label_key: str | None) -> list[PromptSourceConfig]:
-    return [PromptSourceConfig(path=path, prompt_key=prompt_key, label_key=label_key) for path in paths]
+def _sources(
+    paths: Sequence[Path], prompt_key: str, label_key: str | None, choices_keys: Sequence[str] = ()
+) -> list[PromptSourceConfig]:
+    choices_key = choices_keys[0] if len(choices_keys) == 1 else tuple(choices_keys) or None
+    keys = {"prompt_key": prompt_key, "label_key": label_key, "choices_key": choices_key}
+    return [PromptSourceConfig.model_validate({"path": path, **keys}) for path in paths]
 
 
 def main() -> int:

@@ -32,12 +32,14 @@ def lettered(question: str, choices: Sequence[Any], right: Any, *, shuffled: boo
 
 
 def _index(texts: Sequence[str], right: Any, *, only_text: bool) -> int:
-    if not only_text and type(right) is int and 0 <= right < len(texts):
+    if isinstance(right, str):
+        written = right.strip()
+        if not only_text and written in tuple(LETTERS[: len(texts)]):
+            return LETTERS.index(written)
+        if texts.count(written) == 1:
+            return texts.index(written)
+    elif not only_text and type(right) is int and 0 <= right < len(texts):
         return right
-    if not only_text and isinstance(right, str) and right.strip() in tuple(LETTERS[: len(texts)]):
-        return LETTERS.index(right.strip())
-    if not isinstance(right, str) or texts.count(right.strip()) != 1:
-        raise Malformed(
-            f"the ground truth {right!r:.80} is no choice's number, letter or own text; the choices are {texts!r:.120}"
-        )
-    return texts.index(right.strip())
+    raise Malformed(
+        f"the ground truth {right!r:.80} is no choice's number, letter or own text; the choices are {texts!r:.120}"
+    )

@@ -376,8 +376,10 @@ async function start() {
     chip.style.background = palette[index];
     const about = element("span", "about");
     button.append(...(isOnly ? [] : [chip]), element("span", "name", plainText(name)), about);
-    if (!isOnly) button.title = "Show or hide the run";
-    if (!isOnly) button.addEventListener("click", () => toggle(index));
+    if (!isOnly) {
+      button.title = "Show or hide the run";
+      button.addEventListener("click", () => toggle(index));
+    }
     byId("runs").append(button);
     return { name, button, about, version: "", figures: new Map(), problems: [] };
   });

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_bapo.config.data import PromptSourceConfig
-from megatron_bapo.data.choices import lettered
+from megatron_bapo.data.choices import LETTERS, lettered
 from megatron_bapo.data.prompts import PromptSet, load_prompts
 from megatron_bapo.errors import UserError
 from megatron_bapo.rewards.math_answer import compute_score
@@ -32,6 +32,13 @@ def test_choices_are_lettered_lines_of_the_prompt_and_the_ground_truth_is_a_lett
     text, letter = lettered("Which planet is the hottest?\n", PLANETS, right, shuffled=False)
     assert text == "Which planet is the hottest?\n\nA. Mars\nB. Venus\nC. Earth"
     assert letter == "B"
+
+
+def test_the_default_reward_reads_every_letter() -> None:
+    choices = [f"choice {number}" for number in range(len(LETTERS))]
+    for number, letter in enumerate(LETTERS):
+        assert lettered("?", choices, number, shuffled=False)[1] == letter
+        assert compute_score("", f"\\boxed{{{letter}. {choices[number]}}}", letter)["score"] == 1.0
 
 
 def test_the_second_of_two_equal_choices_can_be_right() -> None:
