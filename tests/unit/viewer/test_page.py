@@ -208,6 +208,7 @@ def test_a_copied_url_shows_the_same(page: Page, url: str) -> None:
     page.get_by_text("21, né").first.wait_for()
     tokens(page, 0).nth(3).click()
     shown = page.locator("#tooltip").inner_text()
+    page.wait_for_url(re.compile(r"token="))
     copied = page.url
     page.goto("about:blank")
     page.goto(copied)
@@ -369,7 +370,7 @@ def test_only_prompts_in_sight_are_elements(page: Page, tmp_path: Path) -> None:
         page.locator("#prompts").evaluate("list => { list.scrollTop = list.scrollHeight }")
         page.get_by_text("prompt 1499", exact=True).click()
         page.get_by_text("prompt 1500 of 1500").wait_for()
-        assert page.url.endswith("row=2998")
+        page.wait_for_url(re.compile(r"row=2998$"))
 
 
 def test_the_list_leaves_out_what_all_prompts_begin_with(page: Page, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_link_to_a_row_beyond_the_first_page_opens_it(page: Page, view: View, 
         page.get_by_text(f"prompt {number} of 1200", exact=True).wait_for()
         assert page.locator("#prompt-text .content").first.inner_text() == f"prompt {number - 1}"
         assert page.locator(".item.chosen .excerpt").inner_text() == f"prompt {number - 1}"
-        assert page.url.endswith(f"row={row}")
+        page.wait_for_url(re.compile(rf"row={row}$"))
 
 
 def test_prompts_with_a_long_common_beginning_differ_where_they_are_seen(

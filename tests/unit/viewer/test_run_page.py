@@ -152,7 +152,7 @@ def test_dragging_zooms_into_all_figures(page: Page, url: str) -> None:
     for title in ("Clip bounds", "Entropy of the policy", "Time per step"):
         steps = steps_of_axis(page, title)
         assert 18 <= steps[0] <= steps[-1] <= 38
-    assert "steps=" in page.url
+    page.wait_for_url(re.compile("steps="))
     found = hover(plot(page, "Entropy of the policy"), 0.5)
     assert 20 <= int(found["title"].removeprefix("step ")) <= 36
     copied = page.url
@@ -307,7 +307,7 @@ def test_zooming_into_the_timeline_shows_steps_and_requests(page: Page, url: str
     drag(timeline, 0.5, 0.6)
     page.locator("#whole-time").wait_for()
     page.wait_for_function("document.querySelectorAll('#timeline rect.request').length < 200")
-    assert "time=" in page.url
+    page.wait_for_url(re.compile("time="))
 
 
 def test_the_differences_of_configuration_are_a_table(page: Page, urls: str, url: str) -> None:
@@ -329,7 +329,7 @@ def test_the_timeline_of_another_run_can_be_chosen(page: Page, urls: str) -> Non
     shown(page, urls, "time=1789999990.000_1790000100.000")
     page.locator("#timeline-run").select_option("low-lr")
     page.locator("#whole-time").wait_for(state="hidden")
-    assert "timeline=1" in page.url
+    page.wait_for_url(re.compile("timeline=1"))
     assert page.locator("#timeline rect.request").count() > 900
 
 
@@ -341,7 +341,7 @@ def test_pages_of_a_run_lead_to_each_other(page: Page, view: View, tmp_path: Pat
     page.locator("#run-choice").select_option("without")
     page.get_by_text(re.compile(r"no sampled rollouts; logging\.rollouts\.every_steps turns them on")).wait_for()
     assert page.locator("aside, #prompt, .bar").evaluate_all("all => all.every(e => !e.checkVisibility())")
-    assert "run=1" in page.url
+    page.wait_for_url(re.compile("run=1"))
     page.locator("#run-choice").select_option("with-rollouts")
     page.get_by_text("3 prompts, 12 responses", exact=True).wait_for()
     page.get_by_role("link", name="Run", exact=True).click()
@@ -400,4 +400,4 @@ def test_the_page_in_both_schemes(page: Page, url: str) -> None:
     light = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.get_by_role("button", name="Light or dark").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-    assert "theme=dark" in page.url
+    page.wait_for_url(re.compile("theme=dark"))
