@@ -37,7 +37,7 @@ LAYOUT_KEYS = {
 }
 INVERSE = ("tokens_per_s_per_gpu", "tflops", "mfu")
 """Figures that grow as a run gets faster."""
-SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s", "tokens_per_s_per_gpu")
+SPEED_FIGURES = ("step_s", "tflops", "mfu", "transfer_s", "tokens_per_s_per_gpu", "training_s")
 """A run's speed is compared by the first of these figures that its source has."""
 TOLERANCE = 1.25
 """Largest factor between a planned and a published figure, if not the source's own range is wider."""
