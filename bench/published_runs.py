@@ -138,9 +138,9 @@ class PublishedRun:
 
     @property
     def exception(self) -> str:
-        """Why the run may be off: `superseded` by a release that runs the layout much faster, or `differs` from what
-        the planner can express; else empty."""
-        return next((name for name in ("superseded", "differs") if name in self.fields), "")
+        """Why the run may be off: `superseded` by a release that runs the layout much faster, `differs` from what the
+        planner can express, or off and `unexplained`; else empty."""
+        return next((name for name in ("superseded", "differs", "unexplained") if name in self.fields), "")
 
     def time_ratio(self, **changes: Any) -> float:
         """Return planned over published seconds, of the first figure that tells the run's speed."""

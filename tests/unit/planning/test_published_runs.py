@@ -44,6 +44,13 @@ def test_the_spread_that_plans_print_is_that_of_models_that_no_efficiency_has_se
 
 
 KEPT = ("mean_prompt_fraction", "mean_response_fraction")
+
+
+def open_lengths(run: PublishedRun) -> list[float]:
+    """Return the mean response lengths that are tried where the source does not publish it; else that of the row."""
+    return run.fields.get("open", {}).get("response", [run.fields.get("response")])
+
+
 RL_STEPS = [run for run in RUNS if "step_s" in run.fields["published"] and not (run.trains_only or run.exception)]
 
 
@@ -51,12 +58,14 @@ RL_STEPS = [run for run in RUNS if "step_s" in run.fields["published"] and not (
 def test_a_published_step_is_in_the_range_that_its_plan_prints(run: PublishedRun) -> None:
     """Also if the plan has this trainer's own assumptions instead of those about the project that published it."""
     assert PUBLISHED.items() <= run.base["assumptions"].items()
-    plan, published = run.plan(), Interval.of(run.fields["published"]["step_s"])
-    kept = {name: getattr(plan.assumptions, name) for name in KEPT}
-    for each in (plan, replace(plan, assumptions=Assumptions(**kept))):
-        shortest, longest = step_range(each)
-        assert shortest <= published.high
-        assert longest >= published.low
+    published, plans = Interval.of(run.fields["published"]["step_s"]), [run.plan(response=n) for n in open_lengths(run)]
+    own = [
+        replace(plan, assumptions=Assumptions(**{name: getattr(plan.assumptions, name) for name in KEPT}))
+        for plan in plans
+    ]
+    for ranges in ([step_range(plan) for plan in plans], [step_range(plan) for plan in own]):
+        assert min(shortest for shortest, _ in ranges) <= published.high
+        assert max(longest for _, longest in ranges) >= published.low
 
 
 def test_the_pipeline_stage_with_the_most_state_moves_it_the_longest() -> None:
@@ -91,9 +100,9 @@ def test_estimated_efficiencies_fit_their_runs_better_than_wrong_ones() -> None:
 
 
 def test_held_out_runs_are_planned_as_well_as_those_behind_the_efficiencies() -> None:
-    """But for those whose hardware and kernels the planner cannot express."""
-    ratios = [run.time_ratio() for run in RUNS if run.is_held_out and not run.exception]
-    assert len(ratios) >= 18
+    """But for those that the planner cannot express, are off, or do not publish how long responses are."""
+    ratios = [run.time_ratio() for run in RUNS if run.is_held_out and not run.exception and len(open_lengths(run)) == 1]
+    assert len(ratios) >= 80
     assert all(0.8 <= ratio <= 1.25 for ratio in ratios)
     assert 0.9 < geometric_mean(ratios) < 1.1
 
