@@ -20,6 +20,7 @@ const KEYS = [
 
 let state = readState();
 let steps = [];
+/** What is loaded of the step; null until its first page has come. */
 let data = null;
 let groups = [];
 let found = null;
@@ -86,6 +87,7 @@ function showList() {
 
 /** Draw the page, unless what it shows is yet to be loaded. */
 async function showAll() {
+  if (!data) return;
   showList();
   const { header } = data;
   byId("step-facts").textContent =
@@ -100,6 +102,7 @@ async function showAll() {
 }
 
 async function showGroup() {
+  if (!data) return;
   const draw = ++drawing;
   tooltip.hide();
   for (const view of views) view.close();
@@ -132,11 +135,12 @@ function lane(columns, step, rows, index) {
 }
 
 async function showHistory(step, group, draw) {
+  const { columns: own, loaded } = data;
   const { steps: seen } = await source.history(step, group.rows[0]);
   for (const { step: each, rows } of seen) {
-    let columns = data.columns;
+    let columns = own;
     let start = 0;
-    if (each !== step || rows.at(-1) >= data.loaded) {
+    if (each !== step || rows.at(-1) >= loaded) {
       start = rows[0];
       ({ columns } = await source.rows(each, start, rows.at(-1) - start + 1));
     }
@@ -216,7 +220,7 @@ function pick(view, index) {
 }
 
 const chooseGroup = guarded(async (index) => {
-  if (index < 0 || index >= groups.length) return;
+  if (!data || index < 0 || index >= groups.length) return;
   data.isShown = true;
   set({ row: String(groups[index].passing[0]), token: "" });
   showList();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
 pytestmark = IN_A_BROWSER
+View = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -359,47 +360,45 @@ def test_light_and_dark(page: Page, url: str) -> None:
     assert background() == light
 
 
-def test_only_prompts_in_sight_are_elements(page: Page, tmp_path: Path) -> None:
+def test_only_prompts_in_sight_are_elements(page: Page, view: View, tmp_path: Path) -> None:
     made = sampled("ok", reward=1.0, advantage=0.0)
     groups = [group(index, prompt(index, f"prompt {index}"), [made] * 2) for index in range(1500)]
     write_step(tmp_path, 1, groups, num_groups=1500)
-    for url in served(tmp_path):
-        opened(page, url)
-        expect_count(page, "1,500 prompts, 3,000 responses")
-        assert page.locator("#prompts .item").count() < 40
-        page.locator("#prompts").evaluate("list => { list.scrollTop = list.scrollHeight }")
-        page.get_by_text("prompt 1499", exact=True).click()
-        page.get_by_text("prompt 1500 of 1500").wait_for()
-        page.wait_for_url(re.compile(r"row=2998$"))
+    opened(page, view(tmp_path))
+    expect_count(page, "1,500 prompts, 3,000 responses")
+    assert page.locator("#prompts .item").count() < 40
+    page.locator("#prompts").evaluate("list => { list.scrollTop = list.scrollHeight }")
+    page.get_by_text("prompt 1499", exact=True).click()
+    page.get_by_text("prompt 1500 of 1500").wait_for()
+    page.wait_for_url(re.compile(r"row=2998$"))
 
 
-def test_the_list_leaves_out_what_all_prompts_begin_with(page: Page, tmp_path: Path) -> None:
+def test_the_list_leaves_out_what_all_prompts_begin_with(page: Page, view: View, tmp_path: Path) -> None:
     made = sampled("ok", reward=1.0, advantage=0.0)
     words = ["lightly", "lemon", "tree"]
     write_step(
         tmp_path, 1, [group(i, prompt(i, f"Spell this word backward: {w}"), [made]) for i, w in enumerate(words)]
     )
-    for url in served(tmp_path):
-        opened(page, url)
-        assert excerpts(page) == [f"…{word}" for word in words]
+    opened(page, view(tmp_path))
+    assert excerpts(page) == [f"…{word}" for word in words]
 
 
-def test_a_long_response_is_loaded_as_it_is_read(page: Page, tmp_path: Path) -> None:
+def test_a_long_response_is_loaded_as_it_is_read(page: Page, view: View, tmp_path: Path) -> None:
     text = "".join(f"line {number}\n" for number in range(900))
     write_step(tmp_path, 1, [group(0, prompt(0, "long"), [sampled(text, reward=1.0, advantage=1.0)])])
-    for url in served(tmp_path):
-        opened(page, url)
-        tokens(page, 0).nth(511).wait_for(state="attached")
-        total = len(text) + 1
-        page.get_by_text(re.compile("more tokens")).wait_for()
-        for last in (2559, 4607, 6655, total - 1):
-            page.locator(".scroller").evaluate("box => { box.scrollTop = box.scrollHeight }")
-            tokens(page, 0).nth(last).wait_for(state="attached")
+    url = view(tmp_path)
+    opened(page, url)
+    tokens(page, 0).nth(511).wait_for(state="attached")
+    total = len(text) + 1
+    page.get_by_text(re.compile("more tokens")).wait_for()
+    for last in (2559, 4607, 6655, total - 1):
         page.locator(".scroller").evaluate("box => { box.scrollTop = box.scrollHeight }")
-        page.get_by_text("<|end|>").wait_for()
-        assert page.get_by_text(re.compile("more tokens")).is_hidden()
-        opened(page, url, f"token=0.{total - 1}")
-        page.get_by_text(f"token {total} of {total}").wait_for()
+        tokens(page, 0).nth(last).wait_for(state="attached")
+    page.locator(".scroller").evaluate("box => { box.scrollTop = box.scrollHeight }")
+    page.get_by_text("<|end|>").wait_for()
+    assert page.get_by_text(re.compile("more tokens")).is_hidden()
+    opened(page, url, f"token=0.{total - 1}")
+    page.get_by_text(f"token {total} of {total}").wait_for()
 
 
 def test_an_exported_page_needs_no_server(page: Page, run: Path, tmp_path: Path) -> None:
@@ -419,7 +418,7 @@ def test_an_exported_page_needs_no_server(page: Page, run: Path, tmp_path: Path)
     page.locator("#text").fill("needle")
     expect_count(page, "1 prompts, 2 responses")
     page.get_by_text("needle in a haystack").first.wait_for()
-    assert "U+D800" in page.locator("#prompt-text").inner_text()
+    page.locator("#prompt-text", has_text="U+D800").wait_for()
     assert page.locator("img").count() == 0
     page.keyboard.press("Escape")
     page.keyboard.press("c")

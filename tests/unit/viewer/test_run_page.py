@@ -306,7 +306,7 @@ def test_zooming_into_the_timeline_shows_steps_and_requests(page: Page, url: str
     assert timeline.locator("rect.request").count() > 500
     drag(timeline, 0.5, 0.6)
     page.locator("#whole-time").wait_for()
-    page.wait_for_function("document.querySelectorAll('#timeline rect.request').length < 200")
+    page.wait_for_function("() => document.querySelectorAll('#timeline rect.request').length < 200")
     page.wait_for_url(re.compile("time="))
 
 
