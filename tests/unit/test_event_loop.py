@@ -197,9 +197,8 @@ def test_the_longest_stall_is_reported_once():
 def test_time_in_which_the_thread_waits_for_a_processor_is_no_stall_of_its_own():
     """Two processes share one processor, so that the loop waits for about half of the time that its work takes."""
     processor = min(os.sched_getaffinity(0))
-    other = subprocess.Popen(
-        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{processor}])\nwhile True: pass"]
-    )
+    code = f"import os; os.sched_setaffinity(0, [{processor}]); print(flush=True)\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 
     async def main() -> tuple[float, float]:
         clock = LoopClock.running()
@@ -214,12 +213,14 @@ def test_time_in_which_the_thread_waits_for_a_processor_is_no_stall_of_its_own()
 
     processors = os.sched_getaffinity(0)
     try:
+        assert other.stdout is not None
+        other.stdout.readline()
         os.sched_setaffinity(0, [processor])
         stall_s, own_s = asyncio.run(main())
     finally:
         os.sched_setaffinity(0, processors)
         other.kill()
-        other.wait()
+        other.communicate()
     assert own_s == pytest.approx(0.5, abs=0.2)
     assert stall_s > own_s + 0.2
 

@@ -1,5 +1,4 @@
 import asyncio
-import time
 
 import numpy as np
 import pytest
@@ -47,12 +46,12 @@ def test_a_reward_that_hangs_delays_only_its_own_group_and_a_broken_one_names_th
         scorer = Scorer(settings)
         slow = asyncio.ensure_future(score_group(group("right", "slow"), scorer))
         await asyncio.sleep(0.1)
-        start = time.monotonic()
-        for _ in range(20):
+        num_scored = 0
+        while num_scored < 20 and not slow.done():
             scored = await score_group(group("right", "wrong"), scorer)
             assert [t.reward for t in scored.groups[0].trajectories] == [1.0, 0.0]
-        assert time.monotonic() - start < settings.timeout_s - 0.5
-        assert not slow.done()
+            num_scored += not slow.done()
+        assert num_scored > 1
         scored = await slow
         assert [t.reward for t in scored.groups[0].trajectories] == [1.0, -1.0]
         assert scored.num_reward_timeouts == 1
