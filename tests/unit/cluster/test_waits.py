@@ -1,6 +1,5 @@
 """Messages of the launcher while it waits for the head and the nodes of a cluster."""
 
-import socket
 from io import StringIO
 
 import pytest
@@ -8,12 +7,25 @@ from rich.console import Console
 
 from megatron_bapo.cluster import planes
 from megatron_bapo.errors import RunError, UserError
+from tests.ports import free_port
+
+
+class Clock:
+    """A clock that only `sleep` advances."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
 
 
 @pytest.fixture
 def console(monkeypatch: pytest.MonkeyPatch) -> Console:
-    for name, value in {"NODES_TIMEOUT_S": 0.5, "_FIRST_REPORT_S": 0.1, "_POLL_S": 0.05}.items():
-        monkeypatch.setattr(planes, name, value)
+    monkeypatch.setattr(planes, "time", Clock())
     return Console(file=StringIO(), width=200)
 
 
@@ -23,9 +35,8 @@ def printed(console: Console) -> str:
 
 
 def test_the_launcher_says_that_it_waits_for_the_head(console: Console) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-    with pytest.raises(RunError, match=f"Ray's head at {address} did not answer"):
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RunError, match=f"Ray's head at {address} did not answer within 600 s"):
         planes._wait_for_head(address, console)
     assert f"waiting for Ray's head at {address}" in printed(console)
 
@@ -43,4 +54,4 @@ def test_the_launcher_names_the_nodes_that_it_waits_for(console: Console, monkey
         RunError, match=r"2 of 3 nodes did not join .*: n2 10\.0\.0\.2, n3 10\.0\.0\.3; it has 10\.0\.0\.1"
     ):
         planes._wait_for_nodes(3, "10.0.0.1:6379", console)
-    assert "waiting for 2 of 3 nodes: n2 10.0.0.2, n3 10.0.0.3, 0 s so far" in printed(console)
+    assert "waiting for 2 of 3 nodes: n2 10.0.0.2, n3 10.0.0.3, 10 s so far" in printed(console)

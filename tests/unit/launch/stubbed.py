@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.processes import is_alive
 
 LAUNCH = Path(__file__).parents[3] / "launch"
 LIMIT_S = 120
@@ -34,12 +36,28 @@ def running(command: list[Path | str], environment: dict[str, str]) -> Iterator[
     try:
         yield process
     finally:
-        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            each.kill()
-        process.kill()
+        if process.poll() is None:
+            kill_all(psutil.Process(process.pid))
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def kill_all(script: psutil.Process) -> None:
+    """Kill a script and all that it has started, and wait for their ends; once stopped they start nothing more."""
+    found: list[psutil.Process] = []
+    while new := [each for each in (script, *script.children(recursive=True)) if each not in found]:
+        for each in new:
+            with suppress(psutil.NoSuchProcess):  # the scripts' `sleep` ends at any time
+                each.suspend()
+        found += new
+    for each in found:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    deadline = time.monotonic() + LIMIT_S
+    while any(map(is_alive, found)):
+        assert time.monotonic() < deadline, "killed processes have not ended"
+        time.sleep(0.05)
 
 
 def wait_for(path: Path) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 SRUN = """#!/usr/bin/env bash
 if [[ $* == *ray_node.sh ]]; then trap 'exit 0' USR2; while :; do sleep 0.05; done; fi
 num=0
-trap 'num=$((num + 1)); ((num < 2)) || exit 130' USR1 # as the launcher in a long step
+trap 'touch "$BAPO_LOGS/asked-to-save"; num=$((num + 1)); ((num < 2)) || exit 130' USR1 # as the launcher in a long step
 touch "$BAPO_LOGS/runs"
 while :; do sleep 0.05; done
 """
@@ -27,7 +27,7 @@ case $* in
     *) echo "$*" >>"$BAPO_LOGS/asked" ;;
 esac
 """
-STARTING_SRUN = SRUN.replace("trap 'num=", "true 'num=")
+STARTING_SRUN = SRUN.replace("trap 'touch", "true 'touch")
 """A launcher without a handler for the signal."""
 SAVING_SRUN = """#!/usr/bin/env bash
 if [[ $* == *ray_node.sh ]]; then
@@ -41,7 +41,11 @@ for _ in {1..20}; do sleep 0.05; done
 echo saved >>"$BAPO_LOGS/events"
 exit 130
 """
-SLOW_SCONTROL = SCONTROL.replace('"show node"*)', '"show node"*) touch "$BAPO_LOGS/addresses"; sleep 1;')
+SLOW_SCONTROL = SCONTROL.replace(
+    '"show node"*)',
+    '"show node"*) touch "$BAPO_LOGS/addresses"; until [[ -e $BAPO_LOGS/goes-on ]]; do sleep 0.05; done;',
+)
+"""Gives no address of a node before the test says so."""
 
 
 def job(
@@ -175,6 +179,7 @@ def test_a_job_that_is_stopped_before_its_launcher_starts_does_not_start_it(
     with job(tmp_path, is_saved=True, scontrol=SLOW_SCONTROL) as started:
         wait_for(tmp_path / "run" / "slurm" / "addresses")
         started.send_signal(number)
+        (tmp_path / "run" / "slurm" / "goes-on").touch()
         assert started.wait(timeout=LIMIT_S) == code
     assert not (tmp_path / "run" / "slurm" / "runs").exists()
     assert asked_of_slurm(tmp_path) == asked
@@ -272,7 +277,7 @@ def test_a_cancelled_job_whose_time_limit_comes_is_not_requeued(tmp_path: Path) 
     with job(tmp_path, is_saved=True) as started:
         wait_for(tmp_path / "run" / "slurm" / "runs")
         started.send_signal(signal.SIGUSR2)
-        time.sleep(0.3)
+        wait_for(tmp_path / "run" / "slurm" / "asked-to-save")
         started.send_signal(signal.SIGUSR1)  # gives up the step after BAPO_SIGNAL_S / 2
         assert started.wait(timeout=LIMIT_S) == 0
     assert asked_of_slurm(tmp_path) == ""

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from megatron_bapo.cluster.run_end import FILE, RunEnd, StopRequest
+from tests.ports import free_port
 from tests.processes import command_line
-from tests.unit.launch.stubbed import LAUNCH, LIMIT_S, executable, running, wait_for, write_token
+from tests.unit.launch.stubbed import LAUNCH, LIMIT_S, executable, kill_all, running, wait_for, write_token
 
 pytestmark = pytest.mark.slow
 STUB_PYTHON = f"""#!{sys.executable}
@@ -95,7 +96,7 @@ def node_zero(folder: Path, **settings: str) -> dict[str, str]:
         "NNODES": "1",
         "NODE_RANK": "0",
         "MASTER_ADDR": own_address(),
-        "MASTER_PORT": "16391",
+        "MASTER_PORT": str(free_port()),
         **settings,
     }
 
@@ -108,7 +109,8 @@ def test_a_signal_to_a_torchrun_node_reaches_the_run_once_and_ray_runs_until_it_
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """The head takes the address by which other nodes reach it."""
-    with running(TORCHRUN_NODE, node_zero(tmp_path)) as node:
+    environment = node_zero(tmp_path)
+    with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "trains")
         wait_for(tmp_path / "ray_starts")
         os.killpg(node.pid, number)  # as a terminal does
@@ -116,7 +118,7 @@ def test_a_signal_to_a_torchrun_node_reaches_the_run_once_and_ray_runs_until_it_
     assert [path.name for path in tmp_path.glob("SIG*")] == ["SIGTERM"]
     calls = (tmp_path / "calls").read_text()
     assert f"start --node-ip-address={own_address()} " in calls
-    assert "--head --port=16391" in calls
+    assert f"--head --port={environment['MASTER_PORT']}" in calls
     assert list(tmp_path.glob("bapo-*")) == []
 
 
@@ -169,7 +171,7 @@ def reachable_head(folder: Path) -> dict[str, str]:
 def test_a_node_joins_by_the_address_from_which_it_reaches_the_head(tmp_path: Path) -> None:
     """The head's route is any that leaves the loopback interface."""
     with running([LAUNCH / "ray_node.sh"], node_zero(tmp_path, **reachable_head(tmp_path))) as node:
-        wait_for(tmp_path / "calls")
+        wait_for(tmp_path / "ray_starts")
         node.terminate()
         node.wait(timeout=LIMIT_S)
     calls = (tmp_path / "calls").read_text()
@@ -182,8 +184,7 @@ def test_the_files_of_a_killed_torchrun_node_are_removed_by_the_next_one(tmp_pat
     with running(TORCHRUN_NODE, environment) as node:
         wait_for(tmp_path / "trains")
         wait_for(tmp_path / "ray_starts")
-        for each in (script := psutil.Process(node.pid), *script.children(recursive=True)):
-            each.kill()
+        kill_all(psutil.Process(node.pid))
     assert len(list(tmp_path.glob("bapo-token-*"))) == 1
     for name in ("trains", "ray_starts", "link"):
         (tmp_path / name).unlink()
