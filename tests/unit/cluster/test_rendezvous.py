@@ -1,5 +1,4 @@
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -8,6 +7,7 @@ import psutil
 import pytest
 
 from megatron_bapo.cluster.rendezvous import BACKEND
+from tests.ports import free_port
 
 ADDRESS = "127.0.0.2"
 RANK = """
@@ -29,8 +29,7 @@ def test_ranks_of_two_nodes_meet_in_a_store_that_listens_on_one_address_only(tmp
     """Both nodes are on this machine; all of 127.0.0.0/8 is the loopback interface."""
     script = tmp_path / "rank.py"
     script.write_text(RANK.format(folder=str(tmp_path)))
-    with socket.create_server((ADDRESS, 0)) as server:
-        endpoint = f"{ADDRESS}:{server.getsockname()[1]}"
+    endpoint = f"{ADDRESS}:{free_port()}"
     command = [sys.executable, "-m", "megatron_bapo.cluster.rendezvous", "--rdzv-backend", BACKEND, "--nnodes", "2"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     nodes = []

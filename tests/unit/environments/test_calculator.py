@@ -47,9 +47,9 @@ def answer(content: str) -> str | None:
     ],
 )
 def test_expressions_have_exact_results_or_an_error_text(expression, result):
-    started = time.monotonic()
+    started = time.process_time()
     assert answer(f"Let me see: <calculator>{expression}</calculator>") == result
-    assert time.monotonic() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize("unit", ["<calculator>", "<calculator>1 + 1", "</calculator>", "<", "(", "1 ", "+(", "1("])
