@@ -73,7 +73,7 @@ def test_the_rank_that_was_killed_is_distinguished_from_those_that_torchrun_ende
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ranks)]
     with log.open("wb") as output:
-        assert subprocess.run(command, stdout=output, stderr=output, timeout=60).returncode == 1
+        assert subprocess.run(command, stdout=output, stderr=output, timeout=300).returncode == 1
     assert started.killed_rank() == "trainer rank 1 was killed by SIGKILL"
     assert TrainerLog(log).killed_rank() is None, "a restart does not take over the failure before it"
 
