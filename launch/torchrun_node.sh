@@ -72,9 +72,13 @@ if [[ -n ${BAPO_RAY_LOG:-} ]]; then exec {ray_log}>>"$BAPO_RAY_LOG"; else exec {
 setsid "${BASH_SOURCE[0]%/*}/ray_node.sh" >&"$ray_log" 2>&1 {ray_log}>&- &
 ray=$!
 exec {ray_log}>&-
+asked=''
+# shellcheck disable=SC2329
+ask_the_run() { asked=yes; [[ -z $run ]] || kill -TERM "$run" 2>/dev/null || true; }
+trap ask_the_run TERM INT HUP USR1
 setsid "$python" -m megatron_bapo train "$@" --num-nodes "$NNODES" &
 run=$!
-trap 'kill -TERM "$run" 2>/dev/null || true' TERM INT HUP USR1
+[[ -z $asked ]] || ask_the_run # the signal came before this script knew the run
 while kill -0 "$run" 2>/dev/null; do
     sleep 0.5 & wait $! || true
     if ! kill -0 "$ray" 2>/dev/null && kill -0 "$run" 2>/dev/null; then # the run would wait for Ray, or join another one's

@@ -122,6 +122,18 @@ def test_a_signal_to_a_torchrun_node_reaches_the_run_once_and_ray_runs_until_it_
     assert list(tmp_path.glob("bapo-*")) == []
 
 
+def test_a_signal_to_a_torchrun_node_that_does_not_know_its_run_yet_reaches_it(tmp_path: Path) -> None:
+    """Bash sources BASH_ENV, here with a wait before one command of the script."""
+    wait = "until [[ -e $STUB/goes-on ]]; do sleep 0.05; done"
+    (tmp_path / "slow.sh").write_text(f"trap '[[ $BASH_COMMAND != \"run=\\$!\" ]] || {wait}' DEBUG\n")
+    with running(TORCHRUN_NODE, node_zero(tmp_path, BASH_ENV=str(tmp_path / "slow.sh"))) as node:
+        wait_for(tmp_path / "trains")
+        node.terminate()
+        (tmp_path / "goes-on").touch()
+        assert node.wait(timeout=LIMIT_S) == 130
+    assert [path.name for path in tmp_path.glob("SIG*")] == ["SIGTERM"]
+
+
 def test_a_torchrun_node_ends_its_run_when_its_own_ray_ends(tmp_path: Path) -> None:
     done = subprocess.run(
         TORCHRUN_NODE, env=node_zero(tmp_path, RAY_FAILS="1"), capture_output=True, text=True, timeout=60
