@@ -141,8 +141,7 @@ def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
     """Ray's own servers ask for the token. Torch's store and everything else listens on the host's address."""
     by_command: dict[str, set[str]] = {}
     for host, address in enumerate(hosts.addresses):
-        sockets = subprocess.run([*hosts.on(host), "ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
-        for line in sockets.splitlines():
+        for line in _listening_sockets(hosts, host):
             listening = line.split()[3].rpartition(":")[0].replace(address, "own")
             with suppress(psutil.NoSuchProcess):
                 command = " ".join(psutil.Process(int(line.split("pid=")[1].split(",")[0])).cmdline())
@@ -154,6 +153,17 @@ def check_only_ray_listens_on_all_interfaces(hosts: TwoHosts) -> None:
     assert not any("Dashboard" in command or "client.server" in command for command in by_command), by_command
     (store,) = {tuple(found) for command, found in by_command.items() if "cluster.rendezvous" in command}
     assert store == ("own",)
+
+
+def _listening_sockets(hosts: TwoHosts, host: int) -> list[str]:
+    """Return the lines of `ss`, which does not know the process of a socket that was opened while it looked."""
+    deadline = time.monotonic() + LOSS_LIMIT_S
+    while True:
+        listed = subprocess.run([*hosts.on(host), "ss", "-ltnpH"], capture_output=True, text=True, check=True)
+        if all("pid=" in line for line in listed.stdout.splitlines()):
+            return listed.stdout.splitlines()
+        assert time.monotonic() < deadline, listed.stdout
+        time.sleep(0.5)
 
 
 def _kill_a_rank(hosts: TwoHosts, run_dir: Path, logs: Path) -> None:
