@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,16 +40,20 @@ from tests.unit.config.examples import ARITHMETIC, config
 
 T = TypeVar("T")
 LIMIT_S = 120.0
-TAKE_S = 10.0
+LATE_S = 10.0
+"""Time in which a call that Ray sends again would arrive."""
 
 
 class CountedService(RolloutService):
-    """Counts its batches, which are empty, because it has no engines."""
+    """Counts the batches that it begins and ends, when told to; they are empty, because it has no engines."""
 
-    num_taken = 0
+    num_begun = num_taken = 0
+    goes_on = False
 
     async def _take(self) -> Any:
-        await asyncio.sleep(TAKE_S)
+        self.num_begun += 1
+        while not self.goes_on:
+            await asyncio.sleep(0.1)
         self.num_taken += 1
         return ScoredGroups([], 0), [], {}
 
@@ -74,15 +78,24 @@ def test_a_batch_is_not_taken_twice_when_its_reply_is_lost(tmp_path: Path):
         client = RolloutClient(run)
         assert len(client.probe_token_ids) > 0
         taking = executor.submit(client.take)
-        time.sleep(TAKE_S / 2)
-        ports = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
         call_in_service = called_once(get_actor(SERVICE).__ray_call__)
+
+        def wait_until(is_true: Callable[[CountedService], bool]) -> None:
+            deadline = time.monotonic() + LIMIT_S
+            while not get_result(call_in_service.remote(is_true), SERVICE, LIMIT_S):
+                assert time.monotonic() < deadline, "the service does not get there"
+                time.sleep(0.1)
+
+        wait_until(lambda service: service.num_begun == 1)
+        ports = {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.raddr}
         call_in_service.remote(break_connections, ports)
         with pytest.raises(ActorDied, match="rollout service cannot be reached"):
             taking.result(LIMIT_S)
-        time.sleep(2 * TAKE_S)
-        num_taken = call_in_service.remote(lambda service: service.num_taken)
-        assert get_result(num_taken, SERVICE, LIMIT_S) == 1
+        call_in_service.remote(lambda service: setattr(service, "goes_on", True))
+        wait_until(lambda service: service.num_taken > 0)
+        time.sleep(LATE_S)
+        counts = call_in_service.remote(lambda service: (service.num_begun, service.num_taken))
+        assert get_result(counts, SERVICE, LIMIT_S) == (1, 1)
 
 
 class HeldOut(RolloutService):
