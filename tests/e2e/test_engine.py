@@ -43,6 +43,8 @@ VOCABULARY = ["<eos>", *map(chr, range(ord(" "), ord("~") + 1))]
 END = VOCABULARY.index("<eos>")
 NUMBERS = count()
 REQUEST_TIMEOUT_S = 60.0
+NUM_TRIES = 20
+"""Tries to see a request in flight: an engine may end it while the test's process waits for a core."""
 LONG_PROMPT = np.arange(1, 81, dtype=np.int32)
 """A prompt that fills two blocks of the engine's prefix cache."""
 
@@ -297,6 +299,10 @@ def test_weights_are_not_updated_while_requests_are_in_flight(run: Running):
     run.wait_for(load_while_generating())
 
 
+def was_aborted(generated: Generated) -> bool:
+    return "abort" in {completion.finish_reason for completion in generated.completions}
+
+
 def test_progress_returns_the_tokens_of_requests_in_flight(run: Running):
     async def watched() -> tuple[Generated, list[Generated]]:
         long_request = replace(request(LONG_PROMPT, n=3), max_tokens=120)
@@ -307,13 +313,16 @@ def test_progress_returns_the_tokens_of_requests_in_flight(run: Running):
         assert await run.engine.progress() == {}
         return await generating, partial_outputs
 
-    generated, partial_outputs = run.wait_for(watched())
+    def was_seen_twice(partial_outputs: list[Generated]) -> bool:
+        return all(len({len(output.completions[i].token_ids) for output in partial_outputs}) > 1 for i in range(3))
+
+    seen = (run.wait_for(watched()) for _ in range(NUM_TRIES))
+    generated, partial_outputs = next(each for each in seen if was_seen_twice(each[1]))
     for position, whole in enumerate(generated.completions):
         pieces = [output.completions[position] for output in partial_outputs]
         token_ids = np.concatenate([piece.token_ids for piece in pieces])
         log_probs = np.concatenate([piece.log_probs for piece in pieces])
         assert 0 < len(token_ids) <= len(whole.token_ids)
-        assert len({len(piece.token_ids) for piece in pieces}) > 1
         np.testing.assert_array_equal(token_ids, whole.token_ids[: len(token_ids)])
         np.testing.assert_array_equal(log_probs, whole.log_probs[: len(log_probs)])
     run.assert_sampled_log_probs_are_the_models(generated, LONG_PROMPT)
@@ -324,7 +333,7 @@ def test_an_abort_also_ends_requests_that_arrive_with_it(run: Running):
 
     async def aborted() -> list[Generated]:
         first = asyncio.ensure_future(run.engine.generate(replace(request(LONG_PROMPT, n=8), max_tokens=100)))
-        while not await run.engine.progress():
+        while not (first.done() or await run.engine.progress()):
             await asyncio.sleep(0.005)
         aborting = asyncio.ensure_future(run.engine.abort())
         await asyncio.sleep(0)  # vLLM has been told to pause
@@ -332,9 +341,13 @@ def test_an_abort_also_ends_requests_that_arrive_with_it(run: Running):
         await aborting
         return await asyncio.gather(first, *late)
 
-    first, *late = run.wait_for(aborted())
-    assert "abort" in {completion.finish_reason for completion in first.completions}
-    assert {completion.finish_reason for output in late for completion in output.completions} == {"abort"}
+    for _ in range(NUM_TRIES):
+        first, *late = run.wait_for(aborted())
+        assert {completion.finish_reason for output in late for completion in output.completions} == {"abort"}
+        if was_aborted(first):
+            break
+    else:
+        pytest.fail("no request in flight was aborted")
     assert len(run.generate(LONG_PROMPT).completions[0].token_ids) > 0
 
 
@@ -380,18 +393,17 @@ def test_calls_that_are_sent_again_have_no_further_effect(run: Running):
 
 
 def test_an_aborted_request_that_is_sent_again_continues_to_its_end(run: Running):
-    again = replace(request(LONG_PROMPT, n=64), max_tokens=100)
-
     async def aborted_and_sent_again() -> tuple[Generated, Generated]:
+        again = replace(request(LONG_PROMPT, n=64), max_tokens=100)
         call = asyncio.ensure_future(run.engine.generate(again))
-        while not await run.engine.progress():
+        while not (call.done() or await run.engine.progress()):
             await asyncio.sleep(0.001)
         await run.engine.abort()
         return await call, await run.engine.generate(again)
 
-    aborted, whole = run.wait_for(aborted_and_sent_again())
-    assert any(completion.finish_reason == "abort" for completion in aborted.completions)
-    assert all(completion.finish_reason != "abort" for completion in whole.completions)
+    seen = (run.wait_for(aborted_and_sent_again()) for _ in range(NUM_TRIES))
+    whole = next(whole for aborted, whole in seen if was_aborted(aborted))
+    assert not was_aborted(whole)
 
 
 def test_an_engine_serves_nothing_after_a_version_was_discarded_while_it_was_loaded(
