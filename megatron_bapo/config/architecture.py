@@ -77,6 +77,11 @@ class Architecture:
     """Dimensions of a latent attention's query and key that RoPE rotates. All heads share the key's."""
     v_head_dim: int = 0
     """Width of a latent attention's value."""
+    sliding_window: int = 0
+    """Number of tokens that every second layer, from the first one on, attends to: a token itself and those before it.
+
+    0: all layers attend to all tokens.
+    """
     num_nextn_predict_layers: int = 0
     """Layers behind the last one that predict further tokens. They are neither loaded nor trained nor exported."""
 
@@ -84,6 +89,21 @@ class Architecture:
     def has_dense_layers(self) -> bool:
         """Whether any layer has a plain MLP."""
         return len(self.moe_layers) < self.num_hidden_layers
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that a layer attends to, itself included; None: all."""
+        return self.sliding_window if self.sliding_window and layer % 2 == 0 else None
+
+    def attended(self, length: float, square: float) -> float:
+        """Return the mean over the layers of twice the number of pairs of a token and one that it attends to.
+
+        `length` and `square` are sums over sequences of their lengths and of the squares. Layers without a window have
+        `square`, and the others at most twice their window for each token.
+        """
+        if not self.sliding_window:
+            return square
+        share = -(-self.num_hidden_layers // 2) / self.num_hidden_layers
+        return (1 - share) * square + share * min(square, 2.0 * self.sliding_window * length)
 
     @property
     def rotary_dim(self) -> int:
@@ -153,7 +173,11 @@ def read_architecture(model_path: Path) -> Architecture:
     file = model_path / "config.json"
     if not file.is_file():
         raise UserError(f"{file} does not exist; model.path must be a Hugging Face checkpoint folder")
-    fields = read_json_object(file)
+    return parsed_architecture(read_json_object(file), file)
+
+
+def parsed_architecture(fields: dict[str, Any], file: Path) -> Architecture:
+    """Return the architecture of the fields of a config.json, `file` in messages. Raises as `read_architecture`."""
     if problems := [f"{file}: {problem}" for problem in kind_problems(fields)]:
         raise UserError("\n".join(problems))
     if fields.get("model_type") not in FAMILIES:
@@ -166,6 +190,9 @@ def read_architecture(model_path: Path) -> Architecture:
     if (family := FAMILIES[fields["model_type"]]).sigmoid_router:
         defaults = {} if family.latent_attention else SIGMOID_ROUTER_DEFAULTS
         fields = defaults | fields | {"num_experts": fields.get(family.expert_field)}
+    if family.stacked_experts:
+        # The softmax over the logits of the selected experts is that over all, divided by the sum of the selected ones.
+        fields = fields | {"moe_intermediate_size": fields.get("intermediate_size"), "norm_topk_prob": True}
     if problems := [f"{file}: {problem}" for problem in field_problems(fields)]:
         raise UserError("\n".join(problems))
     return _architecture(fields)
@@ -201,6 +228,7 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
         n_group=fields["n_group"] if family.sigmoid_router else 1,
         topk_group=fields["topk_group"] if family.sigmoid_router else 1,
         routed_scaling_factor=float(fields["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
+        sliding_window=fields["sliding_window"] if family.alternating_windows else 0,
         num_nextn_predict_layers=fields.get("num_nextn_predict_layers") or 0,
     )
 

@@ -89,6 +89,15 @@ _LATENT_ROPE_KEYS = {
     ),
 }
 """Those of latent attention: transformers and vLLM read other keys, or a missing scale, differently."""
+_VLLM_VALUES = {
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+"""Values of gpt-oss that vLLM's model has whatever config.json says; the published models have them."""
+_WINDOW_ROPE_KEYS = {"yarn": (("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"), ("truncate",))}
+"""Those of gpt-oss: vLLM always computes YaRN, and reads no other keys."""
 _ROUTER_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Fields by which vLLM chooses the router of a latent-attention model; transformers knows only this one."""
 _GROUP_SCORE_EXPERTS = 2
@@ -156,8 +165,11 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"tie_word_embeddings is True, but vLLM serves {fields['model_type']} only with an output layer of its "
             "own; use a model in which it is False"
         )
-    for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
-        yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
+    if family.alternating_windows:
+        yield from _alternating_window_problems(fields)
+    else:
+        for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
+            yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
     yield from _rope_problems(fields)
 
 
@@ -206,6 +218,27 @@ def _window_problems(fields: dict[str, Any], default: int) -> Iterator[str]:
     elif fields["sliding_window"] is not None:
         value = reprlib.repr(fields["sliding_window"])
         yield f"sliding_window is {value}, which the trainer does not support; it must be None"
+
+
+def _alternating_window_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the fields of gpt-oss that vLLM's model does not read, and with its weights' format."""
+    yield from _size_problems(fields, ("sliding_window",))
+    kinds, layers = fields.get("layer_types"), fields.get("num_hidden_layers")
+    if kinds is not None and kinds != [("sliding_attention", "full_attention")[i % 2] for i in range(len(kinds))]:
+        yield (
+            f"layer_types is {reprlib.repr(kinds)}; it must be 'sliding_attention' and 'full_attention' in turn: "
+            "vLLM computes the layers so whatever it says"
+        )
+    elif kinds is not None and len(kinds) != layers:
+        yield f"layer_types has {len(kinds)} layers; it must have num_hidden_layers={layers}"
+    for name, value in _VLLM_VALUES.items():
+        if fields.get(name, value) != value:
+            yield f"{name} is {fields[name]!r}, which vLLM does not read for {fields['model_type']}; it must be {value}"
+    if (quantized := fields.get("quantization_config")) is not None:
+        yield (
+            f"quantization_config is {reprlib.repr(quantized)}: engines with such weights could not take those of the "
+            "trainer; convert the folder to bfloat16 with tools/dequantize_mxfp4.py"
+        )
 
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
@@ -287,7 +320,12 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
     if not _is_number(theta) or theta <= 0:
         yield _expected("rope_theta", theta, "a positive number")
-    keys = _LATENT_ROPE_KEYS if FAMILIES[fields["model_type"]].latent_attention else _ROPE_KEYS
+    family = FAMILIES[fields["model_type"]]
+    keys = _WINDOW_ROPE_KEYS if family.alternating_windows else _ROPE_KEYS
+    if family.latent_attention:
+        keys = _LATENT_ROPE_KEYS
+    if family.alternating_windows and not (rope.get("rope_theta") or fields.get("rope_theta")):
+        yield _expected("rope_theta", None, "a positive number")
     if rope_type(rope) not in keys:
         yield (
             f"{name} has the type {rope_type(rope)!r}, which the trainer does not support; it must be one of "
@@ -301,6 +339,8 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
             yield f"{name}.{key} is missing, but the RoPE type {rope_type(rope)!r} requires it; add it"
         elif not _is_number(given[key]) or given[key] <= 0:
             yield _expected(f"{name}.{key}", given[key], "a positive number")
+    if not isinstance(given.get("truncate", True), bool):
+        yield _expected(f"{name}.truncate", given["truncate"], "true or false")
     for key in sorted(given.keys() - {*required, *optional}):
         yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
     factor = rope.get("partial_rotary_factor", 1)

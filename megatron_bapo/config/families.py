@@ -32,6 +32,18 @@ class Family:
     """Window of the attention in transformers and vLLM if config.json has no `sliding_window`; None: there is none."""
     null_key_value_heads: bool = True
     """Whether transformers reads a `num_key_value_heads` of null; every head then has its own key and value."""
+    linear_biases: bool = False
+    """Whether the attention's output, the router and the experts have biases, as its queries, keys and values."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax over the keys and has no value."""
+    alternating_windows: bool = False
+    """Whether the first, third, ... layer attends only to the last `sliding_window` tokens."""
+    clamped_swiglu: bool = False
+    """Whether experts compute gate * sigmoid(1.702 gate) * (up + 1) of values that are clamped to 7."""
+    stacked_experts: bool = False
+    """Whether files have one tensor for all experts of a layer, transposed, with gate and up in alternating columns."""
+    router: str = "gate"
+    """Name, in the tensors' names, of the router."""
     default_head_dim: int | None = None
     """Width of a head if config.json has none, as in transformers; None: hidden_size / num_attention_heads."""
 
@@ -83,6 +95,21 @@ FAMILIES = {
                 "num_nextn_predict_layers",
             }
         ),
+    ),
+    "gpt_oss": Family(
+        qkv_bias=True,
+        linear_biases=True,
+        experts=True,
+        attention_sinks=True,
+        alternating_windows=True,
+        clamped_swiglu=True,
+        stacked_experts=True,
+        router="router",
+        ties_embeddings=False,
+        null_key_value_heads=False,
+        default_head_dim=64,
+        expert_field="num_local_experts",
+        own_fields=frozenset({"attention_bias", "sliding_window", "quantization_config"}),
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,

@@ -15,6 +15,7 @@ from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import division_problems
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
+from megatron_bapo.config.sink_checks import engine_sink_problems, policy_sink_problems, trainer_sink_problems
 from megatron_bapo.errors import UserError
 
 TEACHER, TEACHER_ENGINES = "algorithm.distillation.teacher", "algorithm.distillation.engines"
@@ -151,6 +152,9 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
     yield from lora_transfer_problems(config, architecture)
+    if architecture.family.attention_sinks:
+        yield from policy_sink_problems(config, where)
+        yield from engine_sink_problems(architecture, where, "rollout", config.rollout)
     yield from _trainer_shape_problems(config, config.parallel, architecture, where)
 
 
@@ -161,6 +165,8 @@ def teacher_shape_problems(
     if (engines := config.algorithm.teacher_engines) is not None:
         key, size = f"{TEACHER_ENGINES}.tensor_parallel_size", engines.tensor_parallel_size
         yield from engine_split_problems(teacher, where, key, size)
+        if teacher.family.attention_sinks:
+            yield from engine_sink_problems(teacher, where, TEACHER_ENGINES, engines)
         yield from _length_problems(config, teacher, where)
     else:
         yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
@@ -182,6 +188,8 @@ def _trainer_shape_problems(
         yield from _expert_problems(parallel, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
     yield from lora_shape_problems(config, architecture)
+    if architecture.family.attention_sinks:
+        yield from trainer_sink_problems(config, parallel, where)
     if architecture.kv_lora_rank:
         yield from _latent_attention_problems(parallel, architecture, where)
     heads = architecture.num_attention_heads

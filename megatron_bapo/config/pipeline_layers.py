@@ -137,14 +137,15 @@ def _balanced(architecture: Architecture, num_chunks: int) -> tuple[int, ...]:
 
 
 def layer_flops(architecture: Architecture, layer: int) -> int:
-    """Return the FLOPs of a token's forward pass through a layer, with attention to `AUTO_LENGTH` / 2 tokens."""
+    """Return the FLOPs of a token's forward pass through a layer; attending to `AUTO_LENGTH` / 2 tokens or a window."""
     arch, weights = architecture, _attention_weights(architecture)
     if layer in arch.moe_layers:
         experts = 3 * (arch.num_experts_per_tok * arch.moe_intermediate_size + arch.shared_expert_intermediate_size)
         weights += arch.hidden_size * (arch.num_experts + experts)
     else:
         weights += 3 * arch.hidden_size * arch.intermediate_size
-    return 2 * weights + 2 * arch.attention_width * AUTO_LENGTH
+    attended = min(AUTO_LENGTH, 2 * (arch.window(layer) or AUTO_LENGTH))
+    return 2 * weights + 2 * arch.attention_width * attended
 
 
 def _attention_weights(arch: Architecture) -> int:

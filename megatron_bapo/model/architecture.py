@@ -14,7 +14,7 @@ from megatron_bapo.config.fp8 import Fp8Config
 from megatron_bapo.config.pipeline_layers import chunk_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.precision import fp8_settings
-from megatron_bapo.parallel.megatron import MLATransformerConfig, TransformerConfig
+from megatron_bapo.parallel.megatron import MLATransformerConfig, TransformerConfig, quick_gelu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -44,7 +44,7 @@ def transformer_config(
         layernorm_epsilon=architecture.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
+        add_bias_linear=architecture.family.linear_biases,
         add_qkv_bias=architecture.family.qkv_bias,
         qk_layernorm=architecture.family.qk_norm,
         hidden_dropout=0.0,
@@ -73,7 +73,8 @@ def transformer_config(
         **_experts(architecture, grouped=fused and model.lora is None),
         **fp8_settings(fp8),
     )
-    return kind(**settings | _latent_attention(architecture))
+    settings |= _latent_attention(architecture) | _sinks_and_windows(architecture) | _swiglu(architecture)
+    return kind(**settings)
 
 
 def _layout(architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
@@ -162,6 +163,35 @@ def _latent_attention(architecture: Architecture) -> dict[str, Any]:
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         "apply_rope_fusion": False,
+    }
+
+
+def _sinks_and_windows(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of attention sinks, and of layers that attend to a window.
+
+    Megatron and Transformer Engine count the tokens before the query's own.
+    """
+    settings: dict[str, Any] = {"softmax_type": "learnable"} if architecture.family.attention_sinks else {}
+    if architecture.sliding_window:
+        layers = range(architecture.num_hidden_layers)
+        settings["window_size"] = (architecture.sliding_window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(architecture.window(layer) is not None) for layer in layers]
+    return settings
+
+
+def _swiglu(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of gpt-oss's SwiGLU.
+
+    Megatron's compiled function would clamp before it adds the bias of a linear layer (`weighted_bias_quick_geglu_impl`
+    in fused_bias_geglu.py, Megatron-Core 0.16.1 and 0.19.2).
+    """
+    if not architecture.family.clamped_swiglu:
+        return {}
+    return {
+        "activation_func": quick_gelu,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+        "bias_activation_fusion": False,
     }
 
 

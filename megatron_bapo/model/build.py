@@ -12,6 +12,7 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
+from megatron_bapo.model.expert_biases import prepare_expert_biases
 from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.model.lora import Adapters, attach_adapters, is_adapter
@@ -211,6 +212,8 @@ def _build_chunk(
         # micro-batch never exist. The output layer is still called, because its hooks gather the weight under
         # overlap_param_gather.
         gpt.output_layer.forward = _pass_on  # pyright: ignore[reportAttributeAccessIssue]
+    if architecture.family.linear_biases:
+        prepare_expert_biases(gpt)
     gpt = gpt.to(local_device()).requires_grad_(not frozen)
     if lora is not None and not frozen:
         offsets = {"layer_offset": layers.start, "expert_offset": _expert_offset(architecture, groups)}

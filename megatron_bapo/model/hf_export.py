@@ -20,8 +20,9 @@ from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
 from megatron_bapo.files import flush
 from megatron_bapo.model.build import Chunk, PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
-from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, frozen_tensors, lookup
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, frozen_tensors, lookup
 from megatron_bapo.model.lora import merged_values
+from megatron_bapo.model.stacked_experts import Stacked, file_shapes
 from megatron_bapo.parallel.collectives import barrier, receive, send
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.weight_sync.version_file import raw_bytes, table_of_contents
@@ -248,7 +249,10 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier(groups)
-    write_stage(partial, model, groups)
+    if model.architecture.family.stacked_experts:
+        _write_stacked(partial, model, groups)
+    else:
+        write_stage(partial, model, groups)
     barrier(groups)
     if groups.is_main:
         complete_folder(partial, model.architecture, model.config.params_dtype, source)
@@ -256,6 +260,29 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     barrier(groups)
+
+
+def _write_stacked(folder: Path, model: PolicyModel, groups: ParallelGroups) -> None:
+    """Write the tensors of a family whose files have those of all experts in one: first by expert, then stacked.
+
+    Each rank stacks its share of the tensors, whatever stage they are of.
+    """
+    by_expert = folder / "by-expert"
+    if groups.is_main:
+        by_expert.mkdir()
+    barrier(groups)
+    write_stage(by_expert, model, groups)
+    barrier(groups)
+    rank, num_ranks = groups.global_rank, groups.pipeline.size * groups.stage_size
+    shapes = dict(list(file_shapes(model.architecture).items())[rank::num_ranks])
+    with SafetensorsFolder(by_expert) as written:
+        stacked = Stacked(written, model.architecture)
+        if shapes:
+            name = f"model-{rank + 1:05d}-of-{num_ranks:05d}.safetensors"
+            write_safetensors(folder / name, shapes, ((name, stacked.slice(name)[:]) for name in shapes))
+    barrier(groups)
+    if groups.is_main:
+        shutil.rmtree(by_expert)
 
 
 def flush_to_disk(folder: Path) -> None:
@@ -282,7 +309,7 @@ def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype
 
 def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> None:
     """Write the index of tensors and files after checking that the folder has exactly the expected tensors."""
-    expected = expected_shapes(architecture)
+    expected = file_shapes(architecture)
     with SafetensorsFolder(folder) as written:
         found, files = written.shapes(), written.file_names()
     wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
@@ -300,6 +327,7 @@ def _write_config(source: Path, target: Path, dtype: str) -> None:
     """Write config.json with the dtype of the weights, under the key names of transformers 4 and 5."""
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in fields}
+    fields.pop("quantization_config", None)  # exported weights are not quantized
     if fields.get("num_nextn_predict_layers"):
         fields["num_nextn_predict_layers"] = 0
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

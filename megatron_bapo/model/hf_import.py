@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture, listed_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, expected_shapes, is_of_next_token_layer, lookup
+from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, is_of_next_token_layer, lookup
 from megatron_bapo.model.precision import set_values
+from megatron_bapo.model.stacked_experts import ByExpert, file_shapes
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
@@ -82,12 +83,15 @@ class SafetensorsFolder:
         return self._files[name][1].get_slice(name)
 
 
-def check_tensors(found: dict[str, Shape], architecture: Architecture, folder: Path) -> None:
+def check_tensors(
+    found: dict[str, Shape], architecture: Architecture, folder: Path, expected: dict[str, Shape] | None = None
+) -> None:
     """Check that a folder has every expected tensor in its shape and no other, and raise UserError otherwise.
 
+    By default they are those of a Hugging Face checkpoint.
     Redundant tensors of tied embeddings and of old exports are allowed, and layers that predict further tokens.
     """
-    expected = expected_shapes(architecture)
+    expected = file_shapes(architecture) if expected is None else expected
     ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
     surplus = {
         name
@@ -173,4 +177,5 @@ def load_hugging_face(model: Tensors, model_path: Path, groups: ParallelGroups, 
     """
     with SafetensorsFolder(model_path) as folder:
         check_tensors(folder.shapes(), model.architecture, model_path)
-        load_tensors(model, folder, groups, write=write)
+        source = ByExpert(folder) if model.architecture.family.stacked_experts else folder
+        load_tensors(model, source, groups, write=write)

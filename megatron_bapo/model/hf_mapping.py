@@ -14,6 +14,23 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.model.layer_parts import (
+    has_compressed_queries,
+    has_expert_biases,
+    has_experts,
+    has_grouped_attention,
+    has_latent_attention,
+    has_latent_queries_of_hidden,
+    has_linear_biases,
+    has_own_output,
+    has_qk_norm,
+    has_qkv_bias,
+    has_router,
+    has_router_bias,
+    has_shared_expert,
+    has_sinks,
+    is_dense,
+)
 from megatron_bapo.model.row_layouts import Layout, Piece, evenly, lengths, query_key_value, vocabulary
 
 if TYPE_CHECKING:
@@ -65,59 +82,16 @@ class Row:
         return "{layer}" in self.hugging_face[0][0]
 
 
-def _is_dense(arch: Architecture, layer: int) -> bool:
-    return layer not in arch.moe_layers
-
-
-def _has_experts(arch: Architecture, layer: int) -> bool:
-    return layer in arch.moe_layers
-
-
-def _has_router_bias(arch: Architecture, layer: int) -> bool:
-    return arch.family.sigmoid_router and layer in arch.moe_layers
-
-
-def _has_shared_expert(name: str, arch: Architecture, layer: int) -> bool:
-    return arch.family.shared_expert == name and layer in arch.moe_layers
-
-
-def _has_qk_norm(arch: Architecture, _: int) -> bool:
-    return arch.family.qk_norm
-
-
-def _has_latent_attention(arch: Architecture, _: int) -> bool:
-    return arch.family.latent_attention
-
-
-def _has_grouped_attention(arch: Architecture, _: int) -> bool:
-    return not arch.family.latent_attention
-
-
-def _has_compressed_queries(arch: Architecture, _: int) -> bool:
-    return arch.q_lora_rank > 0
-
-
-def _has_latent_queries_of_hidden(arch: Architecture, _: int) -> bool:
-    return arch.family.latent_attention and not arch.q_lora_rank
-
-
-def _has_qkv_bias(arch: Architecture, _: int) -> bool:
-    return arch.family.qkv_bias
-
-
-def _has_own_output(arch: Architecture, _: int) -> bool:
-    return not arch.tie_word_embeddings
-
-
 _L = "model.layers.{layer}."
 _ATTENTION = _L + "self_attn."
+_CORE_ATTENTION = "self_attention.core_attention."
 _EXPERT = _L + "mlp.experts.{expert}."
 _LOCAL_EXPERT = "mlp.experts.local_experts.{expert}."
 
 
 def _shared_expert(name: str) -> tuple[Row, Row]:
     """Return the rows of the expert that every token passes; families call it by different names."""
-    prefix, is_in = f"{_L}mlp.{name}.", partial(_has_shared_expert, name)
+    prefix, is_in = f"{_L}mlp.{name}.", partial(has_shared_expert, name)
     return (
         Row(
             ("mlp.shared_experts.linear_fc1.weight",),
@@ -140,39 +114,39 @@ _LATENT_ATTENTION = (
         ("self_attention.linear_q_proj.weight",),
         ((_ATTENTION + "q_proj.weight", "queries hidden"),),
         partial(evenly, "queries", 1),
-        is_in=_has_latent_queries_of_hidden,
+        is_in=has_latent_queries_of_hidden,
     ),
     Row(
         ("self_attention.linear_q_down_proj.weight",),
         ((_ATTENTION + "q_a_proj.weight", "q_rank hidden"),),
-        is_in=_has_compressed_queries,
+        is_in=has_compressed_queries,
     ),
     Row(
         ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
         ((_ATTENTION + "q_a_layernorm.weight", "q_rank"),),
-        is_in=_has_compressed_queries,
+        is_in=has_compressed_queries,
     ),
     Row(
         ("self_attention.linear_q_up_proj.weight",),
         ((_ATTENTION + "q_b_proj.weight", "queries q_rank"),),
         partial(evenly, "queries", 1),
-        is_in=_has_compressed_queries,
+        is_in=has_compressed_queries,
     ),
     Row(
         ("self_attention.linear_kv_down_proj.weight",),
         ((_ATTENTION + "kv_a_proj_with_mqa.weight", "kv_and_rotated hidden"),),
-        is_in=_has_latent_attention,
+        is_in=has_latent_attention,
     ),
     Row(
         ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
         ((_ATTENTION + "kv_a_layernorm.weight", "kv_rank"),),
-        is_in=_has_latent_attention,
+        is_in=has_latent_attention,
     ),
     Row(
         ("self_attention.linear_kv_up_proj.weight",),
         ((_ATTENTION + "kv_b_proj.weight", "keys_and_values kv_rank"),),
         partial(evenly, "keys_and_values", 1),
-        is_in=_has_latent_attention,
+        is_in=has_latent_attention,
     ),
 )
 """Rows of multi-head latent attention (DeepSeek-V3)."""
@@ -184,7 +158,7 @@ TABLE = (
         ("output_layer.weight",),
         (("lm_head.weight", "vocab hidden"),),
         vocabulary,
-        is_in=_has_own_output,
+        is_in=has_own_output,
     ),
     Row(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
@@ -198,7 +172,7 @@ TABLE = (
             (_ATTENTION + "v_proj.weight", "keys hidden"),
         ),
         query_key_value,
-        is_in=_has_grouped_attention,
+        is_in=has_grouped_attention,
     ),
     Row(
         ("self_attention.linear_qkv.bias",),
@@ -208,16 +182,23 @@ TABLE = (
             (_ATTENTION + "v_proj.bias", "keys"),
         ),
         query_key_value,
-        is_in=_has_qkv_bias,
+        is_in=has_qkv_bias,
     ),
-    Row(("self_attention.q_layernorm.weight",), ((_ATTENTION + "q_norm.weight", "head"),), is_in=_has_qk_norm),
-    Row(("self_attention.k_layernorm.weight",), ((_ATTENTION + "k_norm.weight", "head"),), is_in=_has_qk_norm),
+    Row(("self_attention.q_layernorm.weight",), ((_ATTENTION + "q_norm.weight", "head"),), is_in=has_qk_norm),
+    Row(("self_attention.k_layernorm.weight",), ((_ATTENTION + "k_norm.weight", "head"),), is_in=has_qk_norm),
     *_LATENT_ATTENTION,
     Row(
         ("self_attention.linear_proj.weight",),
         ((_ATTENTION + "o_proj.weight", "hidden values"),),
         partial(evenly, "values", 1),
         dim=1,
+    ),
+    Row(("self_attention.linear_proj.bias",), ((_ATTENTION + "o_proj.bias", "hidden"),), is_in=has_linear_biases),
+    Row(
+        (_CORE_ATTENTION + "softmax_offset", _CORE_ATTENTION + "attention.softmax_offset"),
+        ((_ATTENTION + "sinks", "heads"),),
+        partial(evenly, "heads", 1),
+        is_in=has_sinks,
     ),
     Row(
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
@@ -227,22 +208,32 @@ TABLE = (
         ("mlp.linear_fc1.weight",),
         ((_L + "mlp.gate_proj.weight", "mlp hidden"), (_L + "mlp.up_proj.weight", "mlp hidden")),
         partial(evenly, "mlp", 2),
-        is_in=_is_dense,
+        is_in=is_dense,
     ),
     Row(
         ("mlp.linear_fc2.weight",),
         ((_L + "mlp.down_proj.weight", "hidden mlp"),),
         partial(evenly, "mlp", 1),
         dim=1,
-        is_in=_is_dense,
+        is_in=is_dense,
     ),
-    Row(("mlp.router.weight",), ((_L + "mlp.gate.weight", "experts hidden"),), is_in=_has_experts),
+    Row(
+        ("mlp.router.weight",),
+        ((_L + "mlp.gate.weight", "experts hidden"),),
+        is_in=partial(has_router, "gate"),
+    ),
+    Row(
+        ("mlp.router.weight",),
+        ((_L + "mlp.router.weight", "experts hidden"),),
+        is_in=partial(has_router, "router"),
+    ),
+    Row(("mlp.router.bias",), ((_L + "mlp.router.bias", "experts"),), is_in=has_expert_biases),
     Row(
         (_LOCAL_EXPERT + "linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
         ((_EXPERT + "gate_proj.weight", "expert_mlp hidden"), (_EXPERT + "up_proj.weight", "expert_mlp hidden")),
         partial(evenly, "expert_mlp", 2),
         axis="expert_tensor",
-        is_in=_has_experts,
+        is_in=has_experts,
     ),
     Row(
         (_LOCAL_EXPERT + "linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
@@ -250,20 +241,33 @@ TABLE = (
         partial(evenly, "expert_mlp", 1),
         dim=1,
         axis="expert_tensor",
-        is_in=_has_experts,
+        is_in=has_experts,
+    ),
+    Row(
+        (_LOCAL_EXPERT + "linear_fc1.bias", "mlp.experts.linear_fc1.bias{expert}"),
+        ((_EXPERT + "gate_proj.bias", "expert_mlp"), (_EXPERT + "up_proj.bias", "expert_mlp")),
+        partial(evenly, "expert_mlp", 2),
+        axis="expert_tensor",
+        is_in=has_expert_biases,
+    ),
+    Row(
+        (_LOCAL_EXPERT + "linear_fc2.bias", "mlp.experts.linear_fc2.bias{expert}"),
+        ((_EXPERT + "down_proj.bias", "hidden"),),
+        axis="expert_tensor",
+        is_in=has_expert_biases,
     ),
     *_shared_expert("shared_expert"),
     Row(
         ("mlp.shared_experts.gate_weight",),
         ((_L + "mlp.shared_expert_gate.weight", "1 hidden"),),
-        is_in=partial(_has_shared_expert, "shared_expert"),
+        is_in=partial(has_shared_expert, "shared_expert"),
     ),
     *_shared_expert("shared_experts"),
     # Frozen rows are the last ones, so that files have them behind all other tensors.
     Row(
         ("mlp.router.expert_bias",),
         ((_L + "mlp.gate.e_score_correction_bias", "experts"),),
-        is_in=_has_router_bias,
+        is_in=has_router_bias,
         is_frozen=True,
     ),
 )
@@ -288,7 +292,7 @@ class Tensors(Protocol):
 
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
-_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
+_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
 
 
 def global_name(parameter_name: str, layer_offset: int, expert_offset: int) -> str:

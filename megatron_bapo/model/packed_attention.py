@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,11 +27,16 @@ from megatron_bapo.parallel.megatron import (
     PackedSeqParams,
     TransformerConfig,
     gather_from_sequence_parallel_region,
+    is_layer_window_attention,
     thd_sequences,
 )
 
 MIN_LENGTH_RATIO = 0.75
 """Minimum length of a sequence relative to the first one of its attention batch; shorter ones start a new batch."""
+
+
+WIDTH_MULTIPLE = 8
+"""Kernels need heads whose width is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,22 @@ class AttentionBatch:
     last_visible_BQ: torch.Tensor | None
     """Last position that a query may attend to, which is its own; None if an ordinary causal mask applies."""
 
-    def visible_B1QL(self) -> torch.Tensor | None:
-        """Return the attention mask; recomputed per layer, because it is the largest tensor for long sequences."""
-        if self.last_visible_BQ is None:
-            return None
-        return torch.arange(self.longest, device=self.last_visible_BQ.device) <= self.last_visible_BQ[:, None, :, None]
+    def visible_B1QL(self, device: torch.device, window: int | None, *, sinks: bool) -> torch.Tensor | None:
+        """Return the attention mask; recomputed per layer, because it is the largest tensor for long sequences.
+
+        A query sees its own key and those before it, or only the `window` last ones of them. With `sinks` another key,
+        which all queries see, follows the last one. None: an ordinary causal mask applies.
+        """
+        last_BQ = self.last_visible_BQ
+        if last_BQ is None:
+            if not sinks and (window is None or window >= self.longest):
+                return None
+            last_BQ = torch.arange(self.longest, device=device)[None]
+        key_L, last_B1Q1 = torch.arange(self.longest, device=device), last_BQ[:, None, :, None]
+        visible_B1QL = key_L <= last_B1Q1
+        if window is not None:
+            visible_B1QL &= key_L > last_B1Q1 - window
+        return F.pad(visible_B1QL, (0, 1), value=True) if sinks else visible_B1QL
 
 
 @dataclass(frozen=True)
@@ -246,6 +262,13 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
         self.context_group = pg_collection.cp
+        size, every = config.window_size, cast(Any, config.window_attn_skip_freq)
+        has_window = is_layer_window_attention(size, every, layer_number)
+        self.window = size[0] + 1 if size is not None and has_window else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -294,14 +317,39 @@ class PackedAttention(MegatronModule):
             x_BNLD = x.view(batch.num_sequences, longest, num, size).transpose(1, 2)
             return x_BNLD if num == num_heads else x_BNLD.repeat_interleave(num_heads // num, dim=1)
 
+        query_BHQD = padded(query, batch.query_slots, batch.longest_part)
+        key_BHLD = padded(key, batch.key_slots, batch.longest)
+        value_BHLE = padded(value, batch.key_slots, batch.longest)
+        if self.softmax_offset is not None:
+            query_BHQD, key_BHLD = self._with_sinks(query_BHQD, key_BHLD)
+            value_BHLE = F.pad(value_BHLE, (0, 0, 0, 1))
+        mask = batch.visible_B1QL(query.device, self.window, sinks=self.softmax_offset is not None)
         out_BHQD = F.scaled_dot_product_attention(
-            padded(query, batch.query_slots, batch.longest_part),
-            padded(key, batch.key_slots, batch.longest),
+            query_BHQD,
+            key_BHLD,
             # Kernels that do not store all scores need equal widths.
-            widened(padded(value, batch.key_slots, batch.longest), key.size(-1)),
-            attn_mask=batch.visible_B1QL(),
-            is_causal=batch.last_visible_BQ is None,
+            widened(value_BHLE, key_BHLD.size(-1)),
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
         )
         out = out_BHQD[..., : value.size(-1)].transpose(1, 2).flatten(0, 1).flatten(1)
         return out if batch.query_slots is None else out.index_select(0, batch.query_slots)
+
+    def _with_sinks(self, query_BHQD: torch.Tensor, key_BHLD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries, and keys with another one behind them, whose scores are the heads' sinks.
+
+        The new key is 1 in two further dims in which all others are 0, and queries have the sink there, as two numbers
+        that add up to it with twice the precision of the dtype. Kernels then need no gradient of a mask.
+        """
+        assert self.softmax_offset is not None
+        wide = round_up(query_BHQD.size(-1) + 2, WIDTH_MULTIPLE)
+        score_H = self.softmax_offset.float() / self.softmax_scale
+        high_H = score_H.to(query_BHQD.dtype)
+        low_H = (score_H - high_H.float()).to(query_BHQD.dtype)
+        sink_HD = F.pad(torch.stack([high_H, low_H], dim=-1), (0, wide - query_BHQD.size(-1) - 2))
+        batch, _, length, _ = query_BHQD.shape
+        query = torch.cat([query_BHQD, sink_HD[None, :, None].expand(batch, -1, length, -1)], dim=-1)
+        key = F.pad(key_BHLD, (0, wide - key_BHLD.size(-1), 0, 1))
+        key[..., -1, key_BHLD.size(-1) : key_BHLD.size(-1) + 2] = 1
+        return query, key

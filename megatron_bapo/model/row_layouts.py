@@ -18,6 +18,7 @@ def lengths(arch: Architecture) -> dict[str, int]:
         "vocab": arch.vocab_size,
         "hidden": arch.hidden_size,
         "head": arch.head_dim,
+        "heads": arch.num_attention_heads,
         "queries": arch.num_attention_heads * arch.head_dim,
         "keys": arch.num_key_value_heads * arch.head_dim,
         "values": arch.num_attention_heads * arch.value_dim,

@@ -125,7 +125,7 @@ def _split_evenly(name: str) -> Callable[[Architecture, int, int], Span]:
     return lambda arch, rank, size: _evenly(lengths(arch)[name], rank, size)
 
 
-_EVENLY = ("queries", "values", "keys_and_values", "mlp", "shared_mlp", "expert_mlp")
+_EVENLY = ("heads", "queries", "values", "keys_and_values", "mlp", "shared_mlp", "expert_mlp")
 _SPLIT_DIMS = {"vocab": _vocabulary, "keys": _keys} | {name: _split_evenly(name) for name in _EVENLY}
 """Dims that vLLM's layers split, by their names in the table of `hf_mapping.py`; other dims are whole on every rank
 (vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""

@@ -67,6 +67,7 @@ with warnings.catch_warnings(), _without_wandb():
     )
     from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
@@ -91,6 +92,7 @@ with warnings.catch_warnings(), _without_wandb():
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.utils import is_layer_window_attention
 
 # Megatron-Core 0.16.1 calls collectives by names that are deprecated in torch 2.13.
 warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
@@ -128,8 +130,10 @@ __all__ = [
     "get_gpt_layer_with_transformer_engine_spec",
     "get_megatron_optimizer",
     "is_float8tensor",
+    "is_layer_window_attention",
     "model_parallel_cuda_manual_seed",
     "parallel_state",
+    "quick_gelu",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "thd_sequences",

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.planning.model_state import FP32
 from megatron_bapo.planning.parameters import Adapter, ChunkShape, Split, layer_adapters
@@ -227,6 +228,10 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
         terms["attention kernel"] += query + 2 * key + context + rounded + factors
     elif recompute:
         terms["attention kernel"] += query + key + context
+    elif arch.family.attention_sinks:
+        cp = parallel.context_parallel_size
+        terms["attention kernel"] += context + _attention_with_sinks(arch, parallel, batch, heads)
+        terms["attention kernel"] += 2 * key * cp * (cp > 1)  # gathered keys and values
     else:
         cp = parallel.context_parallel_size
         copies = heads != groups or cp > 1
@@ -238,6 +243,19 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
             terms["attention kernel"] += 2 * key * cp + _mask_elements(batch.lengths, parallel) * b
     terms["attention projections"] += projection * keeps_projection
     return terms
+
+
+def _attention_with_sinks(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, heads: int) -> int:
+    """Return the bytes that our attention saves of `heads` wider by the sink, with another key for each sequence.
+
+    Sequences of a length share a mask unless context parallelism divides them.
+    """
+    cp, b, tokens = parallel.context_parallel_size, batch.dtype_bytes, batch.tokens(parallel)
+    wide = round_up(arch.head_dim + 2, 8)
+    num_keys = sum(length + 1 for length in batch.lengths)
+    masked = set(batch.lengths) if cp == 1 else batch.lengths
+    mask = sum(length // cp * (length + 1) for length in masked)
+    return heads * (2 * tokens + 2 * num_keys) * wide * b + tokens * heads * FP32 + mask * b
 
 
 def _adapter_bytes(
@@ -321,7 +339,7 @@ def _experts(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) ->
             + split * (chosen * (2 * INDEX + FP32) + arch.num_experts * (1 + FP32) + _sigmoid_bytes(arch)),
             # Gate and up, the intermediate results up to the second projection's input, and each token's weight.
             "experts": received * arch.hidden_size * batch.input_bytes
-            + mlp * (batch.swiglu_bytes + b + batch.input_bytes)
+            + mlp * ((6 * b if arch.family.clamped_swiglu else batch.swiglu_bytes) + b + batch.input_bytes)
             + received * FP32,
             "shared expert": _mlp_elements(arch.shared_expert_intermediate_size, parallel, batch)
             * (batch.swiglu_bytes + batch.input_bytes)

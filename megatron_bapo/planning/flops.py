@@ -18,11 +18,13 @@ FROZEN_PASSES = 2
 def forward_flops(architecture: Architecture, length: float, square: float) -> tuple[float, float]:
     """Return the forward FLOPs of one sequence as (linear layers, causal attention).
 
-    `length` is the mean length and `square` the mean square of the lengths, in tokens. Both results are linear in them,
-    so that the sums over several sequences give the FLOPs of all. The output layer is counted at every token, as is
-    usual, even though only response tokens need it.
+    `length` is the mean length and `square` the mean square of the lengths, in tokens. The sums over several sequences
+    give the FLOPs of all: both results are linear in them, or with windows nearly so. The output layer is counted at
+    every token, as is usual, even though only response tokens need it.
     """
-    attention = 2 * architecture.num_hidden_layers * architecture.attention_width * square
+    attention = (
+        2 * architecture.num_hidden_layers * architecture.attention_width * architecture.attended(length, square)
+    )
     return 2.0 * num_active_parameters(architecture) * length, attention
 
 

@@ -136,11 +136,11 @@ def attention_block(
     """Return the seconds of a layer's attention with its projections, norms and residual connections.
 
     `square` is the sum over the micro-batch's sequences of their squared lengths, on all context-parallel ranks; `sp`
-    is `tp` with sequence parallelism, else 1.
+    is `tp` with sequence parallelism, else 1. Layers with and without a window count as the mean of both.
     """
     query, value = (arch.num_attention_heads * width / tp for width in (arch.head_dim, arch.value_dim))
     both = max(1.0, arch.num_key_value_heads / tp) * (arch.head_dim + arch.value_dim)
-    flops = 2.0 * arch.attention_width / tp * square / cp
+    flops = 2.0 * arch.attention_width / tp * arch.attended(tokens * cp, square) / cp
     score = flops / (kernels.gpu.bf16_flops * kernels.assumptions.attention_efficiency)
     # Both norms and residual connections read and write the hidden states; rotary embeddings and QK norms the heads.
     heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2)

@@ -23,7 +23,10 @@ ROW_PARALLEL = ("linear_proj", "linear_fc2")
 """Linear layers whose inputs tensor parallelism splits; of the others, it splits the outputs."""
 WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 """Linear layers that every tensor-parallel rank has whole."""
-REPLICATED = ("layernorm.weight", "router.weight", "gate_weight", *(f"{name}.weight" for name in WHOLE))
+REPLICATED = (
+    *("layernorm.weight", "router.weight", "router.bias", "linear_proj.bias", "gate_weight"),
+    *(f"{name}.weight" for name in WHOLE),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +212,8 @@ def num_active_parameters(architecture: Architecture) -> int:
     These exclude the embedding lookup and the experts that the token is not routed to.
     """
     inactive = architecture.num_experts - architecture.num_experts_per_tok
-    expert = 3 * architecture.hidden_size * architecture.moe_intermediate_size
+    hidden, width = architecture.hidden_size, architecture.moe_intermediate_size
+    expert = 3 * hidden * width + (2 * width + hidden) * architecture.family.linear_biases
     total = num_parameters(architecture) - len(architecture.moe_layers) * inactive * expert
     return total - (0 if architecture.tie_word_embeddings else architecture.vocab_size * architecture.hidden_size)
 
@@ -263,13 +267,15 @@ def _layer_parameters(
         yield from _mlp("mlp.", hidden, arch.intermediate_size // tp, lora)
         return
     yield Parameter("mlp.router.weight", arch.num_experts * hidden)
+    if arch.family.linear_biases:
+        yield Parameter("mlp.router.bias", arch.num_experts)
     if arch.family.sigmoid_router:
         yield Parameter("mlp.router.expert_bias", arch.num_experts, is_trained=False, in_fp32=True)
     width = arch.moe_intermediate_size // split.expert_tensor
     for expert in range(arch.num_experts // split.expert):
         # Without expert parallelism Megatron reduces experts' gradients like all others.
         name = f"mlp.experts.local_experts.{expert}."
-        yield from _mlp(name, hidden, width, lora, is_expert=split.expert > 1)
+        yield from _mlp(name, hidden, width, lora, is_expert=split.expert > 1, bias=arch.family.linear_biases)
     if arch.shared_expert_intermediate_size:
         if arch.family.shared_expert_gate:
             yield Parameter("mlp.shared_experts.gate_weight", hidden)
@@ -279,7 +285,9 @@ def _layer_parameters(
 def _grouped_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:
     hidden, heads = arch.hidden_size, arch.num_attention_heads * arch.head_dim // tp
     qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
-    yield from _linear(f"{name}linear_proj", hidden, heads, ("o_proj",), lora)
+    if arch.family.attention_sinks:
+        yield Parameter(f"{name}core_attention.softmax_offset", arch.num_attention_heads // tp)
+    yield from _linear(f"{name}linear_proj", hidden, heads, ("o_proj",), lora, bias=arch.family.linear_biases)
     parts, bias = ("q_proj", "k_proj", "v_proj"), arch.family.qkv_bias
     yield from _linear(f"{name}linear_qkv", qkv, hidden, parts, lora, bias=bias)
     if arch.family.qk_norm:
@@ -306,11 +314,11 @@ def _latent_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig |
 
 
 def _mlp(
-    name: str, hidden: int, width: int, lora: LoraConfig | None, *, is_expert: bool = False
+    name: str, hidden: int, width: int, lora: LoraConfig | None, *, is_expert: bool = False, bias: bool = False
 ) -> Iterator[Parameter]:
     parts = ("gate_proj", "up_proj")
-    yield from _linear(f"{name}linear_fc1", 2 * width, hidden, parts, lora, is_expert=is_expert)
-    yield from _linear(f"{name}linear_fc2", hidden, width, ("down_proj",), lora, is_expert=is_expert)
+    yield from _linear(f"{name}linear_fc1", 2 * width, hidden, parts, lora, is_expert=is_expert, bias=bias)
+    yield from _linear(f"{name}linear_fc2", hidden, width, ("down_proj",), lora, is_expert=is_expert, bias=bias)
 
 
 def _linear(
@@ -326,7 +334,7 @@ def _linear(
     """Yield the parameters of a linear layer with `parts` fused Hugging Face modules, and of its adapter."""
     yield Parameter(f"{name}.weight", outputs * inputs, is_expert)
     if bias:
-        yield Parameter(f"{name}.bias", outputs)
+        yield Parameter(f"{name}.bias", outputs, is_expert)
     targets = [part for part in parts if lora is not None and part in lora.target_modules]
     if lora is not None and targets:
         for part in targets:

@@ -7,6 +7,7 @@ start undoes each layer's packing, sharding and quantization, and finish does th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,7 +27,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError
+from megatron_bapo.model.stacked_experts import for_engine
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory
 from megatron_bapo.rollout.engine_adapters import replace_adapter
@@ -35,6 +38,8 @@ from megatron_bapo.rollout.weight_sources import WeightSource, read_frozen_tenso
 from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 
 BACKEND = "megatron_bapo"
+SINKS = ".sinks"
+"""End of the names of attention sinks."""
 
 
 @dataclass
@@ -62,6 +67,7 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
         route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
         self.source = weight_source(route, layout, rank, self.device)
+        self._has_sinks = read_architecture(Path(self.model_config.model)).family.attention_sinks
         # The trainer does not send them, but an engine that has slept at level 2 has lost them like all others.
         self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
@@ -79,12 +85,17 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         """Load whole tensors; vLLM's weight loaders select this worker's parts."""
         self._version = update_info.version
         tensors = chain(self._frozen.items(), self.source.read(self._version))
+        if self._has_sinks:
+            self._sinks: dict[str, torch.Tensor] = {}
+            tensors = for_engine(_without_sinks(tensors, self._sinks))
         self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu() and self.model_config.hf_config.tie_word_embeddings:
             _repack_tied_lm_head(self.model)
+        if self._has_sinks:
+            _load_sinks(self.model, self._sinks)
         self.source.finish(self._version)
         release_cached_memory()
 
@@ -157,6 +168,32 @@ def _forget_expert_kernels(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _without_sinks(
+    tensors: Iterable[tuple[str, torch.Tensor]], sinks: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors but attention sinks, which are put into `sinks`."""
+    for name, tensor in tensors:
+        if name.endswith(SINKS):
+            sinks[name] = tensor.clone()
+        else:
+            yield name, tensor
+
+
+def _load_sinks(model: nn.Module, sinks: dict[str, torch.Tensor]) -> None:
+    """Overwrite this worker's attention sinks.
+
+    vLLM 0.32.0 copies them into the parameter without its weight loader (gpt_oss.py), which during a reload is on the
+    meta device, so it would silently keep the old ones.
+    """
+    rank, size = get_tp_group().rank_in_group, get_tp_group().world_size
+    parameters = dict(model.named_parameters())
+    own = {name: each for name, each in parameters.items() if name.endswith(SINKS)}
+    assert own, "vLLM's model has no attention sinks"
+    for name, parameter in own.items():
+        values = sinks[name.replace(".attn.", ".self_attn.")].chunk(size)[rank]
+        parameter.data.copy_(values)
 
 
 def _repack_tied_lm_head(model: nn.Module) -> None:

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.architecture import Architecture, parsed_architecture, read_architecture
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import make_folder
+from megatron_bapo.files import make_folder, read_json_object
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
 from megatron_bapo.model.megatron_checkpoint import MegatronTensors
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
+from megatron_bapo.model.stacked_experts import ByExpert, Dequantized, Stacked, file_shapes
 from megatron_bapo.model.weight_copy import (
     Advance,
     CopyResult,
@@ -62,7 +63,8 @@ def checkpoint_from_hugging_face(
     with SafetensorsFolder(source) as tensors:
         check_tensors(tensors.shapes(), architecture, source)
         shapes = trained_shapes(architecture)
-        return _convert(tensors, shapes, target, WEIGHTS, torch.float32, complete, max_file_bytes, advance)
+        source_tensors = ByExpert(tensors) if architecture.family.stacked_experts else tensors
+        return _convert(source_tensors, shapes, target, WEIGHTS, torch.float32, complete, max_file_bytes, advance)
 
 
 def hugging_face_from_checkpoint(
@@ -82,8 +84,31 @@ def hugging_face_from_checkpoint(
             weights, tensors = origin, MergedTensors(stack.enter_context(SafetensorsFolder(origin)), saved, lora)
         elif frozen:
             tensors = _WithFrozen(saved, stack.enter_context(_frozen_weights(origin, frozen)), frozen)
-        check_tensors(tensors.shapes(), architecture, weights)
+        check_tensors(tensors.shapes(), architecture, weights, expected_shapes(architecture))
+        if architecture.family.stacked_experts:
+            tensors = Stacked(tensors, architecture)
         return _to_hugging_face(tensors, architecture, origin, target, dtype, max_file_bytes, advance)
+
+
+def dequantized_hugging_face(source: Path, target: Path, *, max_file_bytes: int, advance: Advance) -> CopyResult:
+    """Convert a Hugging Face folder of gpt-oss with experts in MXFP4 to the bfloat16 folder `target`.
+
+    Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
+    """
+    architecture = dequantized_architecture(source)
+    with SafetensorsFolder(source) as folder:
+        tensors = Dequantized(folder)
+        check_tensors(tensors.shapes(), architecture, source)
+        return _to_hugging_face(tensors, architecture, source, target, torch.bfloat16, max_file_bytes, advance)
+
+
+def dequantized_architecture(source: Path) -> Architecture:
+    """Return the architecture of a folder of gpt-oss with experts in MXFP4. Raises UserError for another folder."""
+    fields = read_json_object(source / "config.json") if (source / "config.json").is_file() else {}
+    quantization = fields.pop("quantization_config", None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
+        raise UserError(f"{source} has no config.json whose quantization_config.quant_method is mxfp4; give its folder")
+    return parsed_architecture(fields, source / "config.json")
 
 
 def hugging_face_from_megatron(
@@ -95,6 +120,11 @@ def hugging_face_from_megatron(
     weights. Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
     """
     architecture = read_architecture(origin)
+    if architecture.family.stacked_experts:
+        raise UserError(
+            f"{checkpoint} has experts with biases and attention sinks, which are not read from checkpoints of "
+            "Megatron-Core; convert it with Megatron-Bridge"
+        )
     tensors = MegatronTensors(checkpoint, architecture)
     return _to_hugging_face(tensors, architecture, origin, target, dtype, max_file_bytes, advance)
 
@@ -113,7 +143,7 @@ def _to_hugging_face(
     def complete(partial: Path) -> None:
         complete_folder(partial, architecture, dtype, origin)
 
-    shapes, frozen = expected_shapes(architecture), frozen_tensors(architecture)
+    shapes, frozen = file_shapes(architecture), frozen_tensors(architecture)
     return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)
 
 

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     MistralConfig,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -64,6 +65,14 @@ MODELS = {
     "glm4_moe": Glm4MoeConfig(
         **SHAPE, attention_bias=True, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=4,
         moe_intermediate_size=32, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_mtp_layers=0,
+    ),
+    # vLLM's experts for CPUs need multiples of 32 on each rank.
+    "gpt_oss": GptOssConfig(
+        **SHAPE | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2, sliding_window=6,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4,
+        },
     ),
     # The only widths that vLLM's attention for CPUs can decode are kv_lora_rank=512 and qk_rope_head_dim=64.
     "deepseek_v3": DeepseekV3Config(
@@ -116,6 +125,14 @@ TRAINERS = {
             "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
         },
     ),
+    "gpt_oss-tp2-ep2": (
+        "gpt_oss",
+        {
+            "world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        },
+    ),
+    "gpt_oss-pp2": ("gpt_oss", {"world_size": 2, "pipeline_model_parallel_size": 2}),
     "deepseek_v3-tp2-pp2": (
         "deepseek_v3",
         {
@@ -136,6 +153,7 @@ PUBLISHED_FOR = {
     "experts": ("tp2", "tp2-ep"),
     "qwen2_moe": ("tp1", "tp2"),
     "glm4_moe": ("tp2", "tp1"),
+    "gpt_oss": ("tp2", "tp2-ep"),
     "deepseek_v3": ("tp2", "tp1"),
 }
 NUM_SYNCS = 3
@@ -178,7 +196,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
                 if buffer_name.endswith("e_score_correction_bias"):
                     torch.nn.init.normal_(buffer, std=0.3)
             for parameter_name, parameter in model.named_parameters():
-                if parameter_name.endswith(".bias"):
+                if parameter_name.endswith(("bias", ".sinks")):
                     torch.nn.init.normal_(parameter, std=0.3)
             model.save_pretrained(root / name, max_shard_size="400KB")
             save_tokenizer(root / name)
@@ -262,6 +280,8 @@ def without_the_others_parts(
         ("experts", "tp2"),
         ("qwen2_moe", "tp1"),
         ("glm4_moe", "tp2"),
+        ("gpt_oss", "tp2"),
+        ("gpt_oss", "tp2-ep"),
         ("deepseek_v3", "tp2"),
     ],
 )
@@ -272,7 +292,7 @@ def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     must give the same bits. Otherwise a rank reads only the plan's bytes."""
     store = published.stores[model]
     num_ranks = ENGINES[engine_name]["tensor_parallel_size"]
-    layout = EngineLayout(num_ranks).name
+    layout = EngineLayout.of(RolloutConfig(**ENGINES[engine_name])).name
     with running(published, model, engine_name) as (engine, wait_for):
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         assert [path for process in processes if is_alive(process) for path in named_shared_memory(process)] == []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -92,6 +93,16 @@ MODELS: dict[str, PretrainedConfig] = {
         **_LATENT, q_lora_rank=16, rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
     ),
     "moonlight": DeepseekV3Config(**_LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None),
+    "gpt_oss": GptOssConfig(
+        **_SHAPE,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        rope_parameters=_YARN
+        | {"rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "factor": 32.0}
+        | {"original_max_position_embeddings": 4},
+    ),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
@@ -107,6 +118,8 @@ SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
 LATENT = ("deepseek_v3",)
 """Models with latent attention, in the layouts that treat it in a way of their own."""
+WINDOWS = ("gpt_oss",)
+"""Models with attention sinks, windows in every second layer and biases of experts, which ranks do not split."""
 WHOLE_QUERIES = "moonlight"
 """A model with latent attention whose queries are not compressed, as Moonlight's."""
 SMALL = (*FOUNDATIONS, *SHARED)

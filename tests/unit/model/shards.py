@@ -43,6 +43,8 @@ def architecture(family: str, **changes: Any) -> Architecture:
         shape |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5}
     if FAMILIES[family].shared_expert:
         shape |= {"shared_expert_intermediate_size": 24}
+    if FAMILIES[family].alternating_windows:
+        shape |= {"moe_layers": frozenset(range(4)), "sliding_window": 3}
     shape |= changes
     if FAMILIES[family].latent_attention:
         # With compressed queries, and in the other family without.
@@ -125,19 +127,21 @@ def _layer(
         yield "mlp.linear_fc2.weight", (hidden, arch.intermediate_size // tp)
         return
     yield "mlp.router.weight", (arch.num_experts, hidden)
+    if arch.family.linear_biases:
+        yield "mlp.router.bias", (arch.num_experts,)
     if arch.family.sigmoid_router:
         yield "mlp.router.expert_bias", (arch.num_experts,)
-    shapes = {
-        "linear_fc1": (2 * arch.moe_intermediate_size // etp, hidden),
-        "linear_fc2": (hidden, arch.moe_intermediate_size // etp),
+    shapes: dict[str, tuple[int, ...]] = {
+        "linear_fc1.weight": (2 * arch.moe_intermediate_size // etp, hidden),
+        "linear_fc2.weight": (hidden, arch.moe_intermediate_size // etp),
     }
+    if arch.family.linear_biases:
+        shapes |= {"linear_fc1.bias": (2 * arch.moe_intermediate_size // etp,), "linear_fc2.bias": (hidden,)}
     experts = range(arch.num_experts // groups.expert.size)
     if fused:
-        yield from ((f"mlp.experts.{name}.weight{e}", shape) for name, shape in shapes.items() for e in experts)
+        yield from ((f"mlp.experts.{name}{e}", shape) for name, shape in shapes.items() for e in experts)
     else:
-        yield from (
-            (f"mlp.experts.local_experts.{e}.{name}.weight", shape) for e in experts for name, shape in shapes.items()
-        )
+        yield from ((f"mlp.experts.local_experts.{e}.{name}", shape) for e in experts for name, shape in shapes.items())
     if width := arch.shared_expert_intermediate_size:
         if arch.family.shared_expert_gate:
             yield "mlp.shared_experts.gate_weight", (1, hidden)
@@ -148,7 +152,11 @@ def _layer(
 def _grouped_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, d = arch.hidden_size, arch.head_dim
     qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * d // tp
+    if arch.family.attention_sinks:
+        yield f"core_attention.{'attention.' * fused}softmax_offset", (arch.num_attention_heads // tp,)
     yield "linear_proj.weight", (hidden, arch.num_attention_heads * d // tp)
+    if arch.family.linear_biases:
+        yield "linear_proj.bias", (hidden,)
     if fused:
         yield "linear_qkv.layer_norm_weight", (hidden,)
     yield "linear_qkv.weight", (qkv, hidden)

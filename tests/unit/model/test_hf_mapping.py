@@ -13,6 +13,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,6 +46,7 @@ from megatron_bapo.model.hf_mapping import (
     lookup,
     trained_shapes,
 )
+from megatron_bapo.model.stacked_experts import file_shapes
 from megatron_bapo.parallel.megatron import get_gpt_layer_local_spec
 from tests.unit.model.shards import architecture, groups_of, parameter_shapes
 
@@ -56,6 +59,7 @@ MODELS = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
     "kimi_k2": (DeepseekV3ForCausalLM, DeepseekV3Config),
 }
@@ -78,6 +82,7 @@ OF_FAMILY = {
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12},
     "glm4_moe": GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": LATENT | {"q_lora_rank": 3},
     "kimi_k2": LATENT | {"q_lora_rank": None},
 }
@@ -117,7 +122,7 @@ def test_the_expected_names_and_shapes_are_those_that_transformers_writes(checkp
     with safe_open(checkpoint / "model.safetensors", "pt") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
-    assert expected_shapes(read_architecture(checkpoint)) == written
+    assert file_shapes(read_architecture(checkpoint)) == written
 
 
 @st.composite
@@ -224,6 +229,7 @@ def test_a_key_value_head_follows_the_query_heads_that_share_it():
             "decoder.layers.16.mlp.experts.local_experts.11.linear_fc2.weight",
         ),
         ("decoder.layers.2.mlp.experts.linear_fc1.weight13", "decoder.layers.8.mlp.experts.linear_fc1.weight21"),
+        ("decoder.layers.2.mlp.experts.linear_fc2.bias0", "decoder.layers.8.mlp.experts.linear_fc2.bias8"),
         ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
     ],
@@ -281,7 +287,7 @@ def test_layers_that_predict_further_tokens_follow_the_last_layer(name, expected
     assert not is_of_next_token_layer(architecture("glm4_moe"), name)
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.shared_experts.fc1.weight", "decoder.layers.0.mlp.router.bias"])
+@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.shared_experts.fc1.weight", "decoder.layers.0.mlp.router.scale"])
 def test_the_error_for_a_parameter_without_a_row_names_it(name):
     with pytest.raises(AssertionError, match=rf"no row in .* {name}"):
         lookup(name, architecture("llama"))
