@@ -243,7 +243,7 @@ def _alternating_window_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
     family, sizes = FAMILIES[fields["model_type"]], [*EXPERT_SIZES, "decoder_sparse_step"]
-    if fields["num_experts"] == 0 and not family.sigmoid_router:
+    if fields["num_experts"] == 0 and not (family.sigmoid_router or family.stacked_experts):
         return  # The model is dense.
     if family.sigmoid_router:
         sizes += ["n_shared_experts", "n_group", "topk_group"]

@@ -33,12 +33,14 @@ from tests.tolerances import (
 ROOT = Path(__file__).parents[2]
 GPU_MEGATRON_CASES = [
     *(("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp"), ("qwen3_moe", "pp2-uneven"), (DEEP_DENSE, "pp2-vpp2-uneven")),
+    ("gpt_oss", "tp2-sp-ep2-etp1"),
     *(("qwen2_moe", "tp2-sp"), ("glm4_moe", "tp2-sp"), ("deepseek_v3", "tp2-sp"), (WHOLE_QUERIES, "tp2-sp")),
 ]
 ROUTER_BIAS = "e_score_correction_bias"
 FP32_CASES = [(model, name) for model, name in CASES if LAYOUTS[name].dtype == "float32"]
 ROUTED_BF16_CASES = [
-    (model, name) for model in ("deepseek_v3", WHOLE_QUERIES) for name in ("one-process-bf16", "tp2-sp-bf16")
+    *((model, name) for model in ("deepseek_v3", WHOLE_QUERIES) for name in ("one-process-bf16", "tp2-sp-bf16")),
+    ("gpt_oss", "one-process-bf16"),
 ]
 """Models in which rounding to bfloat16 changes which experts a few tokens go to, also in `transformers`."""
 FAULTY_CASES = {

@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -41,6 +42,7 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig(
         **SHAPE, head_dim=8, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12, n_shared_experts=2
     ),
+    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, num_local_experts=8, num_experts_per_tok=2, sliding_window=16),
     "qwen2_moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=20),
     "deepseek_v3": DeepseekV3Config(
         **SHAPE | {"num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12,
@@ -50,6 +52,13 @@ CONFIGS = {
 }  # fmt: skip
 CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+YARN_OF_GPT_OSS = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -79,14 +88,17 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
         16 if name.startswith(("qwen3", "mistral", "seed_oss")) else 10 if of_latent else 8
     )
     assert architecture.rms_norm_eps == CONFIGS[name].rms_norm_eps
-    assert architecture.rope_scaling == {}
+    scaled = {"rope_type": "yarn", **YARN_OF_GPT_OSS} if name == "gpt_oss" else {}
+    assert architecture.rope_scaling == scaled
 
 
-def test_qwen2_and_seed_oss_have_query_biases_qwen3_normalises_queries_and_five_families_have_experts():
-    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == ["seed_oss", "qwen2", "qwen2_moe"]
+def test_four_families_have_query_biases_qwen3_normalises_queries_and_six_families_have_experts():
+    assert [name for name, family in FAMILIES.items() if family.qkv_bias] == [
+        *("seed_oss", "qwen2", "qwen2_moe", "gpt_oss")
+    ]
     assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
     assert [name for name, family in FAMILIES.items() if family.experts] == [
-        *("qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
+        *("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
     ]
 
 
@@ -196,6 +208,62 @@ def test_the_widths_of_latent_attention_are_read(tmp_path):
 def test_what_latent_attention_or_its_router_cannot_do_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["deepseek_v3"], **changes)
+
+
+def test_gpt_oss_has_experts_in_all_layers_and_windows_in_every_second_one(tmp_path):
+    arch = read(tmp_path, CONFIGS["gpt_oss"])
+    assert arch.moe_layers == frozenset(range(6))
+    assert (arch.num_experts, arch.num_experts_per_tok, arch.moe_intermediate_size) == (8, 2, 48)
+    assert arch.norm_topk_prob
+    assert [arch.window(layer) for layer in range(6)] == [16, None] * 3
+    assert (arch.rope_theta, arch.context_length) == (150000.0, 32 * 4096)
+    assert read(tmp_path, CONFIGS["gpt_oss"], absent=("layer_types",)) == arch
+    kinds = {"sliding_attention": 16, "full_attention": None}
+    assert [kinds[kind] for kind in CONFIGS["gpt_oss"].layer_types] == [arch.window(layer) for layer in range(6)]
+
+
+def test_the_pairs_of_tokens_that_attention_computes_are_fewer_with_windows(tmp_path):
+    arch = read(tmp_path, CONFIGS["gpt_oss"])
+    assert arch.attended(100.0, 100.0**2) == (100.0**2 + 2 * 16 * 100.0) / 2
+    assert arch.attended(8.0, 64.0) == 64.0  # shorter than the window
+    assert read(tmp_path, CONFIGS["qwen3"]).attended(100.0, 100.0**2) == 100.0**2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window is missing"),
+        ({"sliding_window": 0}, "sliding_window is 0; it must be a positive whole number"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types is .*; it must be 'sliding_attent"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has 2 layers; it must have num_hidden_l"),
+        ({"attention_bias": False}, "attention_bias is False, which vLLM does not read for gpt_oss; it must be True"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, which vLLM does not read for gpt_oss; it must be 1e-05"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, which vLLM does not read for gpt_oss; it must be 7.0"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0, which vLLM does not read for gpt_oss; it must be 1.702"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True, but vLLM serves gpt_oss only with an output"),
+        ({"num_local_experts": 0}, "num_local_experts is 0; it must be a positive whole number"),
+        ({"num_experts_per_tok": 1}, "norm_topk_prob is True with num_experts_per_tok=1"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "to bfloat16 with tools/dequantize_mxfp4.py"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the type 'default', .* must be one of yarn"),
+        ({"rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS}}, "rope_theta is missing"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS, "beta_fast": None}},
+            "rope_parameters.beta_fast is missing",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS, "mscale": 1.0}},
+            "rope_parameters.mscale is not supported with the RoPE type 'yarn'",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS, "truncate": 1}},
+            "rope_parameters.truncate is 1; it must be true or false",
+        ),
+    ],
+)
+def test_what_vllm_computes_in_another_way_than_a_config_of_gpt_oss_says_is_refused(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, CONFIGS["gpt_oss"], **changes)
 
 
 def test_fields_that_glms_config_leaves_out_have_the_values_of_transformers(tmp_path):
@@ -392,7 +460,7 @@ def test_the_message_about_quantized_weights_is_short(tmp_path):
     assert len(str(caught.value).removeprefix(str(tmp_path))) < 400
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.alternating_windows])
 def test_a_window_is_refused_where_vllm_uses_it_without_use_sliding_window(tmp_path, name):
     changes = {"model_type": name, "sliding_window": 8, "use_sliding_window": False}
     if "qwen" in name:

@@ -1,5 +1,6 @@
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,16 @@ HEAD_DIM = 8
 CPU = torch.device("cpu")
 
 
-def attention(num_heads: int, num_groups: int, softmax_scale: float | None = None) -> PackedAttention:
+def attention(
+    num_heads: int, num_groups: int, softmax_scale: float | None = None, *, layer: int = 1, **settings: Any
+) -> PackedAttention:
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=num_heads, num_query_groups=num_groups, kv_channels=HEAD_DIM
-    )
-    return PackedAttention(config, 1, softmax_scale=softmax_scale, pg_collection=SimpleNamespace(cp=None))
+        num_layers=1, hidden_size=16, num_attention_heads=num_heads, num_query_groups=num_groups, kv_channels=HEAD_DIM,
+        **settings,
+    )  # fmt: skip
+    one = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(cp=None, tp=one)
+    return PackedAttention(config, layer, softmax_scale=softmax_scale, pg_collection=groups)
 
 
 def attend(module: PackedAttention, inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
@@ -35,17 +41,31 @@ def attend(module: PackedAttention, inputs: list[torch.Tensor], lengths: list[in
 
 
 def reference(
-    query_THD: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, lengths: list[int], scale: float
+    query_THD: torch.Tensor,
+    key_TGD: torch.Tensor,
+    value_TGD: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    *,
+    sink_H: torch.Tensor | None = None,
+    window: int = 1 << 30,
 ) -> torch.Tensor:
-    """Compute attention token by token: each head attends to the earlier tokens of the same sequence."""
+    """Compute attention token by token: each head attends to the earlier tokens of the same sequence.
+
+    It attends to the last `window` ones, and to a sink without a value.
+    """
     heads_per_group = query_THD.size(1) // key_TGD.size(1)
     out, start = [], 0
     for length in lengths:
         for t in range(start, start + length):
             heads = []
             for head in range(query_THD.size(1)):
-                past = (slice(start, t + 1), head // heads_per_group)
-                weights = torch.softmax(scale * (key_TGD[past] @ query_THD[t, head]), 0)
+                past = (slice(max(start, t + 1 - window), t + 1), head // heads_per_group)
+                scores = scale * (key_TGD[past] @ query_THD[t, head])
+                if sink_H is None:
+                    weights = torch.softmax(scores, 0)
+                else:
+                    weights = torch.softmax(torch.cat([scores, sink_H[head, None]]), 0)[:-1]
                 heads.append(weights @ value_TGD[past])
             out.append(torch.cat(heads))
         start += length
@@ -88,6 +108,55 @@ def test_output_and_gradients_match_plain_attention_over_each_sequence(lengths, 
         assert mine.grad is not None
         assert theirs.grad is not None
         assert (mine.grad - theirs.grad).abs().max() < GRADIENT * theirs.grad.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[7], [4, 4, 4], [9, 8, 7, 3, 1]])
+@pytest.mark.parametrize(("sinks", "window"), [(True, None), (False, 3), (True, 3), (True, 1)])
+def test_sinks_and_windows_match_plain_attention_with_their_gradients(lengths, sinks, window):
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.randn(sum(lengths), heads, HEAD_DIM, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    sink_H = torch.randn(4, generator=generator)
+    weights = torch.randn(sum(lengths), 4 * HEAD_DIM, generator=generator)
+    settings: dict[str, Any] = {"softmax_type": "learnable"} if sinks else {}
+    if window is not None:
+        settings |= {"window_size": (window - 1, 0), "window_attn_skip_freq": [1, 0]}
+    exact = [tensor.detach().double().requires_grad_() for tensor in (*ours, sink_H)]
+
+    core = attention(4, 2, softmax_scale=0.3, **settings)
+    if core.softmax_offset is not None:
+        core.softmax_offset.data.copy_(sink_H)
+        ours.append(core.softmax_offset)
+    out = attend(core, ours[:3], lengths)
+    keywords = {"sink_H": exact[3]} if sinks else {}
+    expected = reference(*exact[:3], lengths, 0.3, window=window or 1 << 30, **keywords)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+
+    torch.testing.assert_close(out.double(), expected, atol=LOG_PROB, rtol=0.0)
+    assert len(ours) == 3 + sinks
+    for mine, theirs in zip(ours, exact, strict=False):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert (mine.grad - theirs.grad).abs().max() < GRADIENT * theirs.grad.abs().max()
+    assert attention(4, 2, layer=2, **settings).window is None
+
+
+def test_sinks_of_a_bfloat16_model_are_not_rounded_by_the_softmax_scale():
+    """One bfloat16 number for sink / scale would change a sink of 20 by up to 0.04."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.zeros(6, 2, HEAD_DIM), torch.zeros(6, 2, HEAD_DIM), torch.ones(6, 2, HEAD_DIM)]
+    core = attention(2, 2, softmax_scale=0.3, softmax_type="learnable", params_dtype=torch.bfloat16)
+    assert core.softmax_offset is not None
+    core.softmax_offset.data.copy_(torch.tensor([20.125, -19.875]))
+    inputs[1][..., 0] = 20 + torch.rand(6, 2, generator=generator)
+    inputs[0][..., 0] = 3.25
+    rounded = [tensor.bfloat16() for tensor in inputs]
+
+    out = attend(core, rounded, [6])
+
+    sink_H = core.softmax_offset.detach().double()
+    expected = reference(*(tensor.double() for tensor in rounded), [6], 0.3, sink_H=sink_H)
+    torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=0.0)
 
 
 def test_sequences_that_share_their_first_tokens_match_sequences_that_repeat_them():
@@ -145,7 +214,7 @@ def test_context_parallel_ranks_see_the_keys_up_to_each_of_their_tokens():
         for part, batch in zip(parts, of_ranks, strict=True):
             positions = part.positions_T[batch.tokens]
             slots = torch.arange(positions.numel()) if batch.query_slots is None else batch.query_slots
-            visible = batch.visible_B1QL()
+            visible = batch.visible_B1QL(CPU, None, sinks=False)
             assert visible is not None
             assert torch.equal(visible.sum(-1).flatten()[slots], positions + 1)
         assert batch.key_slots is not None
