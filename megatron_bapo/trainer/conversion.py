@@ -102,6 +102,11 @@ def dequantized_hugging_face(source: Path, target: Path, *, max_file_bytes: int,
         return _to_hugging_face(tensors, architecture, source, target, torch.bfloat16, max_file_bytes, advance)
 
 
+def dequantized_bytes(source: Path) -> int:
+    """Return the bytes of what `dequantized_hugging_face` writes; raises as `dequantized_architecture`."""
+    return total_bytes(file_shapes(dequantized_architecture(source)), torch.bfloat16)
+
+
 def dequantized_architecture(source: Path) -> Architecture:
     """Return the architecture of a folder of gpt-oss with experts in MXFP4. Raises UserError for another folder."""
     fields = read_json_object(source / "config.json") if (source / "config.json").is_file() else {}

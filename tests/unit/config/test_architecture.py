@@ -235,7 +235,10 @@ def test_the_pairs_of_tokens_that_attention_computes_are_fewer_with_windows(tmp_
         ({"sliding_window": None}, "sliding_window is missing"),
         ({"sliding_window": 0}, "sliding_window is 0; it must be a positive whole number"),
         ({"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types is .*; it must be 'sliding_attent"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types has 2 layers; it must have num_hidden_l"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types has 2 layers; it must have num_hidden_l",
+        ),
         ({"attention_bias": False}, "attention_bias is False, which vLLM does not read for gpt_oss; it must be True"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, which vLLM does not read for gpt_oss; it must be 1e-05"),
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, which vLLM does not read for gpt_oss; it must be 7.0"),
@@ -245,7 +248,10 @@ def test_the_pairs_of_tokens_that_attention_computes_are_fewer_with_windows(tmp_
         ({"num_experts_per_tok": 1}, "norm_topk_prob is True with num_experts_per_tok=1"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "to bfloat16 with tools/dequantize_mxfp4.py"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the type 'default', .* must be one of yarn"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "the type 'default', .* must be one of yarn",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS}}, "rope_theta is missing"),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_type": "yarn", **YARN_OF_GPT_OSS, "beta_fast": None}},

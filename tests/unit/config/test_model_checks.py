@@ -349,3 +349,66 @@ def test_routing_replay_needs_experts(tmp_path: Path) -> None:
     assert "algorithm.routing_replay=rollout with rollout.pipeline_parallel_size=2: vLLM returns routes only" in problem
     assert "set pipeline_parallel_size=1, or routing_replay=trainer" in problem
     check_config(of(experts, algorithm={"routing_replay": "rollout"}))
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0,
+        "beta_slow": 1.0, "truncate": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            layout(2, tensor_model_parallel_size=2, sequence_parallel=True),
+            r"parallel.expert_tensor_parallel_size=2 \(by default .*\) .* set it to 1, and expert_model_parallel_size",
+        ),
+        (
+            {"algorithm": {"routing_replay": "rollout"}},
+            "algorithm.routing_replay=rollout with gpt-oss .* set it to none",
+        ),
+        ({"rollout": {"tensor_parallel_size": 4}}, "num_key_value_heads=2 must be a multiple of rollout.tensor_parall"),
+        (
+            {"rollout": {"quantization": "fp8_per_block"}},
+            "rollout.quantization=fp8_per_block with gpt-oss .* remove it",
+        ),
+        (
+            {"rollout": {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}},
+            "intermediate_size=64 must be a multiple of rollout.tensor_parallel_size=2 x pipeline_parallel_size=3",
+        ),
+    ],
+)
+def test_what_gpt_oss_cannot_do_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    found = problems(of(hf_folder(tmp_path, **GPT_OSS), **values))
+    assert any(re.search(message, problem) for problem in found), found
+    etp1 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    check_config(of(tmp_path, **layout(2, sequence_parallel=True, **etp1)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": {"lora": {}}}, "model.lora with gpt-oss .* remove the section"),
+        ({"fp8": {}}, "fp8 with gpt-oss .* is not supported; remove the section fp8"),
+        (
+            layout(2, context_parallel_size=2),
+            "parallel.cp_comm_type=p2p with gpt-oss .* only a2a has attention sinks; set cp_comm_type=a2a",
+        ),
+    ],
+)
+def test_what_gpt_oss_cannot_do_on_gpus_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    fused = {"path": hf_folder(tmp_path, **GPT_OSS), "dtype": "bfloat16", "transformer_impl": "transformer_engine"}
+    model = fused | values.get("model", {})
+    found = problems(config(**{**values, "model": model}))
+    assert any(re.search(message, problem) for problem in found), found
+    a2a = layout(2, context_parallel_size=2, cp_comm_type="a2a")
+    check_config(config(model=fused, **a2a))

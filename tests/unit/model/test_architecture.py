@@ -6,6 +6,7 @@ import torch
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -16,6 +17,7 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding, Glm4MoeTopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRotaryEmbedding, GptOssTopKRouter
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -93,6 +95,19 @@ def test_frequencies_and_their_factor_are_those_of_transformers(tmp_path, family
     assert (factor != 1.0) == scaling.startswith("yarn")
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+def test_gpt_oss_has_the_frequencies_of_transformers(tmp_path, truncate):
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    config = GptOssConfig(rope_parameters=rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": truncate})
+    config.save_pretrained(tmp_path)
+
+    frequencies, factor = rotary(read_architecture(tmp_path))
+
+    reference = GptOssRotaryEmbedding(config)
+    assert torch.equal(frequencies, reference.inv_freq)
+    assert factor == reference.attention_scaling
+
+
 @pytest.mark.parametrize("mscale", [0.707, 1.0])
 def test_latent_attention_scales_rotated_dimensions_and_softmax_as_transformers_does(tmp_path, mscale):
     from megatron.core.models.common.embeddings import _yarn_get_mscale
@@ -144,6 +159,57 @@ def test_the_router_weights_experts_as_transformers_does(norm_topk_prob):
     torch.testing.assert_close(weights, torch.zeros_like(weights).scatter(1, chosen, expected))
     assert is_chosen.sum(1).tolist() == [3] * 50
     assert config.moe_router_load_balancing_type == "none"
+
+
+def test_a_router_with_a_bias_weights_experts_as_transformers_does():
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear, topk_routing_with_score_function
+
+    config = config_of("gpt_oss", num_experts=8, num_experts_per_tok=3)
+    router = GptOssTopKRouter(GptOssConfig(hidden_size=16, num_local_experts=8, num_experts_per_tok=3))
+    torch.nn.init.normal_(router.weight)
+    torch.nn.init.normal_(router.bias)
+    hidden = torch.randn(50, 16)
+    _, expected, chosen = router(hidden)
+
+    logits = router_gating_linear(hidden, router.weight, router.bias, torch.float32)
+    weights, _ = topk_routing_with_score_function(
+        logits,
+        config.moe_router_topk,
+        use_pre_softmax=config.moe_router_pre_softmax,
+        score_function=config.moe_router_score_function,
+    )
+
+    torch.testing.assert_close(weights, torch.zeros_like(weights).scatter(1, chosen, expected))
+
+
+def test_gpt_oss_computes_the_swiglu_of_transformers_also_where_it_is_clamped():
+    config = config_of("gpt_oss")
+    experts = GptOssExperts(GptOssConfig(hidden_size=16, intermediate_size=8, num_local_experts=2))
+    both = 6 * torch.randn(200, 16)
+    gate, up = both[..., 0::2], both[..., 1::2]
+    limit = config.activation_func_clamp_value
+    assert limit == 7.0
+    assert (gate > limit).any()
+    assert (up.abs() > limit).any()
+
+    found = config.activation_func(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + config.glu_linear_offset)
+
+    torch.testing.assert_close(found, experts._apply_gate(both))
+    assert not config.bias_activation_fusion
+    assert config.add_bias_linear
+
+
+def test_windows_count_the_tokens_before_a_querys_own_and_sinks_are_learned():
+    config = config_of("gpt_oss")
+    assert (config.softmax_type, config.window_size, config.window_attn_skip_freq) == (
+        "learnable",
+        (2, 0),
+        [1, 0, 1, 0],
+    )
+    others = [config_of(name) for name in FAMILIES if name != "gpt_oss"]
+    assert {(other.softmax_type, other.window_size, other.add_bias_linear) for other in others} == {
+        ("vanilla", None, False)
+    }
 
 
 @pytest.mark.parametrize(("n_group", "topk_group"), [(1, 1), (4, 2), (2, 2)])

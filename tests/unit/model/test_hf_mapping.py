@@ -287,7 +287,9 @@ def test_layers_that_predict_further_tokens_follow_the_last_layer(name, expected
     assert not is_of_next_token_layer(architecture("glm4_moe"), name)
 
 
-@pytest.mark.parametrize("name", ["decoder.layers.0.mlp.shared_experts.fc1.weight", "decoder.layers.0.mlp.router.scale"])
+@pytest.mark.parametrize(
+    "name", ["decoder.layers.0.mlp.shared_experts.fc1.weight", "decoder.layers.0.mlp.router.scale"]
+)
 def test_the_error_for_a_parameter_without_a_row_names_it(name):
     with pytest.raises(AssertionError, match=rf"no row in .* {name}"):
         lookup(name, architecture("llama"))

@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -20,8 +22,11 @@ from megatron_bapo.model.weight_copy import CopyResult
 from megatron_bapo.trainer.conversion import (
     checkpoint_bytes,
     checkpoint_from_hugging_face,
+    dequantized_bytes,
+    dequantized_hugging_face,
     exported_bytes,
     hugging_face_from_checkpoint,
+    hugging_face_from_megatron,
 )
 
 SHAPE = {
@@ -140,6 +145,80 @@ def test_what_checkpoints_lack_must_be_in_the_folder_of_the_model(tmp_path):
     weights.unlink()
     with pytest.raises(UserError, match=r"source has no \*\.safetensors files, .* such as .*; give the whole folder"):
         to_hugging_face(source)
+
+
+def save_gpt_oss(folder: Path) -> Path:
+    """Write a bfloat16 model; its hidden size is that of one block of MXFP4."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "tie_word_embeddings": False}
+    model = GptOssForCausalLM(GptOssConfig(**SHAPE | shape, num_local_experts=4, num_experts_per_tok=2)).bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+EXPERT_FILES = ("gate_up_proj", "down_proj")
+
+
+def test_stacked_experts_are_single_ones_in_a_checkpoint_and_come_back_bit_for_bit(tmp_path):
+    source = save_gpt_oss(tmp_path / "source")
+    assert to_checkpoint(source).num_bytes == checkpoint_bytes(source)
+    assert to_hugging_face(source).num_bytes == exported_bytes(source, torch.bfloat16)
+
+    checkpoint, original, back = (load(source.parent / name) for name in ("step-00000000/weights", "source", "back"))
+    gate = checkpoint["model.layers.1.mlp.experts.3.gate_proj.weight"]
+    assert torch.equal(gate, original["model.layers.1.mlp.experts.gate_up_proj"][3, :, ::2].T.float())
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+    assert to_hugging_face(source).num_kept_files > 0  # finds what it would write
+    with pytest.raises(UserError, match="attention sinks, which are not read from checkpoints of Megatron-Core"):
+        hugging_face_from_megatron(
+            tmp_path, source, tmp_path / "x", torch.float32, max_file_bytes=SMALL_FILES, advance=nothing
+        )
+
+
+def quantize(folder: Path) -> Path:
+    """Replace the experts of a bfloat16 model by random ones in MXFP4, as in published models."""
+    tensors, generator = load(folder), torch.Generator().manual_seed(1)
+    for layer in range(2):
+        for name in (f"model.layers.{layer}.mlp.experts.{part}" for part in EXPERT_FILES):
+            experts, columns, rows = tensors.pop(name).shape
+            shape = (experts, rows, columns // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+            scales = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+def dequantize(source: Path) -> CopyResult:
+    return dequantized_hugging_face(source, source.parent / "bf16", max_file_bytes=SMALL_FILES, advance=nothing)
+
+
+def test_experts_in_mxfp4_become_those_that_transformers_loads(tmp_path):
+    source = quantize(save_gpt_oss(tmp_path / "source"))
+    with pytest.raises(UserError, match=r"convert the folder to bfloat16 with tools/dequantize_mxfp4\.py"):
+        to_checkpoint(source)
+
+    assert dequantize(source).num_bytes == dequantized_bytes(source)
+
+    written, theirs = load(tmp_path / "bf16"), AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    assert written.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(written[name], parameter.to(torch.bfloat16))
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    assert torch.equal(*(model(torch.arange(10)[None]).logits for model in (ours, theirs)))
+    assert dequantize(source).num_kept_files > 0
+
+
+def test_only_folders_in_mxfp4_are_dequantized(tmp_path):
+    for folder in (save_gpt_oss(tmp_path / "source"), tmp_path / "missing"):
+        with pytest.raises(UserError, match=r"has no config\.json whose quantization_config\.quant_method is mxfp4"):
+            dequantize(folder)
 
 
 def test_a_checkpoint_before_the_first_update_holds_no_moments(source):
