@@ -64,7 +64,7 @@ def test_a_continued_response_gets_the_routes_that_it_lacks(run: Running) -> Non
 def test_an_aborted_request_has_the_routes_of_its_tokens(run: Running) -> None:
     async def abort() -> Generated:
         call = asyncio.ensure_future(run.engine.generate(replace(request(LONG_PROMPT, n=3), max_tokens=110)))
-        while not await run.engine.progress():
+        while not (call.done() or await run.engine.progress()):
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         await run.engine.abort()
