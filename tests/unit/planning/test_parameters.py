@@ -19,6 +19,8 @@ BILLIONS = {
     "DeepSeek-V3": 671.026,
     "Moonlight-16B-A3B": 15.960,
     "GLM-4.5-Air": 106.852,
+    "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
     "DeepSeek-R1-Distill-Qwen-7B": 7.616,
     "DeepSeek-R1-Distill-Qwen-32B": 32.764,
@@ -36,7 +38,7 @@ BILLIONS = {
     "Mistral-Small-24B": 23.572,
 }
 """Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air and DeepSeek-V3 without the layers that
-predict further tokens. Moonlight's page rounds to 16."""
+predict further tokens. Moonlight's page rounds to 16. Those of gpt-oss are in its model card."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2501|2507)(?=-|$)")
 """Variants of a model have its shape."""
 
