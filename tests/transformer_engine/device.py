@@ -19,6 +19,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch
 from transformer_engine.pytorch import quantization
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.module import base
 from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
@@ -58,6 +59,9 @@ def modules_on_the_cpu() -> Iterator[None]:
     cuda = _copy(torch.cuda, is_available=lambda: True)
     with ExitStack() as stack:
         stack.enter_context(patch.object(base, "torch", _copy(torch, cuda=cuda)))
+        # Attention sinks.
+        zeros = _copy(torch, zeros=lambda *size, device: torch.zeros(*size, device=CPU))
+        stack.enter_context(patch.object(dot_product_attention, "torch", zeros))
         stack.enter_context(patch.object(transformer_engine_torch, "quantize", _quantized))
         create = partial(quantization.RecipeState.create, device=CPU)
         stack.enter_context(patch.object(quantization.RecipeState, "create", create))
@@ -71,13 +75,15 @@ def _linear(self: Any, inp: torch.Tensor, **_: Any) -> Any:
         rows *= self.tp_size
     elif self.sequence_parallel and self.parallel_mode == "row":
         rows //= self.tp_size
-    return inp.new_zeros(rows, *inp.shape[1:-1], weights[-1].size(0))
+    out = inp.new_zeros(rows, *inp.shape[1:-1], weights[-1].size(0))
+    return (out, self.bias) if self.return_bias else out
 
 
 def _grouped(self: Any, inp: torch.Tensor, m_splits: Any, **_: Any) -> Any:
     assert len(m_splits) == self.num_gemms
     assert sum(m_splits) == inp.size(0)
-    return inp.new_zeros(inp.size(0), self.weight0.size(0))
+    out = inp.new_zeros(inp.size(0), self.weight0.size(0))
+    return (out, [getattr(self, f"bias{i}") for i in range(self.num_gemms)]) if self.return_bias else out
 
 
 def _attention(self: Any, query_layer: torch.Tensor, key_layer: torch.Tensor, **_: Any) -> torch.Tensor:

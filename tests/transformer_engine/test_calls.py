@@ -79,3 +79,15 @@ def test_attention_gets_the_boundaries_of_the_packed_sequences(communication: st
         assert arguments["query_layer"].shape == (sum(LENGTHS) // 2, 8, 32)
         assert arguments["key_layer"].shape == arguments["value_layer"].shape == (sum(LENGTHS) // 2, 4, 32)
         assert arguments.get("attention_mask") is None
+
+
+def test_attention_has_sinks_and_every_second_layer_a_window() -> None:
+    calls = forward("gpt_oss")
+    attention = [call.arguments["self"] for call in calls if call.function == "DotProductAttention"]
+    window = wide("gpt_oss").sliding_window
+    assert [module.window_size for module in attention] == [(window - 1, 0), (-1, 0)] * (NUM_LAYERS // 2)
+    assert {module.softmax_type for module in attention} == {"learnable"}
+    assert {(module.softmax_offset.dtype, len(module.softmax_offset)) for module in attention} == {(torch.bfloat16, 8)}
+    grouped = [call.arguments["self"] for call in calls if call.function == "GroupedLinear"]
+    assert len(grouped) == 2 * NUM_LAYERS
+    assert all(module.use_bias for module in grouped)
