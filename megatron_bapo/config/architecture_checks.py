@@ -317,10 +317,10 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
         return
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope = rope_settings(fields)
+    family = FAMILIES[fields["model_type"]]
     theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
     if not _is_number(theta) or theta <= 0:
         yield _expected("rope_theta", theta, "a positive number")
-    family = FAMILIES[fields["model_type"]]
     keys = _WINDOW_ROPE_KEYS if family.alternating_windows else _ROPE_KEYS
     if family.latent_attention:
         keys = _LATENT_ROPE_KEYS
@@ -344,7 +344,7 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     for key in sorted(given.keys() - {*required, *optional}):
         yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
     factor = rope.get("partial_rotary_factor", 1)
-    if "partial_rotary_factor" in FAMILIES[fields["model_type"]].own_fields:
+    if "partial_rotary_factor" in family.own_fields:
         yield from _partial_rotary_problems(fields)
     elif factor not in (1, None):
         yield f"{name}.partial_rotary_factor is {factor!r}, which the trainer does not support; it must be 1"

@@ -55,6 +55,11 @@ def padding_rule(
     return PaddingRule(sequence if packing else total, total, equal_lengths=not packing)
 
 
+def width_with_sink(head_dim: int) -> int:
+    """Return the width of heads with an attention sink in two further dims; kernels need multiples of 8."""
+    return round_up(head_dim + 2, 8)
+
+
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not less than `number`."""
     return -(-number // multiple) * multiple

@@ -14,7 +14,7 @@ from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture, liste
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, is_of_next_token_layer, lookup
 from megatron_bapo.model.precision import set_values
-from megatron_bapo.model.stacked_experts import ByExpert, file_shapes
+from megatron_bapo.model.stacked_experts import by_expert, file_shapes
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
@@ -177,5 +177,4 @@ def load_hugging_face(model: Tensors, model_path: Path, groups: ParallelGroups, 
     """
     with SafetensorsFolder(model_path) as folder:
         check_tensors(folder.shapes(), model.architecture, model_path)
-        source = ByExpert(folder) if model.architecture.family.stacked_experts else folder
-        load_tensors(model, source, groups, write=write)
+        load_tensors(model, by_expert(folder, model.architecture), groups, write=write)

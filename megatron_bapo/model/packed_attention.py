@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.padding import round_up, width_with_sink
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.megatron import (
     MegatronModule,
@@ -33,10 +33,6 @@ from megatron_bapo.parallel.megatron import (
 
 MIN_LENGTH_RATIO = 0.75
 """Minimum length of a sequence relative to the first one of its attention batch; shorter ones start a new batch."""
-
-
-WIDTH_MULTIPLE = 8
-"""Kernels need heads whose width is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +339,7 @@ class PackedAttention(MegatronModule):
         that add up to it with twice the precision of the dtype. Kernels then need no gradient of a mask.
         """
         assert self.softmax_offset is not None
-        wide = round_up(query_BHQD.size(-1) + 2, WIDTH_MULTIPLE)
+        wide = width_with_sink(query_BHQD.size(-1))
         score_H = self.softmax_offset.float() / self.softmax_scale
         high_H = score_H.to(query_BHQD.dtype)
         low_H = (score_H - high_H.float()).to(query_BHQD.dtype)

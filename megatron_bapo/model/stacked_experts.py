@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Tensors(Protocol):
-    """Whole tensors by name, such as `SafetensorsFolder`."""
+    """Whole tensors by Hugging Face name, such as `SafetensorsFolder`."""
 
     def shapes(self) -> dict[str, Shape]: ...
 
@@ -84,6 +85,11 @@ class ByExpert:
             return _row(self.stacked.slice(f"{prefix}down_proj{bias}"), int(expert)).t()
         both = _row(self.stacked.slice(f"{prefix}gate_up_proj{bias}"), int(expert))
         return both[..., int(module == "up") :: 2].t()
+
+
+def by_expert(files: Tensors, architecture: Architecture) -> Tensors:
+    """Return the tensors of a Hugging Face checkpoint's files, those of experts one by one."""
+    return ByExpert(files) if architecture.family.stacked_experts else files
 
 
 def _row(view: Any, index: int) -> torch.Tensor:
@@ -166,6 +172,10 @@ class Dequantized:
 
     folder: Tensors
 
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.folder.shapes())
+
     def shapes(self) -> dict[str, Shape]:
         found = self.folder.shapes()
         shapes: dict[str, Shape] = {}
@@ -184,6 +194,6 @@ class Dequantized:
         return shapes
 
     def slice(self, name: str) -> Any:
-        if f"{name}_blocks" not in self.folder.shapes():
+        if f"{name}_blocks" not in self._names:
             return self.folder.slice(name)
         return dequantized(self.folder.slice(f"{name}_blocks")[:], self.folder.slice(f"{name}_scales")[:])

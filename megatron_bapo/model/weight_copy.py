@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,7 @@ from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.model.hf_export import write_safetensors
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Shape
+from megatron_bapo.model.stacked_experts import Tensors
 
 Advance = Callable[[int], object]
 """Progress callback; called with the bytes of a tensor when it is written and again when it is compared."""
@@ -29,14 +29,6 @@ class CopyResult:
     num_files: int
     num_kept_files: int
     """Number of files that an earlier call had already written."""
-
-
-class Tensors(Protocol):
-    """Whole tensors by Hugging Face name, such as `SafetensorsFolder`."""
-
-    def shapes(self) -> dict[str, Shape]: ...
-
-    def slice(self, name: str) -> Any: ...
 
 
 def plan_files(shapes: dict[str, Shape], itemsize: int, max_file_bytes: int) -> list[dict[str, Shape]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.config.padding import round_up
+from megatron_bapo.config.padding import width_with_sink
 from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.planning.model_state import FP32
 from megatron_bapo.planning.parameters import Adapter, ChunkShape, Split, layer_adapters
@@ -251,7 +251,7 @@ def _attention_with_sinks(arch: Architecture, parallel: ParallelConfig, batch: M
     Sequences of a length share a mask unless context parallelism divides them.
     """
     cp, b, tokens = parallel.context_parallel_size, batch.dtype_bytes, batch.tokens(parallel)
-    wide = round_up(arch.head_dim + 2, 8)
+    wide = width_with_sink(arch.head_dim)
     num_keys = sum(length + 1 for length in batch.lengths)
     masked = set(batch.lengths) if cp == 1 else batch.lengths
     mask = sum(length // cp * (length + 1) for length in masked)

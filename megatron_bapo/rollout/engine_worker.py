@@ -67,7 +67,7 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
         route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
         self.source = weight_source(route, layout, rank, self.device)
-        self._has_sinks = read_architecture(Path(self.model_config.model)).family.attention_sinks
+        self._family = read_architecture(Path(self.model_config.model)).family
         # The trainer does not send them, but an engine that has slept at level 2 has lost them like all others.
         self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
@@ -86,10 +86,12 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         self._version = update_info.version
         tensors = chain(self._frozen.items(), self.source.read(self._version))
         sinks: dict[str, torch.Tensor] = {}
-        if self._has_sinks:
-            tensors = for_engine(_without_sinks(tensors, sinks))
+        if self._family.attention_sinks:
+            tensors = _without_sinks(tensors, sinks)
+        if self._family.stacked_experts:
+            tensors = for_engine(tensors)
         self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
-        if self._has_sinks:
+        if self._family.attention_sinks:
             _load_sinks(self.model, sinks)
 
     def finish_weight_update(self) -> None:

@@ -24,11 +24,10 @@ from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
 from megatron_bapo.model.megatron_checkpoint import MegatronTensors
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
-from megatron_bapo.model.stacked_experts import ByExpert, Dequantized, Stacked, file_shapes
+from megatron_bapo.model.stacked_experts import Dequantized, Stacked, Tensors, by_expert, file_shapes
 from megatron_bapo.model.weight_copy import (
     Advance,
     CopyResult,
-    Tensors,
     copy_tensors,
     first_difference,
     total_bytes,
@@ -63,8 +62,8 @@ def checkpoint_from_hugging_face(
     with SafetensorsFolder(source) as tensors:
         check_tensors(tensors.shapes(), architecture, source)
         shapes = trained_shapes(architecture)
-        source_tensors = ByExpert(tensors) if architecture.family.stacked_experts else tensors
-        return _convert(source_tensors, shapes, target, WEIGHTS, torch.float32, complete, max_file_bytes, advance)
+        single = by_expert(tensors, architecture)
+        return _convert(single, shapes, target, WEIGHTS, torch.float32, complete, max_file_bytes, advance)
 
 
 def hugging_face_from_checkpoint(
