@@ -25,6 +25,7 @@ from megatron_bapo.config.architecture_checks import (
     rope_type,
 )
 from megatron_bapo.config.families import FAMILIES, Family
+from megatron_bapo.config.linear_attention_fields import LINEAR_SIZES, linear_layers
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import read_json_object
@@ -82,6 +83,15 @@ class Architecture:
 
     0: all layers attend to all tokens.
     """
+    linear_layers: frozenset[int] = frozenset()
+    """Indices, from 0, of the layers that are a Gated DeltaNet instead of attention."""
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    """Heads of a Gated DeltaNet. Each query and key head serves the same number of consecutive value heads."""
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
+    """Tokens that the convolution before a Gated DeltaNet's recurrence sees: a token itself and those before it."""
     num_nextn_predict_layers: int = 0
     """Layers behind the last one that predict further tokens. They are neither loaded nor trained nor exported."""
 
@@ -100,6 +110,8 @@ class Architecture:
         `length` and `square` are sums over sequences of their lengths and of the squares. Layers without a window have
         `square`, and the others at most twice their window for each token.
         """
+        if self.linear_layers:
+            return (1 - len(self.linear_layers) / self.num_hidden_layers) * square
         if not self.sliding_window:
             return square
         share = -(-self.num_hidden_layers // 2) / self.num_hidden_layers
@@ -119,6 +131,16 @@ class Architecture:
     def attention_width(self) -> int:
         """Mean width of queries and values, added up over the heads."""
         return self.num_attention_heads * (self.head_dim + self.value_dim) // 2
+
+    @property
+    def linear_key_width(self) -> int:
+        """Width of a Gated DeltaNet's queries, and of its keys, added up over the heads."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def linear_value_width(self) -> int:
+        """Width of a Gated DeltaNet's values, and of its output, added up over the heads."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def cached_dim(self) -> int:
@@ -193,6 +215,9 @@ def parsed_architecture(fields: dict[str, Any], file: Path) -> Architecture:
     if family.stacked_experts:
         # The softmax over the logits of the selected experts is that over all, divided by the sum of the selected ones.
         fields = fields | {"moe_intermediate_size": fields.get("intermediate_size"), "norm_topk_prob": True}
+    if not family.dense_layers:
+        width = fields.get("shared_expert_intermediate_size")
+        fields = {"intermediate_size": width} | fields | {"decoder_sparse_step": 1, "mlp_only_layers": None}
     if problems := [f"{file}: {problem}" for problem in field_problems(fields)]:
         raise UserError("\n".join(problems))
     return _architecture(fields)
@@ -229,6 +254,8 @@ def _architecture(fields: dict[str, Any]) -> Architecture:
         topk_group=fields["topk_group"] if family.sigmoid_router else 1,
         routed_scaling_factor=float(fields["routed_scaling_factor"]) if family.sigmoid_router else 1.0,
         sliding_window=fields["sliding_window"] if family.alternating_windows else 0,
+        **({name: fields[name] for name in LINEAR_SIZES} if family.gated_delta_net else {}),
+        linear_layers=linear_layers(fields) if family.gated_delta_net else frozenset(),
         num_nextn_predict_layers=fields.get("num_nextn_predict_layers") or 0,
     )
 

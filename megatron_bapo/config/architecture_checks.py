@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import reprlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from megatron_bapo.config.families import FAMILIES
+from megatron_bapo.config.field_values import expected, is_number, size_problems
+from megatron_bapo.config.linear_attention_fields import LINEAR_ROPE_KEYS, linear_attention_problems
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -69,10 +70,6 @@ SIZES = (
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _OPTIONAL_SIZES = ("head_dim", "num_nextn_predict_layers")
-_MAX_SIZE = (1 << 31) - 1
-"""Largest size that the 32-bit indices of kernels reach."""
-_MAX_COUNTS = {"num_hidden_layers": 1 << 12, "num_experts": 1 << 12}
-"""Largest numbers of parts that are planned, built and transferred one by one."""
 SIGMOID_ROUTER_DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
@@ -135,7 +132,7 @@ def has_qkv_bias(fields: dict[str, Any]) -> bool:
 def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield every missing field and every unsupported value, one line each."""
     family = FAMILIES[fields["model_type"]]
-    yield from _size_problems(fields, SIZES)
+    yield from size_problems(fields, SIZES)
     if family.experts:
         yield from _expert_problems(fields)
     if family.latent_attention:
@@ -143,13 +140,13 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     elif _is_multi_head(fields):
         pass  # every attention head has its own key/value head
     else:
-        yield from _size_problems(fields, ("num_key_value_heads",))
-    yield from _size_problems(fields, [name for name in _OPTIONAL_SIZES if fields.get(name)])
+        yield from size_problems(fields, ("num_key_value_heads",))
+    yield from size_problems(fields, [name for name in _OPTIONAL_SIZES if fields.get(name)])
     if family.default_head_dim is not None and fields.get("head_dim", family.default_head_dim) is None:
         yield f"head_dim is None, which transformers does not read as a missing one, {family.default_head_dim}; give it"
     epsilon = fields.get("rms_norm_eps")
-    if epsilon is None or not _is_number(epsilon) or epsilon <= 0:
-        yield _expected("rms_norm_eps", epsilon, "a positive number")
+    if epsilon is None or not is_number(epsilon) or epsilon <= 0:
+        yield expected("rms_norm_eps", epsilon, "a positive number")
     for name, supported in _SUPPORTED_VALUES.items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
             value = reprlib.repr(fields[name])
@@ -167,36 +164,19 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
         )
     if family.alternating_windows:
         yield from _alternating_window_problems(fields)
+    elif family.gated_delta_net:
+        yield from linear_attention_problems(fields)
     else:
         for kind in sorted(set(map(str, fields.get("layer_types") or ())) - {"full_attention"}):
             yield f"layer_types has {kind!r}, which the trainer does not support; every layer must be 'full_attention'"
     yield from _rope_problems(fields)
 
 
-def _expected(name: str, value: Any, kind: str) -> str:
-    if value is None:
-        return f"{name} is missing; use the checkpoint's original config.json"
-    return f"{name} is {reprlib.repr(value)}; it must be {kind}"
-
-
 def kind_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield the fields of another type than expected, one line each."""
     for name, (kind, words) in _KINDS.items():
         if not isinstance(fields.get(name), kind | None):
-            yield _expected(name, fields[name], words)
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether the value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _size_problems(fields: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        value, most = fields.get(name), _MAX_COUNTS.get(name, _MAX_SIZE)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            shown = FAMILIES[fields["model_type"]].expert_field if name == "num_experts" else name
-            yield _expected(shown, value, f"a positive whole number of at most {most}")
+            yield expected(name, fields[name], words)
 
 
 def _is_multi_head(fields: dict[str, Any]) -> bool:
@@ -222,7 +202,7 @@ def _window_problems(fields: dict[str, Any], default: int) -> Iterator[str]:
 
 def _alternating_window_problems(fields: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the fields of gpt-oss that vLLM's model does not read, and with its weights' format."""
-    yield from _size_problems(fields, ("sliding_window",))
+    yield from size_problems(fields, ("sliding_window",))
     kinds, layers = fields.get("layer_types"), fields.get("num_hidden_layers")
     if kinds is not None and kinds != [("sliding_attention", "full_attention")[i % 2] for i in range(len(kinds))]:
         yield (
@@ -249,7 +229,7 @@ def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
         sizes += ["n_shared_experts", "n_group", "topk_group"]
     elif family.shared_expert is not None:
         sizes.append("shared_expert_intermediate_size")
-    found = list(_size_problems(fields, sizes))
+    found = list(size_problems(fields, sizes))
     yield from found
     if found:
         return
@@ -273,10 +253,10 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
             "sigmoid router scales the weights of the selected experts to sum to one; it must be True"
         )
     scale, dense = fields["routed_scaling_factor"], fields["first_k_dense_replace"]
-    if not _is_number(scale) or scale <= 0:
-        yield _expected("routed_scaling_factor", scale, "a positive number")
+    if not is_number(scale) or scale <= 0:
+        yield expected("routed_scaling_factor", scale, "a positive number")
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
-        yield _expected("first_k_dense_replace", dense, "a whole number of at least 0")
+        yield expected("first_k_dense_replace", dense, "a whole number of at least 0")
     if fields["num_experts"] % groups or chosen > groups:
         yield (
             f"n_group is {groups} with n_routed_experts={fields['num_experts']} and topk_group={chosen}; it must "
@@ -291,9 +271,9 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def _latent_attention_problems(fields: dict[str, Any]) -> Iterator[str]:
-    yield from _size_problems(fields, LATENT_SIZES)
+    yield from size_problems(fields, LATENT_SIZES)
     if fields.get("q_lora_rank") is not None:
-        yield from _size_problems(fields, ("q_lora_rank",))
+        yield from size_problems(fields, ("q_lora_rank",))
     nope, rope, value = (fields.get(name) for name in LATENT_SIZES[1:])
     if isinstance(nope, int) and isinstance(rope, int) and isinstance(value, int) and value > nope + rope:
         yield (
@@ -319,13 +299,15 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     rope = rope_settings(fields)
     family = FAMILIES[fields["model_type"]]
     theta = rope.get("rope_theta") or fields.get("rope_theta") or 10000.0
-    if not _is_number(theta) or theta <= 0:
-        yield _expected("rope_theta", theta, "a positive number")
+    if not is_number(theta) or theta <= 0:
+        yield expected("rope_theta", theta, "a positive number")
     keys = _WINDOW_ROPE_KEYS if family.alternating_windows else _ROPE_KEYS
     if family.latent_attention:
         keys = _LATENT_ROPE_KEYS
+    if family.gated_delta_net:
+        keys = LINEAR_ROPE_KEYS
     if family.alternating_windows and not (rope.get("rope_theta") or fields.get("rope_theta")):
-        yield _expected("rope_theta", None, "a positive number")
+        yield expected("rope_theta", None, "a positive number")
     if rope_type(rope) not in keys:
         yield (
             f"{name} has the type {rope_type(rope)!r}, which the trainer does not support; it must be one of "
@@ -337,10 +319,10 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     for key in required:
         if key not in given:
             yield f"{name}.{key} is missing, but the RoPE type {rope_type(rope)!r} requires it; add it"
-        elif not _is_number(given[key]) or given[key] <= 0:
-            yield _expected(f"{name}.{key}", given[key], "a positive number")
+        elif not is_number(given[key]) or given[key] <= 0:
+            yield expected(f"{name}.{key}", given[key], "a positive number")
     if not isinstance(given.get("truncate", True), bool):
-        yield _expected(f"{name}.truncate", given["truncate"], "true or false")
+        yield expected(f"{name}.truncate", given["truncate"], "true or false")
     for key in sorted(given.keys() - {*required, *optional}):
         yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
     factor = rope.get("partial_rotary_factor", 1)
@@ -357,8 +339,8 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
 
 def _partial_rotary_problems(fields: dict[str, Any]) -> Iterator[str]:
     factor, kind = partial_rotary_factor(fields), rope_type(rope_settings(fields))
-    if not _is_number(factor) or not 0 < factor <= 1:
-        yield _expected("partial_rotary_factor", factor, "a number above 0 and up to 1")
+    if not is_number(factor) or not 0 < factor <= 1:
+        yield expected("partial_rotary_factor", factor, "a number above 0 and up to 1")
     elif kind != "default" and factor != 1:
         yield (
             f"partial_rotary_factor is {factor!r} with the RoPE type {kind!r}, which the trainer does not support "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,8 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     experts: bool = False
+    dense_layers: bool = True
+    """Whether layers may have a plain MLP in a model with experts."""
     shared_expert: str | None = None
     """Name, in the tensors' names, of the expert that every token passes; None: the family has none."""
     shared_expert_gate: bool = False
@@ -42,6 +44,14 @@ class Family:
     """Whether experts compute gate * sigmoid(1.702 gate) * (up + 1) of values that are clamped to 7."""
     stacked_experts: bool = False
     """Whether files have one tensor for all experts of a layer, transposed, with gate and up in alternating columns."""
+    gated_delta_net: bool = False
+    """Whether most layers are a Gated DeltaNet (arXiv 2412.06464) instead of attention."""
+    grouped_projections: bool = False
+    """Whether files have the projections of a Gated DeltaNet's key head and its value heads next to each other."""
+    output_gate: bool = False
+    """Whether the sigmoid of a gate, computed as the queries are, weights the output of attention."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by one plus their weight, except that of a Gated DeltaNet."""
     router: str = "gate"
     """Name, in the tensors' names, of the router."""
     default_head_dim: int | None = None
@@ -60,6 +70,23 @@ _DEEPSEEK_V3 = Family(
 
 _QWEN_FIELDS = frozenset({"sliding_window"})
 """Qwen's models have a sliding window only with `use_sliding_window`."""
+
+_QWEN3_5 = Family(
+    qk_norm=True,
+    gated_delta_net=True,
+    output_gate=True,
+    zero_centered_norms=True,
+    partial_rotary_factor=0.25,
+    null_key_value_heads=False,
+    default_head_dim=256,
+    own_fields=_QWEN_FIELDS | {"partial_rotary_factor"},
+)
+_SHARED_EXPERT = {
+    "experts": True,
+    "shared_expert": "shared_expert",
+    "shared_expert_gate": True,
+    "own_fields": _QWEN3_5.own_fields | {"shared_expert_intermediate_size"},
+}
 
 FAMILIES = {
     "llama": Family(),
@@ -81,6 +108,9 @@ FAMILIES = {
         shared_expert_gate=True,
         own_fields=_QWEN_FIELDS | {"shared_expert_intermediate_size"},
     ),
+    "qwen3_next": replace(_QWEN3_5, **_SHARED_EXPERT, grouped_projections=True),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, **_SHARED_EXPERT, dense_layers=False),
     "glm4_moe": Family(
         experts=True,
         shared_expert="shared_experts",

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.fp8 import Fp8Config
+from megatron_bapo.config.linear_attention_fields import LINEAR_SIZES
 from megatron_bapo.config.pipeline_layers import chunk_layers
 from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.model.precision import fp8_settings
@@ -74,6 +75,7 @@ def transformer_config(
         **fp8_settings(fp8),
     )
     settings |= _latent_attention(architecture) | _sinks_and_windows(architecture) | _swiglu(architecture)
+    settings |= _delta_nets(architecture)
     return kind(**settings)
 
 
@@ -177,6 +179,17 @@ def _sinks_and_windows(architecture: Architecture) -> dict[str, Any]:
         settings["window_size"] = (architecture.sliding_window - 1, 0)
         settings["window_attn_skip_freq"] = [int(architecture.window(layer) is not None) for layer in layers]
     return settings
+
+
+def _delta_nets(architecture: Architecture) -> dict[str, Any]:
+    """Return the settings of models whose layers are mostly a Gated DeltaNet, for `GatedDeltaNet` and Megatron."""
+    if not architecture.linear_layers:
+        return {}
+    return {
+        "attention_output_gate": architecture.family.output_gate,
+        "layernorm_zero_centered_gamma": architecture.family.zero_centered_norms,
+        **{name: getattr(architecture, name) for name in LINEAR_SIZES},
+    }
 
 
 def _swiglu(architecture: Architecture) -> dict[str, Any]:

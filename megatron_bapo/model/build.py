@@ -13,7 +13,8 @@ from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.architecture import rotary, transformer_config
 from megatron_bapo.model.expert_biases import prepare_expert_biases
-from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
+from megatron_bapo.model.hf_mapping import global_name
+from megatron_bapo.model.hf_table import TABLE, Table
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.model.lora import Adapters, attach_adapters, is_adapter
 from megatron_bapo.model.lora_mapping import adapter_table
@@ -189,7 +190,7 @@ def _build_chunk(
         in_fp32 = config.optimizer.grads_dtype == "float32"
         ddp = ddp_config(parallel, grads_in_fp32=in_fp32, fp8_param=megatron.fp8_param)
     vp_stage = index if groups.num_virtual_stages > 1 else None
-    spec: Any = block_spec(megatron, architecture.moe_layers, layers, fused_linear=lora is None)
+    spec: Any = block_spec(megatron, architecture, layers, fused_linear=lora is None)
     # With gradients enabled, Megatron would keep a copy of the initial values of FP8 weights, which are loaded next.
     with torch.set_grad_enabled(not megatron.fp8_param):
         gpt = GPTModel(

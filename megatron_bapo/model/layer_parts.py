@@ -37,16 +37,32 @@ def has_shared_expert(name: str, arch: Architecture, layer: int) -> bool:
     return arch.family.shared_expert == name and layer in arch.moe_layers
 
 
-def has_qk_norm(arch: Architecture, _: int) -> bool:
-    return arch.family.qk_norm
+def has_attention(arch: Architecture, layer: int) -> bool:
+    return layer not in arch.linear_layers
+
+
+def has_delta_net(arch: Architecture, layer: int) -> bool:
+    return layer in arch.linear_layers
+
+
+def has_grouped_projections(arch: Architecture, layer: int) -> bool:
+    return layer in arch.linear_layers and arch.family.grouped_projections
+
+
+def has_separate_projections(arch: Architecture, layer: int) -> bool:
+    return layer in arch.linear_layers and not arch.family.grouped_projections
+
+
+def has_qk_norm(arch: Architecture, layer: int) -> bool:
+    return arch.family.qk_norm and has_attention(arch, layer)
 
 
 def has_latent_attention(arch: Architecture, _: int) -> bool:
     return arch.family.latent_attention
 
 
-def has_grouped_attention(arch: Architecture, _: int) -> bool:
-    return not arch.family.latent_attention
+def has_grouped_attention(arch: Architecture, layer: int) -> bool:
+    return not arch.family.latent_attention and has_attention(arch, layer)
 
 
 def has_compressed_queries(arch: Architecture, _: int) -> bool:

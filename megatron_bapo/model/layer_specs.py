@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.model.fused_attention import FusedAttention
+from megatron_bapo.model.gated_attention import GatedAttention
+from megatron_bapo.model.gated_delta_net import DeltaNetSubmodules, GatedDeltaNet
 from megatron_bapo.model.latent_attention import LatentAttention
 from megatron_bapo.model.packed_attention import PackedAttention
 from megatron_bapo.parallel.megatron import (
+    ColumnParallelLinear,
+    ModuleSpec,
+    RowParallelLinear,
+    TEColumnParallelLinear,
     TENorm,
+    TERowParallelLinear,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -26,6 +35,17 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by one plus its weight, in fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def _norm(config: TransformerConfig) -> Any:
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+
+
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> Any:
     spec: Any = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -34,12 +54,13 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> Any:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    norm = _norm(config)
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     attention = _with_core_attention(spec, config, PackedAttention)
     if config.multi_latent_attention:
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = attention.kv_layernorm = norm
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
     return spec
 
 
@@ -48,6 +69,8 @@ def _with_core_attention(spec: Any, config: TransformerConfig, core_attention: A
     attention = spec.submodules.self_attention
     if config.multi_latent_attention:
         attention.module = LatentAttention
+    elif config.attention_output_gate:
+        attention.module = GatedAttention
     attention.submodules.core_attention = core_attention
     return attention.submodules
 
@@ -71,10 +94,20 @@ def _layer_with_separate_linear(config: TransformerConfig, num_experts: int | No
     return spec
 
 
+def _with_delta_net(spec: Any, *, fused_linear: bool, fused: bool) -> Any:
+    """Replace the attention of a layer's spec by a Gated DeltaNet."""
+    submodules = DeltaNetSubmodules(ColumnParallelLinear, RowParallelLinear)
+    if fused and fused_linear:
+        submodules = DeltaNetSubmodules(TEColumnParallelLinear, TERowParallelLinear)
+        spec.submodules.input_layernorm = TENorm  # which attention has fused into its first linear layer
+    spec.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=submodules)
+    return spec
+
+
 def block_spec(
-    config: TransformerConfig, moe_layers: frozenset[int], layers: range, *, fused_linear: bool = True
+    config: TransformerConfig, architecture: Architecture, layers: range, *, fused_linear: bool = True
 ) -> TransformerBlockSubmodules:
-    """Return the spec of consecutive layers; `layers` and `moe_layers` are numbers of the whole model, from 0.
+    """Return the spec of consecutive layers, whose numbers are those of the whole model, from 0.
 
     Without `fused_linear`, Transformer Engine's layers are used for attention only.
     """
@@ -82,8 +115,12 @@ def block_spec(
     make_layer = _local_layer
     if fused:
         make_layer = _transformer_engine_layer if fused_linear else _layer_with_separate_linear
-    norm: Any = TENorm if fused else RMSNorm
-    return TransformerBlockSubmodules(
-        layer_specs=[make_layer(config, config.num_moe_experts if i in moe_layers else None) for i in layers],
-        layer_norm=norm,
-    )
+
+    def layer_spec(layer: int) -> Any:
+        spec = make_layer(config, config.num_moe_experts if layer in architecture.moe_layers else None)
+        if layer in architecture.linear_layers:
+            return _with_delta_net(spec, fused_linear=fused_linear, fused=fused)
+        return spec
+
+    norm: Any = TENorm if fused else _norm(config)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(layer) for layer in layers], layer_norm=norm)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.model.hf_mapping import Entry, Table, global_name, lookup
+from megatron_bapo.model.hf_mapping import Entry, global_name, lookup
+from megatron_bapo.model.hf_table import Table
 from megatron_bapo.model.lora_mapping import ADAPTER, module_of, target_parts
 from megatron_bapo.model.precision import values_of
 from megatron_bapo.parallel.groups import Axis, ParallelGroups

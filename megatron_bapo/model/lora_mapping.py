@@ -7,7 +7,7 @@ it shares with the layer's weight, and every rank has the other half.
 from __future__ import annotations
 
 from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.model.hf_mapping import TABLE, TRAINED_TABLE, Row, Table
+from megatron_bapo.model.hf_table import TABLE, TRAINED_TABLE, Row, Table
 
 ADAPTER = "adapter"
 """Name of the adapter in a Megatron linear layer."""

@@ -19,13 +19,20 @@ def lengths(arch: Architecture) -> dict[str, int]:
         "hidden": arch.hidden_size,
         "head": arch.head_dim,
         "heads": arch.num_attention_heads,
-        "queries": arch.num_attention_heads * arch.head_dim,
+        "queries": arch.num_attention_heads * arch.head_dim * (1 + arch.family.output_gate),
         "keys": arch.num_key_value_heads * arch.head_dim,
         "values": arch.num_attention_heads * arch.value_dim,
         "q_rank": arch.q_lora_rank,
         "kv_rank": arch.kv_lora_rank,
         "kv_and_rotated": arch.cached_dim,
         "keys_and_values": arch.num_attention_heads * (arch.qk_nope_head_dim + arch.v_head_dim),
+        "linear_value_heads": arch.linear_num_value_heads,
+        "linear_value": arch.linear_value_head_dim,
+        "linear_values": arch.linear_value_width,
+        "linear_qkv": 2 * arch.linear_key_width + arch.linear_value_width,
+        "linear_qkvz": 2 * (arch.linear_key_width + arch.linear_value_width),
+        "linear_ba": 2 * arch.linear_num_value_heads,
+        "linear_kernel": arch.linear_conv_kernel_dim,
         "mlp": arch.intermediate_size,
         "experts": arch.num_experts,
         "expert_mlp": arch.moe_intermediate_size,
@@ -63,16 +70,54 @@ def vocabulary(arch: Architecture, rank: int, size: int) -> list[Piece]:
 def query_key_value(arch: Architecture, rank: int, size: int) -> list[Piece]:
     """Split the fused QKV matrix, in which Megatron stores for each key/value head its query heads, key and value.
 
-    The split is even, so with fewer key/value heads than ranks it divides the group of a head.
+    With an output gate, each head of the query has its gate behind it in files, and Megatron stores the gates of the
+    query heads between these and the key. The split is even, so with fewer key/value heads than ranks it divides the
+    group of a head.
     """
-    d = arch.head_dim
-    query_rows = arch.num_attention_heads // arch.num_key_value_heads * d
-    num_rows = arch.num_key_value_heads * (query_rows + 2 * d) // size
+    d, parts = arch.head_dim, 1 + arch.family.output_gate
+    per_group = arch.num_attention_heads // arch.num_key_value_heads
+    blocks: list[tuple[int, int, int]] = []
+    for group in range(arch.num_key_value_heads):
+        heads = range(group * per_group, (group + 1) * per_group)
+        if parts == 1:
+            blocks.append((0, heads.start * d, per_group * d))
+        else:
+            blocks += [(0, (head * parts + part) * d, d) for part in range(parts) for head in heads]
+        blocks += [(1, group * d, d), (2, group * d, d)]
+    return _share(blocks, rank, size)
+
+
+def _share(blocks: list[tuple[int, int, int]], rank: int, size: int) -> list[Piece]:
+    """Return a rank's even share of a tensor that consists of `blocks`: rows of (part, first row, number of rows)."""
+    num_rows = sum(rows for _, _, rows in blocks) // size
     first, end, pieces = rank * num_rows, 0, []
-    for head in range(arch.num_key_value_heads):
-        for part, rows in ((0, query_rows), (1, d), (2, d)):
-            start, end = end, end + rows
-            low, high = max(start, first), min(end, first + num_rows)
-            if low < high:
-                pieces.append(Piece(part, head * rows + low - start, low - first, high - low))
+    for part, hf_start, rows in blocks:
+        start, end = end, end + rows
+        low, high = max(start, first), min(end, first + num_rows)
+        if low < high:
+            pieces.append(Piece(part, hf_start + low - start, low - first, high - low))
     return pieces
+
+
+def key_heads(*widths: str) -> Layout:
+    """Return the layout that stores the parts of each key head of a Gated DeltaNet next to each other, head by head.
+
+    `widths` are the rows of a key head in each Hugging Face tensor, as sums such as "D+D+RE" of the widths of its
+    query, key, values or gates, and numbers of value heads. A tensor has the first of them for all heads, then the
+    next.
+    """
+
+    def layout(arch: Architecture, rank: int, size: int) -> list[Piece]:
+        ratio = arch.linear_num_value_heads // arch.linear_num_key_heads
+        sizes = {"D": arch.linear_key_head_dim, "RE": ratio * arch.linear_value_head_dim, "R": ratio}
+        blocks = []
+        for head in range(arch.linear_num_key_heads):
+            for part, terms in enumerate(widths):
+                start = 0
+                for term in terms.split("+"):
+                    rows = sum(sizes[each] for each in term.split(","))
+                    blocks.append((part, start + head * rows, rows))
+                    start += rows * arch.linear_num_key_heads
+        return _share(blocks, rank, size)
+
+    return layout

@@ -17,7 +17,8 @@ import torch
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.errors import UserError
-from megatron_bapo.model.hf_mapping import TABLE, Shape, Table, expected_shapes
+from megatron_bapo.model.hf_mapping import Shape, expected_shapes
+from megatron_bapo.model.hf_table import TABLE, Table
 
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 _STACKED = {GATE_UP: "gate_up_proj", DOWN: "down_proj"}

@@ -12,7 +12,8 @@ from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import layer_stages
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.model.hf_mapping import TRAINED_TABLE, Entry, Table, entries, expected_shapes
+from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
+from megatron_bapo.model.hf_table import TRAINED_TABLE, Table
 from megatron_bapo.model.lora_mapping import sent_table
 from megatron_bapo.model.row_layouts import lengths
 from megatron_bapo.weight_sync.plan import Box, Shape, Shard, WeightPlan, make_plan

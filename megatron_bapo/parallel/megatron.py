@@ -65,7 +65,12 @@ with warnings.catch_warnings(), _without_wandb():
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TENorm,
+        TERowParallelLinear,
+    )
     from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -80,16 +85,19 @@ with warnings.catch_warnings(), _without_wandb():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.mappings import (
+        all_to_all,
         copy_to_tensor_model_parallel_region,
         gather_from_sequence_parallel_region,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
     )
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+    from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.module import Float16Module, MegatronModule
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.utils import is_layer_window_attention
@@ -112,13 +120,19 @@ __all__ = [
     "MLATransformerConfig",
     "MegatronModule",
     "MegatronOptimizer",
+    "ModuleSpec",
     "OptimizerConfig",
     "OptimizerParamScheduler",
     "PackedSeqParams",
+    "RowParallelLinear",
+    "SelfAttention",
+    "TEColumnParallelLinear",
     "TEDotProductAttention",
     "TENorm",
+    "TERowParallelLinear",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "all_to_all",
     "clip_grad_by_total_norm_fp32",
     "copy_to_tensor_model_parallel_region",
     "dequantize_fp8_tensor",

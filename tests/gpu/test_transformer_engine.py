@@ -171,7 +171,7 @@ def test_the_recorded_parameters_match_the_installed_version(family: str) -> Non
     build = partial(GPTModel, position_embedding_type="rope", share_embeddings_and_output_weights=False)
     gpt = build(
         config,
-        block_spec(config, arch.moe_layers, range(arch.num_hidden_layers)),
+        block_spec(config, arch, range(arch.num_hidden_layers)),
         arch.vocab_size,
         arch.max_position_embeddings,
     )

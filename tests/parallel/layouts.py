@@ -13,8 +13,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
 )
 
@@ -64,6 +67,16 @@ _LATENT = {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+_DELTA_NET = {
+    "head_dim": 16,
+    "rms_norm_eps": 1e-2,  # outputs near zero, whose norm would amplify rounding, stay small
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 MODELS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**_SHAPE, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=False, rope_parameters=_YARN),
@@ -103,6 +116,11 @@ MODELS: dict[str, PretrainedConfig] = {
         | {"rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "factor": 32.0}
         | {"original_max_position_embeddings": 4},
     ),
+    "qwen3_next": Qwen3NextConfig(
+        **_SHAPE | _MOE | _DELTA_NET, shared_expert_intermediate_size=24, mlp_only_layers=[1]
+    ),
+    "qwen3_5_text": Qwen3_5TextConfig(**_SHAPE | _DELTA_NET, tie_word_embeddings=True),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**_SHAPE | _MOE | _DELTA_NET, shared_expert_intermediate_size=24),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }
@@ -120,6 +138,8 @@ LATENT = ("deepseek_v3",)
 """Models with latent attention, in the layouts that treat it in a way of their own."""
 WINDOWS = ("gpt_oss",)
 """Models with attention sinks, windows in every second layer and biases of experts, which ranks do not split."""
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Models whose layers are mostly a Gated DeltaNet; the last two differ in their experts only."""
 WHOLE_QUERIES = "moonlight"
 """A model with latent attention whose queries are not compressed, as Moonlight's."""
 SMALL = (*FOUNDATIONS, *SHARED)
@@ -181,10 +201,10 @@ _BF16 = ("qwen3", "qwen3_moe")
 LAYOUTS = {
     "one-process": Layout(1, models=tuple(MODELS)),
     "one-process-distopt": Layout(1, distributed_optimizer=True),
-    "tp2": Layout(2, tp=2, models=_DENSE),
-    "tp2-sp": Layout(2, tp=2, sp=True, models=(*SMALL, *PLAIN, *LATENT, WHOLE_QUERIES)),
+    "tp2": Layout(2, tp=2, models=(*_DENSE, "qwen3_5_text")),
+    "tp2-sp": Layout(2, tp=2, sp=True, models=(*SMALL, *PLAIN, *LATENT, WHOLE_QUERIES, *DELTA_NETS)),
     "tp2-sp-ep2-etp1": Layout(2, tp=2, sp=True, ep=2, etp=1, models=WINDOWS),
-    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=(*SMALL, *PLAIN, *LATENT)),
+    "pp2": Layout(2, pp=2, resume_from="tp2-sp", models=(*SMALL, *PLAIN, *LATENT, *DELTA_NETS[:2])),
     "pp2-after-ep2": Layout(2, pp=2, resume_from="tp2-sp-ep2-etp1", models=WINDOWS),
     "pp2-uneven": Layout(2, pp=2, layers=(3, 1), distributed_optimizer=True, resume_from="pp2"),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, resume_from="pp2"),
@@ -194,9 +214,11 @@ LAYOUTS = {
     "dp2-distopt": Layout(2, distributed_optimizer=True),
     "dp2-distopt-overlap": Layout(2, distributed_optimizer=True, overlap=True, resume_from="cp2"),
     "cp2-selective": Layout(2, cp=2, recompute="selective", overlap=True, resume_from="dp2-distopt"),
+    "cp2-recurrence": Layout(2, cp=2, recompute="selective", models=("qwen3_5_text",), resume_from="pp2"),
     "ep2": Layout(2, ep=2, models=_ALL_MOE, resume_from="pp2"),
-    "cp2-ep2": Layout(2, cp=2, ep=2, models=(*_ALL_MOE, *LATENT, *WINDOWS)),
-    "tp4-sp": Layout(4, tp=4, sp=True, models=(*SMALL, *LATENT)),  # more ranks than key/value heads, except for llama
+    "cp2-ep2": Layout(2, cp=2, ep=2, models=(*_ALL_MOE, *LATENT, *WINDOWS, DELTA_NETS[0])),
+    # More ranks than key/value heads, except for llama.
+    "tp4-sp": Layout(4, tp=4, sp=True, models=(*SMALL, *LATENT, *DELTA_NETS[:2])),
     "pp4": Layout(4, pp=4),
     "pp4-auto": Layout(4, pp=4, layers="auto", models=(DEEP_DENSE,), resume_from="one-process"),
     "pp4-vpp2-auto": Layout(4, pp=4, vpp=2, layers="auto", models=(DEEP_DENSE,), resume_from="pp4-auto"),
@@ -206,7 +228,7 @@ LAYOUTS = {
     "tp2-pp2": Layout(4, tp=2, pp=2, models=_DENSE),
     "tp2-sp-pp2": Layout(4, tp=2, sp=True, pp=2, distributed_optimizer=True),
     "tp2-sp-cp2": Layout(4, tp=2, sp=True, cp=2, distributed_optimizer=True, overlap=True),
-    "tp2-cp2": Layout(4, tp=2, cp=2, models=_DENSE, recompute="full"),
+    "tp2-cp2": Layout(4, tp=2, cp=2, models=(*_DENSE, "qwen3_5_text"), recompute="full"),
     "tp2-sp-dp2": Layout(4, tp=2, sp=True, distributed_optimizer=True, overlap=True),
     "pp2-cp2": Layout(4, pp=2, cp=2, distributed_optimizer=True),
     "pp2-dp2": Layout(
@@ -225,11 +247,11 @@ LAYOUTS = {
     "tp2-sp-pp2-vpp2-cp2": Layout(8, tp=2, sp=True, pp=2, vpp=2, cp=2, recompute="selective"),
     "tp2-sp-ep2-pp2": Layout(8, tp=2, sp=True, ep=2, pp=2, models=_MOE, distributed_optimizer=True),
     "tp2-sp-ep2-etp1-cp2-pp2-vpp2": Layout(
-        8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=(*_ALL_MOE, *LATENT, *WINDOWS)
+        8, tp=2, sp=True, ep=2, etp=1, cp=2, pp=2, vpp=2, models=(*_ALL_MOE, *LATENT, *WINDOWS, DELTA_NETS[0])
     ),
     "pp8-auto": Layout(8, pp=8, layers="auto", models=(DEEP_MOE,), resume_from="ep2-pp2-vpp2-uneven"),
-    "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, "glm4_moe")),
-    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, "glm4_moe")),
+    "one-process-bf16": Layout(1, dtype="bfloat16", models=(*_BF16, "glm4_moe", "qwen3_next")),
+    "tp2-sp-bf16": Layout(2, tp=2, sp=True, dtype="bfloat16", models=(*_BF16, "glm4_moe", "qwen3_next")),
     "dp2-distopt-bf16": Layout(2, distributed_optimizer=True, overlap=True, dtype="bfloat16", models=_BF16),
     "pp2-vpp2-cp2-bf16": Layout(4, pp=2, vpp=2, cp=2, dtype="bfloat16", models=_BF16),
 }  # fmt: skip

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM
+
+ZERO_CENTERED = (Qwen3NextForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM)
 
 
 def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> None:
@@ -16,6 +18,12 @@ def save_random_model(model: PreTrainedModel, folder: Path, seed: int = 0) -> No
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1))
             if name.endswith("gate_up_proj_bias"):
                 parameter.mul_(50)  # so that some gates and up projections are clamped
+            if isinstance(model, ZERO_CENTERED) and name.endswith("norm.weight") and "linear_attn" not in name:
+                parameter.sub_(1)  # these norms add one to their weights
+            if name.endswith("conv1d.weight"):
+                parameter.mul_(10)  # queries and keys, which are normalized, are not near zero
+            if name.endswith("A_log"):
+                parameter.sub_(3)  # states decay over several tokens
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))

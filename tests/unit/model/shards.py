@@ -11,7 +11,8 @@ import torch
 from megatron_bapo.config.architecture import FAMILIES, Architecture
 from megatron_bapo.config.pipeline_layers import stage_layers
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.model.hf_mapping import TABLE, Table, global_name
+from megatron_bapo.model.hf_mapping import global_name
+from megatron_bapo.model.hf_table import TABLE, Table
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 from megatron_bapo.parallel.megatron import parallel_state
 

@@ -66,7 +66,7 @@ def test_the_table_has_every_parameter_of_megatrons_model_with_its_shape(family,
     config = transformer_config(arch, model, ParallelConfig(), None, on_gpu=False)
     model = GPTModel(
         config,
-        block_spec(config, arch.moe_layers, range(arch.num_hidden_layers)),
+        block_spec(config, arch, range(arch.num_hidden_layers)),
         arch.vocab_size,
         arch.max_position_embeddings,
         share_embeddings_and_output_weights=tied,

@@ -36,8 +36,6 @@ from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.hf_export import merge
 from megatron_bapo.model.hf_import import local_tensor
 from megatron_bapo.model.hf_mapping import (
-    TABLE,
-    Piece,
     entries,
     expected_shapes,
     frozen_tensors,
@@ -46,6 +44,8 @@ from megatron_bapo.model.hf_mapping import (
     lookup,
     trained_shapes,
 )
+from megatron_bapo.model.hf_table import TABLE
+from megatron_bapo.model.row_layouts import Piece
 from megatron_bapo.model.stacked_experts import file_shapes
 from megatron_bapo.parallel.megatron import get_gpt_layer_local_spec
 from tests.unit.model.shards import architecture, groups_of, parameter_shapes
