@@ -46,6 +46,11 @@ def architecture(family: str, **changes: Any) -> Architecture:
         shape |= {"shared_expert_intermediate_size": 24}
     if FAMILIES[family].alternating_windows:
         shape |= {"moe_layers": frozenset(range(4)), "sliding_window": 3}
+    if FAMILIES[family].gated_delta_net:
+        shape |= {"linear_layers": frozenset({0, 2, 3}), "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        shape |= {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 4}
+    if not FAMILIES[family].dense_layers:
+        shape |= {"moe_layers": frozenset(range(4))}
     shape |= changes
     if FAMILIES[family].latent_attention:
         # With compressed queries, and in the other family without.
@@ -98,8 +103,7 @@ def parameter_shapes(
         if groups.is_first_stage and chunk == 0:
             yield "embedding.word_embeddings.weight", vocab
         for layer in range(len(layers[chunk])):
-            has_experts = offset + layer in arch.moe_layers
-            for name, shape in _layer(arch, groups, has_experts, transformer_engine):
+            for name, shape in _layer(arch, groups, offset + layer, transformer_engine):
                 experts_per_rank = arch.num_experts // groups.expert.size
                 yield (
                     global_name(f"decoder.layers.{layer}.{name}", offset, groups.expert.rank * experts_per_rank),
@@ -112,12 +116,15 @@ def parameter_shapes(
 
 
 def _layer(
-    arch: Architecture, groups: ParallelGroups, has_experts: bool, transformer_engine: bool
+    arch: Architecture, groups: ParallelGroups, layer: int, transformer_engine: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     tp, etp, hidden, fused = groups.tensor.size, groups.expert_tensor.size, arch.hidden_size, transformer_engine
-    if not fused or arch.kv_lora_rank:
+    has_experts, has_delta_net = layer in arch.moe_layers, layer in arch.linear_layers
+    if not fused or arch.kv_lora_rank or has_delta_net:
         yield "input_layernorm.weight", (hidden,)
     attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
+    if has_delta_net:
+        attention = _delta_net
     yield from ((f"self_attention.{name}", shape) for name, shape in attention(arch, tp, fused))
     if has_experts or not fused:
         yield "pre_mlp_layernorm.weight", (hidden,)
@@ -152,7 +159,7 @@ def _layer(
 
 def _grouped_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, d = arch.hidden_size, arch.head_dim
-    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * d // tp
+    qkv = (arch.num_attention_heads * (1 + arch.family.output_gate) + 2 * arch.num_key_value_heads) * d // tp
     if arch.family.attention_sinks:
         yield f"core_attention.{'attention.' * fused}softmax_offset", (arch.num_attention_heads // tp,)
     yield "linear_proj.weight", (hidden, arch.num_attention_heads * d // tp)
@@ -166,6 +173,17 @@ def _grouped_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tup
     if arch.family.qk_norm:
         yield "q_layernorm.weight", (d,)
         yield "k_layernorm.weight", (d,)
+
+
+def _delta_net(arch: Architecture, tp: int, _fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    key_heads, heads = arch.linear_num_key_heads // tp, arch.linear_num_value_heads // tp
+    keys, values = key_heads * arch.linear_key_head_dim, heads * arch.linear_value_head_dim
+    yield "conv1d", (2 * keys + values, 1, arch.linear_conv_kernel_dim)
+    yield "dt_bias", (heads,)
+    yield "A_log", (heads,)
+    yield "norm", (arch.linear_value_head_dim,)
+    yield "in_proj.weight", (2 * (keys + values + heads), arch.hidden_size)
+    yield "out_proj.weight", (arch.hidden_size, values)
 
 
 def _latent_attention(arch: Architecture, tp: int, fused: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -23,10 +23,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -58,6 +64,9 @@ MODELS = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "qwen3_5_text": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
+    "qwen3_5_moe_text": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
     "gpt_oss": (GptOssForCausalLM, GptOssConfig),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
@@ -77,10 +86,20 @@ LATENT = GLM_EXPERTS | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
 }
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 3,
+}
 OF_FAMILY = {
     "mistral": {"sliding_window": None, "head_dim": 6},
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 12},
+    "qwen3_next": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 12},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 12},
     "glm4_moe": GLM_EXPERTS | {"attention_bias": True, "use_qk_norm": True},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": LATENT | {"q_lora_rank": 3},
@@ -154,6 +173,16 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig]:
         }
     if FAMILIES[family].shared_expert:
         shape |= {"shared_expert_intermediate_size": tp * draw(st.integers(1, 3))}
+    if FAMILIES[family].gated_delta_net:
+        key_heads = tp * draw(st.integers(1, 2))
+        shape |= {
+            "linear_layers": draw(st.frozensets(st.integers(0, shape["num_hidden_layers"] - 1))),
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": key_heads * draw(st.integers(1, 3)),
+            "linear_key_head_dim": draw(st.integers(1, 3)),
+            "linear_value_head_dim": draw(st.integers(1, 3)),
+            "linear_conv_kernel_dim": draw(st.integers(1, 4)),
+        }
     parallel = ParallelConfig(
         # The product of the ranks of both grids, which also covers data parallelism.
         world_size=tp * pp * ep * etp,
@@ -285,6 +314,45 @@ def test_frozen_tensors_are_the_routers_biases_and_all_others_are_trained():
 def test_layers_that_predict_further_tokens_follow_the_last_layer(name, expected):
     assert is_of_next_token_layer(architecture("glm4_moe", num_nextn_predict_layers=1), name) == expected
     assert not is_of_next_token_layer(architecture("glm4_moe"), name)
+
+
+def test_tensors_of_qwens_multi_token_prediction_have_a_prefix_of_their_own():
+    for family, traits in FAMILIES.items():
+        arch = architecture(family)
+        assert is_of_next_token_layer(arch, "mtp.layers.0.mlp.gate.weight") == traits.gated_delta_net
+        assert not is_of_next_token_layer(arch, "model.layers.3.mlp.gate.weight")
+
+
+def test_a_key_head_of_a_gated_delta_net_keeps_its_values_gates_betas_and_decays():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 5}
+    name = "decoder.layers.0.self_attention.in_proj.weight"
+    grouped, separate = (
+        lookup(name, architecture(family, **sizes, linear_value_head_dim=3)).row
+        for family in ("qwen3_next", "qwen3_5_text")
+    )
+
+    # A head has a query and a key of 5, two values and two gates of 3, two betas and two decays.
+    assert grouped.layout is not None
+    assert grouped.layout(architecture("qwen3_next", **sizes, linear_value_head_dim=3), 1, 2) == [
+        *(Piece(0, 22, 0, 22), Piece(1, 4, 22, 4))
+    ]
+    assert separate.layout is not None
+    assert separate.layout(architecture("qwen3_5_text", **sizes, linear_value_head_dim=3), 1, 2) == [
+        *(Piece(0, 5, 0, 5), Piece(0, 15, 5, 5), Piece(0, 26, 10, 6)),
+        *(Piece(1, 6, 16, 6), Piece(2, 2, 22, 2), Piece(3, 2, 24, 2)),
+    ]
+
+
+def test_each_query_head_is_followed_by_its_gate_in_files_and_by_its_groups_others_in_megatron():
+    arch = architecture("qwen3_next", num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    row = lookup("decoder.layers.1.self_attention.linear_qkv.weight", arch).row
+
+    # Rank 1 holds the second group: queries 2 and 3, their gates, then the second key and value.
+    assert row.layout is not None
+    assert row.layout(arch, 1, 2) == [
+        *(Piece(0, 16, 0, 4), Piece(0, 24, 4, 4), Piece(0, 20, 8, 4), Piece(0, 28, 12, 4)),
+        *(Piece(1, 4, 16, 4), Piece(2, 4, 20, 4)),
+    ]
 
 
 @pytest.mark.parametrize(
