@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_bapo.commands.conversion_arguments import add_output_arguments
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import exit_code
 
@@ -28,11 +29,8 @@ from megatron_bapo.errors import exit_code
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and *.safetensors")
-    parser.add_argument("--output", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
+    add_output_arguments(parser, "checkpoint folder to write")
     arguments = parser.parse_args()
-    if not arguments.max_file_gib > 0:
-        parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
     return exit_code(lambda: _main(arguments, terminal()))
 
 
@@ -47,7 +45,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
             arguments.source,
             arguments.output,
             RunState().to_json(),
-            max_file_bytes=int(arguments.max_file_gib * 2**30),
+            max_file_bytes=arguments.max_file_bytes,
             advance=advance,
         )
     console.print(summary(copied, "to float32", arguments.output), soft_wrap=True)

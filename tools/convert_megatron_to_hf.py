@@ -27,6 +27,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_bapo.commands.conversion_arguments import add_output_arguments
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import UserError, exit_code
 
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument(
         "source", type=Path, help="a run directory, a checkpoint (checkpoints/step-N), or one of Megatron-Core"
     )
-    parser.add_argument("--output", type=Path, required=True, help="Hugging Face folder to write")
+    add_output_arguments(parser)
     parser.add_argument(
         "--origin-hf-dir",
         type=Path,
@@ -48,11 +49,8 @@ def main() -> int:
         choices=("float32", "bfloat16", "float16"),
         help="default: the run's model.dtype, outside a run directory that of DIR/config.json",
     )
-    parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
     parser.add_argument("--adapter", action="store_true", help="write the adapters of model.lora as a PEFT folder")
     arguments = parser.parse_args()
-    if not arguments.max_file_gib > 0:
-        parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
     return exit_code(lambda: _main(arguments, terminal()))
 
 
@@ -85,7 +83,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
             found.origin,
             arguments.output,
             dtype,
-            max_file_bytes=int(arguments.max_file_gib * 2**30),
+            max_file_bytes=arguments.max_file_bytes,
             advance=advance,
         )
     dtypes = f"to {found.dtype}" if megatron else f"float32 to {found.dtype}"

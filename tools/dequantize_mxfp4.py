@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_bapo.commands.conversion_arguments import add_output_arguments
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.errors import exit_code
 
@@ -25,11 +26,8 @@ from megatron_bapo.errors import exit_code
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="Hugging Face folder: config.json and *.safetensors")
-    parser.add_argument("--output", type=Path, required=True, help="Hugging Face folder to write")
-    parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="N", help="file size limit (default 4)")
+    add_output_arguments(parser)
     arguments = parser.parse_args()
-    if not arguments.max_file_gib > 0:
-        parser.error(f"--max-file-gib is {arguments.max_file_gib}; give more than 0")
     return exit_code(lambda: _main(arguments, terminal()))
 
 
@@ -42,7 +40,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         copied = dequantized_hugging_face(
             arguments.source,
             arguments.output,
-            max_file_bytes=int(arguments.max_file_gib * 2**30),
+            max_file_bytes=arguments.max_file_bytes,
             advance=advance,
         )
     console.print(summary(copied, "MXFP4 to bfloat16", arguments.output), soft_wrap=True)

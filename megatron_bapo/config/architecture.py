@@ -24,7 +24,7 @@ from megatron_bapo.config.architecture_checks import (
     rope_settings,
     rope_type,
 )
-from megatron_bapo.config.families import FAMILIES, Family
+from megatron_bapo.config.families import FAMILIES, MULTIMODAL, Family
 from megatron_bapo.config.linear_attention_fields import LINEAR_SIZES, linear_layers
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.errors import UserError
@@ -202,6 +202,11 @@ def parsed_architecture(fields: dict[str, Any], file: Path) -> Architecture:
     """Return the architecture of the fields of a config.json, `file` in messages. Raises as `read_architecture`."""
     if problems := [f"{file}: {problem}" for problem in kind_problems(fields)]:
         raise UserError("\n".join(problems))
+    if fields.get("model_type") in MULTIMODAL:
+        raise UserError(
+            f"{file}: model_type is {fields['model_type']!r}, a multimodal model, of which the trainer supports only "
+            "the language model; write it to a folder of its own with tools/extract_text_model.py"
+        )
     if fields.get("model_type") not in FAMILIES:
         raise UserError(
             f"{file}: model_type is {fields.get('model_type')!r}, which the trainer does not support; use a model of "

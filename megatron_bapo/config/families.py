@@ -144,3 +144,6 @@ FAMILIES = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
 }
+
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+"""Types of models whose language model is of a supported family."""

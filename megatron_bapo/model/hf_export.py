@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
-from megatron_bapo.files import flush
+from megatron_bapo.files import flush, read_json_object
 from megatron_bapo.model.build import Chunk, PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, frozen_tensors, lookup
@@ -295,13 +295,17 @@ def flush_to_disk(folder: Path) -> None:
             flush(path)
 
 
-def complete_folder(folder: Path, architecture: Architecture, dtype: torch.dtype, source: Path) -> None:
+def complete_folder(
+    folder: Path, architecture: Architecture, dtype: torch.dtype, source: Path, fields: dict[str, Any] | None = None
+) -> None:
     """Complete a folder of weights to a Hugging Face checkpoint: add an index, and config and tokenizer of `source`.
 
-    Layers that predict further tokens are not among the weights, and config.json says so.
+    `fields` are those of config.json if they are not the ones of `source`. Layers that predict further tokens are not
+    among the weights, and config.json says so.
     """
     _write_index(folder, architecture, dtype.itemsize)
-    _write_config(source, folder, str(dtype).removeprefix("torch."))
+    fields = read_json_object(source / "config.json") if fields is None else fields
+    _write_config(dict(fields), folder, str(dtype).removeprefix("torch."))
     for pattern in COPIED_FILES:
         for path in source.glob(pattern):
             shutil.copy2(path, folder / path.name)
@@ -323,11 +327,11 @@ def _write_index(folder: Path, architecture: Architecture, itemsize: int) -> Non
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _write_config(source: Path, target: Path, dtype: str) -> None:
+def _write_config(fields: dict[str, Any], target: Path, dtype: str) -> None:
     """Write config.json with the dtype of the weights, under the key names of transformers 4 and 5."""
-    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     fields |= {name: dtype for name in ("dtype", "torch_dtype") if name == "dtype" or name in fields}
     fields.pop("quantization_config", None)  # exported weights are not quantized
-    if fields.get("num_nextn_predict_layers"):
-        fields["num_nextn_predict_layers"] = 0
+    for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if fields.get(name):
+            fields[name] = 0
     (target / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

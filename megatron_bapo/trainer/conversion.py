@@ -25,6 +25,7 @@ from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensor
 from megatron_bapo.model.megatron_checkpoint import MegatronTensors
 from megatron_bapo.model.peft_folder import ADAPTER_CONFIG, MergedTensors, read_adapter_config, write_peft_folder
 from megatron_bapo.model.stacked_experts import Dequantized, Stacked, Tensors, by_expert, file_shapes
+from megatron_bapo.model.text_model import TextModel, text_fields
 from megatron_bapo.model.weight_copy import (
     Advance,
     CopyResult,
@@ -115,6 +116,26 @@ def dequantized_architecture(source: Path) -> Architecture:
     return parsed_architecture(fields, source / "config.json")
 
 
+def text_hugging_face(
+    source: Path, target: Path, dtype: torch.dtype, *, max_file_bytes: int, advance: Advance
+) -> CopyResult:
+    """Write the language model in the multimodal folder `source` as the Hugging Face folder `target`.
+
+    Raises UserError under the same conditions as `checkpoint_from_hugging_face`.
+    """
+    fields = text_fields(source)
+    architecture = parsed_architecture(fields, source / "config.json")
+    with SafetensorsFolder(source) as folder:
+        tensors = TextModel(folder)
+        check_tensors(tensors.shapes(), architecture, source)
+        return _to_hugging_face(tensors, architecture, source, target, dtype, max_file_bytes, advance, fields)
+
+
+def text_bytes(source: Path, dtype: torch.dtype) -> int:
+    """Return the bytes of what `text_hugging_face` writes; raises as `text_fields`."""
+    return total_bytes(expected_shapes(parsed_architecture(text_fields(source), source / "config.json")), dtype)
+
+
 def hugging_face_from_megatron(
     checkpoint: Path, origin: Path, target: Path, dtype: torch.dtype, *, max_file_bytes: int, advance: Advance
 ) -> CopyResult:
@@ -141,11 +162,15 @@ def _to_hugging_face(
     dtype: torch.dtype,
     max_file_bytes: int,
     advance: Advance,
+    fields: dict[str, Any] | None = None,
 ) -> CopyResult:
-    """Write the tensors of a whole model, and config and tokenizer files of `origin`, as a Hugging Face folder."""
+    """Write the tensors of a whole model, and config and tokenizer files of `origin`, as a Hugging Face folder.
+
+    `fields` are those of config.json if they are not the ones of `origin`.
+    """
 
     def complete(partial: Path) -> None:
-        complete_folder(partial, architecture, dtype, origin)
+        complete_folder(partial, architecture, dtype, origin, fields)
 
     shapes, frozen = file_shapes(architecture), frozen_tensors(architecture)
     return _convert(tensors, shapes, target, ".", dtype, complete, max_file_bytes, advance, frozen)

@@ -14,7 +14,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from megatron_bapo.model.hf_create import byte_tokenizer
 
 TOOLS = Path(__file__).parents[2] / "tools"
-NEW_TOOLS = ("convert_hf_to_megatron", "convert_megatron_to_hf", "dequantize_mxfp4", "prepare_data")
+NEW_TOOLS = (
+    "convert_hf_to_megatron",
+    "convert_megatron_to_hf",
+    "dequantize_mxfp4",
+    "extract_text_model",
+    "prepare_data",
+)
 TOOLS_WITH_CODES = (*NEW_TOOLS, "simulate_rollouts")
 
 

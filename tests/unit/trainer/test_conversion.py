@@ -11,12 +11,18 @@ from transformers import (
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from megatron_bapo.config.architecture import read_architecture
+from megatron_bapo.config.families import FAMILIES
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.weight_copy import CopyResult
 from megatron_bapo.trainer.conversion import (
@@ -27,6 +33,8 @@ from megatron_bapo.trainer.conversion import (
     exported_bytes,
     hugging_face_from_checkpoint,
     hugging_face_from_megatron,
+    text_bytes,
+    text_hugging_face,
 )
 
 SHAPE = {
@@ -219,6 +227,65 @@ def test_only_folders_in_mxfp4_are_dequantized(tmp_path):
     for folder in (save_gpt_oss(tmp_path / "source"), tmp_path / "missing"):
         with pytest.raises(UserError, match=r"has no config\.json whose quantization_config\.quant_method is mxfp4"):
             dequantize(folder)
+
+
+MULTIMODAL = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, {}),
+    "qwen3_5_moe": (
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12},
+    ),
+}
+
+
+def save_multimodal(folder: Path, kind: str, *, stacked: bool) -> Path:
+    """Write a multimodal model with a layer that predicts a further token, and experts as published ones have them."""
+    torch.manual_seed(0)
+    config_class, model_class, experts = MULTIMODAL[kind]
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+    text = SHAPE | experts | linear | {"linear_value_head_dim": 6, "head_dim": 8, "mtp_num_hidden_layers": 1}
+    text |= {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_position_embeddings": 4}
+    model = model_class(
+        config_class(text_config=text, vision_config=vision | {"out_hidden_size": SHAPE["hidden_size"]})
+    )
+    model.save_pretrained(folder)
+    tensors = load(folder) | {"mtp.norm.weight": torch.ones(SHAPE["hidden_size"])}
+    if stacked:
+        for name in sorted(name for name in tensors if ".experts.0.gate_proj" in name):
+            prefix = name.partition("0.gate_proj")[0]
+            parts = {m: [tensors.pop(f"{prefix}{e}.{m}_proj.weight") for e in range(4)] for m in ("gate", "up", "down")}
+            both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+            tensors |= {f"{prefix}gate_up_proj": torch.stack(both), f"{prefix}down_proj": torch.stack(parts["down"])}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "stacked"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5_moe", True)])
+def test_the_language_model_of_a_multimodal_folder_computes_what_the_folder_does(tmp_path, kind, stacked):
+    source, target = save_multimodal(tmp_path / "source", kind, stacked=stacked), tmp_path / "text"
+    with pytest.raises(
+        UserError, match=r"multimodal model, .* to a folder of its own with tools/extract_text_model\.py"
+    ):
+        read_architecture(source)
+
+    for is_repeated in (False, True):
+        copied = text_hugging_face(source, target, torch.float32, max_file_bytes=SMALL_FILES, advance=nothing)
+        assert copied.num_bytes == text_bytes(source, torch.float32)
+        assert bool(copied.num_kept_files) == is_repeated
+
+    assert read_architecture(target).family == FAMILIES[f"{kind}_text"]
+    text, whole = AutoModelForCausalLM.from_pretrained(target), MULTIMODAL[kind][1].from_pretrained(source)
+    assert load(target).keys() == dict(text.state_dict()).keys() or kind == "qwen3_5_moe"  # which it keeps stacked
+    tokens = torch.arange(10)[None]
+    assert torch.equal(text(tokens).logits, whole(input_ids=tokens).logits)
+
+
+def test_only_folders_of_multimodal_models_are_extracted(tmp_path, source):
+    for folder in (source, tmp_path / "missing"):
+        with pytest.raises(UserError, match=r"has no config\.json whose text_config\.model_type is qwen3_5_text or"):
+            text_hugging_face(folder, tmp_path / "x", torch.float32, max_file_bytes=SMALL_FILES, advance=nothing)
 
 
 def test_a_checkpoint_before_the_first_update_holds_no_moments(source):
