@@ -122,14 +122,30 @@ def _keys(arch: Architecture, rank: int, size: int) -> Span:
     return start * arch.head_dim, stop * arch.head_dim
 
 
-def _split_evenly(name: str) -> Callable[[Architecture, int, int], Span]:
-    return lambda arch, rank, size: _evenly(lengths(arch)[name], rank, size)
+def _split_evenly(name: str) -> Callable[[Architecture, int, int], list[Span]]:
+    return lambda arch, rank, size: [_evenly(lengths(arch)[name], rank, size)]
 
 
-_EVENLY = ("heads", "queries", "values", "keys_and_values", "mlp", "shared_mlp", "expert_mlp")
-_SPLIT_DIMS = {"vocab": _vocabulary, "keys": _keys} | {name: _split_evenly(name) for name in _EVENLY}
-"""Dims that vLLM's layers split, by their names in the table of `hf_mapping.py`; other dims are whole on every rank
-(vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py)."""
+def _linear_query_key_value(arch: Architecture, rank: int, size: int) -> list[Span]:
+    """Return the rows of a rank in the queries, in the keys behind them, and in the values behind these."""
+    keys, values = arch.linear_key_width, arch.linear_value_width
+    parts = ((0, keys), (keys, keys), (2 * keys, values))
+    return [(first + start, first + stop) for first, rows in parts for start, stop in [_evenly(rows, rank, size)]]
+
+
+_EVENLY = (
+    *("heads", "queries", "values", "keys_and_values", "mlp", "shared_mlp", "expert_mlp"),
+    *("linear_value_heads", "linear_values", "linear_qkvz", "linear_ba"),
+)
+_SPLIT_DIMS: dict[str, Callable[[Architecture, int, int], list[Span]]] = {
+    "vocab": lambda arch, rank, size: [_vocabulary(arch, rank, size)],
+    "keys": lambda arch, rank, size: [_keys(arch, rank, size)],
+    "linear_qkv": _linear_query_key_value,
+    **{name: _split_evenly(name) for name in _EVENLY},
+}
+"""Dims that vLLM's layers split, by their names in the table of `hf_table.py`; other dims are whole on every rank
+(vllm/model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py,
+mamba/gdn/qwen_gdn_linear_attn.py)."""
 
 
 def engine_shards(arch: Architecture, engine: EngineLayout, table: Table = TRAINED_TABLE) -> dict[str, list[Shard]]:
@@ -140,22 +156,22 @@ def engine_shards(arch: Architecture, engine: EngineLayout, table: Table = TRAIN
             Shard(box, (stage * tp + rank,))
             for stage in _engine_stages(entry, arch, engine)
             for rank in range(tp)
-            if (box := _engine_box(entry, part, arch, engine, rank)) is not None
+            for box in _engine_boxes(entry, part, arch, engine, rank)
         ]
         for entry in entries(arch, table)
         for part, name in enumerate(entry.names)
     }
 
 
-def _engine_box(entry: Entry, part: int, arch: Architecture, engine: EngineLayout, rank: int) -> Box | None:
+def _engine_boxes(entry: Entry, part: int, arch: Architecture, engine: EngineLayout, rank: int) -> list[Box]:
     shape, tp = entry.shapes(arch)[part], engine.tensor_parallel_size
     if entry.row.is_expert and engine.expert_parallel:
-        return Box.whole(shape) if entry.expert in _local_experts(arch.num_experts, rank, tp) else None
+        return [Box.whole(shape)] if entry.expert in _local_experts(arch.num_experts, rank, tp) else []
     for dim, name in enumerate(entry.row.hugging_face[part][1].split()):
         if name in _SPLIT_DIMS:
-            start, stop = _SPLIT_DIMS[name](arch, rank, tp)
-            return _part(shape, dim, start, stop - start) if start < stop else None
-    return Box.whole(shape)
+            spans = _SPLIT_DIMS[name](arch, rank, tp)
+            return [_part(shape, dim, start, stop - start) for start, stop in spans if start < stop]
+    return [Box.whole(shape)]
 
 
 def _local_experts(num_experts: int, rank: int, size: int) -> range:

@@ -47,8 +47,8 @@ def architecture(family: str, **changes: Any) -> Architecture:
     if FAMILIES[family].alternating_windows:
         shape |= {"moe_layers": frozenset(range(4)), "sliding_window": 3}
     if FAMILIES[family].gated_delta_net:
-        shape |= {"linear_layers": frozenset({0, 2, 3}), "linear_num_key_heads": 4, "linear_num_value_heads": 8}
-        shape |= {"linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 4}
+        shape |= {"linear_layers": frozenset({0, 1, 3}), "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+        shape |= {"linear_key_head_dim": 3, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 4}
     if not FAMILIES[family].dense_layers:
         shape |= {"moe_layers": frozenset(range(4))}
     shape |= changes

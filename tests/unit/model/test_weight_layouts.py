@@ -41,7 +41,8 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, ParallelConfig, EngineLayout
     )
     tp, pp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4, 8], [1, 2], [1, 2], [1, 2]))
     # Megatron splits the rows of queries, keys and values jointly.
-    assume((arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
+    queries = arch.num_attention_heads * (1 + arch.family.output_gate)
+    assume((queries + 2 * arch.num_key_value_heads) * arch.head_dim % tp == 0)
     stage = tp * cp * dp
     experts = FAMILIES[family].experts
     etp = draw(st.sampled_from([size for size in (1, 2, 4, 8) if stage % size == 0])) if experts else None
@@ -90,7 +91,25 @@ def region(box: Box) -> tuple[slice, ...]:
 @settings(max_examples=25, deadline=None)
 @given(layouts())
 def test_the_slices_of_all_senders_tile_each_hosts_needs_with_the_bits_of_the_whole_model(drawn: tuple):
-    arch, parallel, engine, placement, transformer_engine = drawn
+    check_plan(*drawn)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(("tp", "engine"), [(2, EngineLayout(4)), (4, EngineLayout(2, 2))])
+def test_an_engine_rank_gets_its_parts_of_a_gated_delta_net(family: str, tp: int, engine: EngineLayout):
+    parallel = ParallelConfig(world_size=tp, tensor_model_parallel_size=tp)
+    placement = many_hosts(parallel, engine, 1, 1, colocated=False)
+    check_plan(architecture(family), parallel, engine, placement, transformer_engine=tp == 4)
+
+
+def check_plan(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    engine: EngineLayout,
+    placement: Placement,
+    transformer_engine: bool,
+) -> None:
+    """Check that each host receives every element that its engine ranks need once, and no other."""
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected_shapes(arch).items()}
     ranks = loaded_ranks(arch, parallel, tensors, transformer_engine=transformer_engine)
@@ -226,3 +245,13 @@ def test_layers_embedding_and_output_layer_are_on_vllms_stages():
     assert stages == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     assert [part.ranks for part in shards["model.embed_tokens.weight"]] == [(0,), (3,)]
     assert [part.ranks for part in shards["model.norm.weight"]] == [(3,)]
+
+
+def test_a_rank_needs_its_rows_of_queries_keys_and_values_of_a_gated_delta_net():
+    """Queries are rows 0 to 23 (8 heads of width 3), keys 24 to 47, and values 48 to 79 (16 heads of width 2)."""
+    shards = engine_shards(architecture("qwen3_5_text"), EngineLayout(4))
+    for name, others in (("in_proj_qkv", (16,)), ("conv1d", (1, 4))):
+        of_second = [part for part in shards[f"model.layers.0.linear_attn.{name}.weight"] if part.ranks == (1,)]
+        assert [part.box for part in of_second] == [
+            Box((start, *(0 for _ in others)), (rows, *others)) for start, rows in ((6, 6), (30, 6), (56, 8))
+        ]
