@@ -108,7 +108,7 @@ FAMILIES = {
         shared_expert_gate=True,
         own_fields=_QWEN_FIELDS | {"shared_expert_intermediate_size"},
     ),
-    "qwen3_next": replace(_QWEN3_5, **_SHARED_EXPERT, grouped_projections=True),
+    "qwen3_next": replace(_QWEN3_5, **_SHARED_EXPERT, grouped_projections=True, ties_embeddings=False),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(_QWEN3_5, **_SHARED_EXPERT, dense_layers=False),
     "glm4_moe": Family(

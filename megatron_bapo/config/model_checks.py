@@ -11,6 +11,11 @@ from safetensors import SafetensorError, safe_open
 from megatron_bapo.config.architecture import FAMILIES, WEIGHTS_INDEX, Architecture, listed_files, read_architecture
 from megatron_bapo.config.fp8_checks import transformer_engine_shape_problems
 from megatron_bapo.config.hub_ids import is_hub_id
+from megatron_bapo.config.linear_attention_checks import (
+    engine_linear_problems,
+    policy_linear_problems,
+    trainer_linear_problems,
+)
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import division_problems
@@ -155,6 +160,9 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     if architecture.family.attention_sinks:
         yield from policy_sink_problems(config, where)
         yield from engine_sink_problems(architecture, where, "rollout", config.rollout)
+    if architecture.linear_layers:
+        yield from policy_linear_problems(config, where)
+        yield from engine_linear_problems(architecture, where, "rollout", config.rollout)
     yield from _trainer_shape_problems(config, config.parallel, architecture, where)
 
 
@@ -167,6 +175,8 @@ def teacher_shape_problems(
         yield from engine_split_problems(teacher, where, key, size)
         if teacher.family.attention_sinks:
             yield from engine_sink_problems(teacher, where, TEACHER_ENGINES, engines)
+        if teacher.linear_layers:
+            yield from engine_linear_problems(teacher, where, TEACHER_ENGINES, engines)
         yield from _length_problems(config, teacher, where)
     else:
         yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)
@@ -190,6 +200,8 @@ def _trainer_shape_problems(
     yield from lora_shape_problems(config, architecture)
     if architecture.family.attention_sinks:
         yield from trainer_sink_problems(config, parallel, where)
+    if architecture.linear_layers:
+        yield from trainer_linear_problems(config, parallel, architecture, where)
     if architecture.kv_lora_rank:
         yield from _latent_attention_problems(parallel, architecture, where)
     heads = architecture.num_attention_heads

@@ -161,3 +161,19 @@ def _attention_weights(arch: Architecture) -> int:
 def output_flops(architecture: Architecture) -> int:
     """Return the FLOPs of a token's forward pass through the output layer. The embedding is a lookup and has none."""
     return 2 * architecture.hidden_size * architecture.vocab_size
+
+
+def engine_stage(layer: int, num_layers: int, num_stages: int) -> int:
+    """Return the pipeline stage of an engine that has a layer; remainder layers go to the stages before the last one.
+
+    Source: vLLM, vllm/distributed/utils.py, get_pp_indices.
+    """
+    sizes = [num_layers // num_stages] * num_stages
+    for stage in range(2, num_layers % num_stages + 2):
+        sizes[-stage] += 1
+    end = 0
+    for stage, size in enumerate(sizes):
+        end += size
+        if layer < end:
+            return stage
+    raise AssertionError(f"layer {layer} of {num_layers}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import round_up
-from megatron_bapo.config.pipeline_layers import layer_stages
+from megatron_bapo.config.pipeline_layers import engine_stage, layer_stages
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
 from megatron_bapo.model.hf_mapping import Entry, entries, expected_shapes
@@ -188,26 +188,10 @@ def _engine_stages(entry: Entry, arch: Architecture, engine: EngineLayout) -> li
     """Return the stages that have a tensor; a tied embedding is also the output layer of the last stage."""
     last = engine.pipeline_parallel_size - 1
     if entry.row.is_in_layers:
-        return [_engine_stage(entry.layer, arch.num_hidden_layers, engine.pipeline_parallel_size)]
+        return [engine_stage(entry.layer, arch.num_hidden_layers, engine.pipeline_parallel_size)]
     if not entry.row.megatron[0].startswith("embedding."):
         return [last]
     return sorted({0, last}) if arch.tie_word_embeddings else [0]
-
-
-def _engine_stage(layer: int, num_layers: int, num_stages: int) -> int:
-    """Return the stage of a layer; remainder layers go to the stages before the last one.
-
-    Source: vLLM, vllm/distributed/utils.py, get_pp_indices.
-    """
-    sizes = [num_layers // num_stages] * num_stages
-    for stage in range(2, num_layers % num_stages + 2):
-        sizes[-stage] += 1
-    end = 0
-    for stage, size in enumerate(sizes):
-        end += size
-        if layer < end:
-            return stage
-    raise AssertionError(f"layer {layer} of {num_layers}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from vllm import AsyncEngineArgs
@@ -9,6 +10,8 @@ from vllm.config import CompilationMode, CUDAGraphMode, WeightTransferConfig
 from vllm.platforms import current_platform
 
 from megatron_bapo.config.architecture import Architecture, read_architecture
+from megatron_bapo.config.linear_attention_checks import cpu_engine_problems
+from megatron_bapo.errors import UserError
 from megatron_bapo.rollout.engine_adapters import adapter_arguments
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.engine_worker import BACKEND
@@ -19,11 +22,15 @@ the mismatch with the trainer, until runs collapsed (NVIDIA-NeMo/RL#998), and ar
 
 
 def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEngineArgs:
-    """Return the arguments of one node's part of an engine; `endpoint` is HOST:PORT of the first of several."""
+    """Return the arguments of one node's part of an engine; `endpoint` is HOST:PORT of the first of several.
+
+    Raises UserError for a model that vLLM has no kernels for on this platform.
+    """
     settings, only_scores = spec.settings, spec.scoring_temperature is not None
     architecture = read_architecture(spec.model_path)
     options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
     if current_platform.is_cpu():
+        _check_cpu_kernels(spec, architecture)
         options = _cpu_options(spec, architecture)
     if settings.nodes_per_engine > 1:
         host, _, port = endpoint.rpartition(":")
@@ -33,6 +40,9 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         options |= adapter_arguments(spec.adapters)
     if not settings.enforce_eager:
         options["compilation_config"] = DECODE_GRAPHS
+    if architecture.linear_layers:
+        # As the trainer computes it; otherwise vLLM rounds the state after every token to the model's dtype.
+        options["mamba_ssm_cache_dtype"] = "float32"
     if settings.kv_cache_gib is not None:
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
     return AsyncEngineArgs(
@@ -50,7 +60,9 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager,
-        enable_prefix_caching=True,
+        # vLLM 0.32 caches states of Gated DeltaNets only at the ends of long blocks, and needs chunked prefill for it
+        # (MambaModelConfig in vllm/model_executor/models/config.py), which does not work on CPUs.
+        enable_prefix_caching=not architecture.linear_layers,
         # Log-probs of the distribution that was sampled from, at the sampling temperature.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",
@@ -65,6 +77,14 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         disable_log_stats=True,
         **options,
     )
+
+
+def _check_cpu_kernels(spec: EngineSpec, architecture: Architecture) -> None:
+    if not architecture.linear_layers:
+        return
+    where, torchvision = str(spec.model_path / "config.json"), find_spec("torchvision") is not None
+    if problems := list(cpu_engine_problems(architecture, spec.dtype, where, torchvision=torchvision)):
+        raise UserError("\n".join(problems))
 
 
 def _cpu_options(spec: EngineSpec, architecture: Architecture) -> dict[str, Any]:

@@ -161,9 +161,10 @@ class VllmServer:
 
     @property
     def kv_cache_tokens(self) -> int:
-        cache = self._llm.vllm_config.cache_config
-        assert cache.num_gpu_blocks, "vLLM sets its number of cache blocks when it starts"
-        return cache.num_gpu_blocks * cache.block_size
+        """Tokens of requests of `max_model_len` that the cache holds: layers of several kinds share its blocks."""
+        num_tokens = self._llm.vllm_config.cache_config.kv_cache_size_tokens
+        assert num_tokens, "vLLM sets the size of its cache when it starts"
+        return num_tokens
 
     async def abort(self) -> None:
         """Abort every request in flight, those that arrive meanwhile included; each returns the tokens so far."""

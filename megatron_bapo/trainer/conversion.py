@@ -150,6 +150,11 @@ def hugging_face_from_megatron(
             f"{checkpoint} has experts with biases and attention sinks, which are not read from checkpoints of "
             "Megatron-Core; convert it with Megatron-Bridge"
         )
+    if architecture.linear_layers:
+        raise UserError(
+            f"{checkpoint} has Gated DeltaNets, whose projections Megatron-Core stores in parts, and which are not "
+            "read from its checkpoints; convert it with Megatron-Bridge"
+        )
     tensors = MegatronTensors(checkpoint, architecture)
     return _to_hugging_face(tensors, architecture, origin, target, dtype, max_file_bytes, advance)
 

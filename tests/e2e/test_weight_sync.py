@@ -230,9 +230,11 @@ def test_every_rank_writes_the_plans_bytes(published: Published, trainer: str) -
 
 
 @contextmanager
-def running(published: Published, model: str, engine_name: str) -> Iterator[tuple[Engine, Any]]:
-    """Start an engine from the checkpoint; yields it and a function that runs its coroutines."""
-    settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **ENGINES[engine_name])
+def running(
+    folder: Path, store: WeightStore, layout: dict[str, Any], dtype: str = "float32"
+) -> Iterator[tuple[Engine, Any]]:
+    """Start an engine from a checkpoint; yields it and a function that runs its coroutines."""
+    settings = RolloutConfig(max_num_seqs=8, kv_cache_gib=0.02, request_timeout_s=60, **layout)
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
         # The last variable lets vLLM's workers run a function of this file.
         for name, value in {**engine_environment(), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
@@ -245,12 +247,17 @@ def running(published: Published, model: str, engine_name: str) -> Iterator[tupl
             return runner.run(waited(work))
 
         engine = Engine()
-        folder, store = published.root / model, published.stores[model].folder
-        wait_for(engine.start(EngineSpec(folder, settings, "float32", max_model_len=64), WeightRoute(store)))
+        wait_for(engine.start(EngineSpec(folder, settings, dtype, max_model_len=64), WeightRoute(store.folder)))
         try:
             yield engine, wait_for
         finally:
             wait_for(engine.shutdown())
+
+
+def worker_parameters(engine: Engine, wait_for: Any) -> list[dict[str, bytes]]:
+    """Return the bytes of each parameter of every worker."""
+    server: Any = engine._server
+    return wait_for(server._llm.collective_rpc(parameter_bytes))
 
 
 def parameter_bytes(worker: Any) -> dict[str, bytes]:
@@ -292,7 +299,7 @@ def test_after_each_sync_the_engine_has_the_trainers_log_probs(
     store = published.stores[model]
     num_ranks = ENGINES[engine_name]["tensor_parallel_size"]
     layout = EngineLayout(num_ranks).name
-    with running(published, model, engine_name) as (engine, wait_for):
+    with running(published.root / model, store, ENGINES[engine_name]) as (engine, wait_for):
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         assert [path for process in processes if is_alive(process) for path in named_shared_memory(process)] == []
         for trainer in [name for name, (of, _) in TRAINERS.items() if of == model]:
@@ -319,18 +326,14 @@ def test_after_each_sync_the_engine_has_the_trainers_log_probs(
                 np.testing.assert_array_equal(log_probs[version], log_probs[version + 1])
             assert np.abs(log_probs[first] - log_probs[last]).max() > 100 * ENGINE_LOG_PROB, "training changed nothing"
         if num_ranks == 2:
-            _check_that_ranks_read_only_their_parts(store, engine, wait_for, layout)
+            check_that_ranks_read_only_their_parts(store, engine, wait_for, layout)
             _check_a_worker_killed_while_it_loads(store, engine, wait_for)
 
 
-def _check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, wait_for: Any, layout: str) -> None:
+def check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, wait_for: Any, layout: str) -> None:
     newest = store.versions()[-1]
     plan = next(p for p in map(store.plan, store.versions()) if p.reader_layout == layout)
     tensors = {key: value.clone() for key, value in store.read(newest)}
-    server: Any = engine._server
-
-    def worker_parameters() -> list[dict[str, bytes]]:
-        return wait_for(server._llm.collective_rpc(parameter_bytes))
 
     def load(version: int, content: dict[str, torch.Tensor]) -> None:
         for rank in range(len(plan.sender_hosts)):
@@ -340,11 +343,12 @@ def _check_that_ranks_read_only_their_parts(store: WeightStore, engine: Engine, 
 
     first = newest + 1
     load(first, tensors)
-    expected = worker_parameters()
+    expected = worker_parameters(engine, wait_for)
     for reader in (0, 1):
         load(first + 1 + reader, without_the_others_parts(tensors, plan, reader))
-        assert worker_parameters()[reader] == expected[reader]
-        assert worker_parameters()[1 - reader] != expected[1 - reader]
+        loaded = worker_parameters(engine, wait_for)
+        assert loaded[reader] == expected[reader]
+        assert loaded[1 - reader] != expected[1 - reader]
 
 
 def _check_a_worker_killed_while_it_loads(store: WeightStore, engine: Engine, wait_for: Any) -> None:

@@ -1,8 +1,9 @@
 """Run by `launch`: trains a little and publishes every version, for engines of several layouts.
 
-A case is {"name", "model", "parallel", "store", "engines", "first_version"}; "engines" are `rollout`
-sections. Each of three times it publishes the same weights once for every engine layout, under successive versions, and
-trains on. Its folder gets the trainer's log-probs of the sequences by version and the bytes that each rank wrote.
+A case is {"name", "model", "parallel", "store", "engines", "first_version"}, and may have a "dtype"; "engines" are
+`rollout` sections. Each of three times it publishes the same weights once for every engine layout, under successive
+versions, and trains on. Its folder gets the trainer's log-probs of the sequences by version and the bytes that each
+rank wrote.
 """
 
 import json
@@ -27,7 +28,7 @@ NUM_SYNCS = 3
 
 
 def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
-    config = make_config(Path(case["model"]), out / "run", case["parallel"], "float32", packing=True)
+    config = make_config(Path(case["model"]), out / "run", case["parallel"], case.get("dtype", "float32"), packing=True)
     worker = create_worker(config, config.model_path, groups)
     publishers = [
         WeightPublisher(

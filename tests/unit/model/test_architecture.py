@@ -251,17 +251,16 @@ def test_only_the_configured_layers_have_experts():
     assert (config.moe_ffn_hidden_size, config.ffn_hidden_size) == (8, 24)
 
 
-def test_four_families_have_a_shared_expert_and_qwen2_moe_its_gate():
+def test_families_with_a_shared_expert_have_it_and_qwens_its_gate():
     configs = {name: config_of(name) for name in FAMILIES}
     widths = {name: config.moe_shared_expert_intermediate_size for name, config in configs.items()}
     assert {name for name, width in widths.items() if width == 24} == {
-        "qwen2_moe",
-        "glm4_moe",
-        "deepseek_v3",
-        "kimi_k2",
+        *("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"),
+        *("glm4_moe", "deepseek_v3", "kimi_k2"),
     }
     assert set(widths.values()) == {None, 24}
-    assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == ["qwen2_moe"]
+    gated = ["qwen2_moe", "qwen3_next", "qwen3_5_moe_text"]
+    assert [name for name, config in configs.items() if config.moe_shared_expert_gate] == gated
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])

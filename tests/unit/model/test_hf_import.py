@@ -106,7 +106,7 @@ def test_every_rank_of_a_layout_loads_its_part(tmp_path, family, transformer_eng
 def _num_shards(hf_name: str, parallel: ParallelConfig) -> int:
     """Return the ranks of a stage that together have one copy of a tensor."""
     whole = ("layernorm", "_norm.", "model.norm.", ".mlp.gate.", "shared_expert_gate", ".q_a_proj.", ".kv_a_proj")
-    whole += (".mlp.router.", ".o_proj.bias")
+    whole += (".mlp.router.", ".o_proj.bias", ".linear_attn.norm.")
     if any(part in hf_name for part in whole):
         return 1
     if ".down_proj.bias" in hf_name:  # every rank that has a part of the expert has the whole bias

@@ -12,9 +12,11 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -181,6 +183,24 @@ def test_stacked_experts_are_single_ones_in_a_checkpoint_and_come_back_bit_for_b
     assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
     assert to_hugging_face(source).num_kept_files > 0  # finds what it would write
     with pytest.raises(UserError, match="attention sinks, which are not read from checkpoints of Megatron-Core"):
+        hugging_face_from_megatron(
+            tmp_path, source, tmp_path / "x", torch.float32, max_file_bytes=SMALL_FILES, advance=nothing
+        )
+
+
+def test_gated_delta_nets_come_back_bit_for_bit_and_are_not_read_from_megatron_core(tmp_path):
+    source = tmp_path / "source"
+    config = Qwen3_5TextConfig(
+        **SHAPE, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=6,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(source)
+    to_checkpoint(source)
+    to_hugging_face(source)
+    original, back = load(source), load(source.parent / "back")
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in original.items())
+    with pytest.raises(UserError, match="which are not read from its checkpoints; convert it with"):
         hugging_face_from_megatron(
             tmp_path, source, tmp_path / "x", torch.float32, max_file_bytes=SMALL_FILES, advance=nothing
         )
