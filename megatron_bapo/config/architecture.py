@@ -111,7 +111,7 @@ class Architecture:
         `square`, and the others at most twice their window for each token.
         """
         if self.linear_layers:
-            return (1 - len(self.linear_layers) / self.num_hidden_layers) * square
+            return (self.num_hidden_layers - len(self.linear_layers)) * square / self.num_hidden_layers
         if not self.sliding_window:
             return square
         share = -(-self.num_hidden_layers // 2) / self.num_hidden_layers

@@ -79,7 +79,7 @@ _QWEN3_5 = Family(
     partial_rotary_factor=0.25,
     null_key_value_heads=False,
     default_head_dim=256,
-    own_fields=_QWEN_FIELDS | {"partial_rotary_factor"},
+    own_fields=frozenset({"partial_rotary_factor"}),
 )
 _SHARED_EXPERT = {
     "experts": True,

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 GPU_MEGATRON_CASES = [
     *(("qwen3", "tp2-sp"), ("qwen3_moe", "tp2-sp"), ("qwen3_moe", "pp2-uneven"), (DEEP_DENSE, "pp2-vpp2-uneven")),
     ("gpt_oss", "tp2-sp-ep2-etp1"),
+    *(("qwen3_next", "tp2-sp"), ("qwen3_5_text", "pp2")),
     *(("qwen2_moe", "tp2-sp"), ("glm4_moe", "tp2-sp"), ("deepseek_v3", "tp2-sp"), (WHOLE_QUERIES, "tp2-sp")),
 ]
 ROUTER_BIAS = "e_score_correction_bias"

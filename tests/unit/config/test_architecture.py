@@ -14,8 +14,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
 )
 
@@ -32,6 +35,7 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
@@ -39,6 +43,11 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3_moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16),
+    "qwen3_next": Qwen3NextConfig(**SHAPE | EXPERTS | LINEAR, head_dim=16, shared_expert_intermediate_size=20),
+    "qwen3_5_text": Qwen3_5TextConfig(**SHAPE | LINEAR, head_dim=16),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(
+        **SHAPE | EXPERTS | LINEAR, head_dim=16, shared_expert_intermediate_size=20
+    ),
     "glm4_moe": Glm4MoeConfig(
         **SHAPE, head_dim=8, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12, n_shared_experts=2
     ),
@@ -92,13 +101,15 @@ def test_the_shape_that_transformers_writes_is_read_back(tmp_path, name):
     assert architecture.rope_scaling == scaled
 
 
-def test_four_families_have_query_biases_qwen3_normalises_queries_and_six_families_have_experts():
+def test_which_families_have_query_biases_normalise_queries_and_have_experts():
     assert [name for name, family in FAMILIES.items() if family.qkv_bias] == [
         *("seed_oss", "qwen2", "qwen2_moe", "gpt_oss")
     ]
-    assert [name for name, family in FAMILIES.items() if family.qk_norm] == ["qwen3", "qwen3_moe"]
+    assert [name for name, family in FAMILIES.items() if family.qk_norm] == [
+        *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    ]
     assert [name for name, family in FAMILIES.items() if family.experts] == [
-        *("qwen3_moe", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
+        *("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
     ]
 
 
@@ -469,7 +480,7 @@ def test_the_message_about_quantized_weights_is_short(tmp_path):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.alternating_windows])
 def test_a_window_is_refused_where_vllm_uses_it_without_use_sliding_window(tmp_path, name):
     changes = {"model_type": name, "sliding_window": 8, "use_sliding_window": False}
-    if "qwen" in name:
+    if "sliding_window" in FAMILIES[name].own_fields and FAMILIES[name].default_sliding_window is None:
         read(tmp_path, CONFIGS[name], **changes)
         assert not AutoConfig.from_pretrained(tmp_path).sliding_window
     else:
