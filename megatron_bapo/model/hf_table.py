@@ -153,7 +153,7 @@ _DELTA_NET = (
     Row(
         ("self_attention.in_proj.weight",),
         ((_LINEAR + "in_proj_qkvz.weight", "linear_qkvz hidden"), (_LINEAR + "in_proj_ba.weight", "linear_ba hidden")),
-        key_heads("D,D,RE,RE", "R,R"),
+        key_heads(("projections",), ("pairs",)),
         is_in=has_grouped_projections,
     ),
     Row(
@@ -164,13 +164,13 @@ _DELTA_NET = (
             (_LINEAR + "in_proj_b.weight", "linear_value_heads hidden"),
             (_LINEAR + "in_proj_a.weight", "linear_value_heads hidden"),
         ),
-        key_heads("D+D+RE", "RE", "R", "R"),
+        key_heads(("key", "key", "values"), ("values",), ("scalars",), ("scalars",)),
         is_in=has_separate_projections,
     ),
     Row(
         ("self_attention.conv1d",),
         ((_LINEAR + "conv1d.weight", "linear_qkv 1 linear_kernel"),),
-        key_heads("D+D+RE"),
+        key_heads(("key", "key", "values")),
         is_in=has_delta_net,
     ),
     Row(

@@ -99,23 +99,29 @@ def _share(blocks: list[tuple[int, int, int]], rank: int, size: int) -> list[Pie
     return pieces
 
 
-def key_heads(*widths: str) -> Layout:
+_KEY_HEAD: dict[str, Callable[[Architecture], int]] = {
+    "key": lambda arch: arch.linear_key_head_dim,
+    "values": lambda arch: arch.linear_value_width // arch.linear_num_key_heads,
+    "scalars": lambda arch: arch.linear_num_value_heads // arch.linear_num_key_heads,
+    "projections": lambda arch: 2 * (arch.linear_key_width + arch.linear_value_width) // arch.linear_num_key_heads,
+    "pairs": lambda arch: 2 * arch.linear_num_value_heads // arch.linear_num_key_heads,
+}
+"""Rows of a key head: of a query or key, of its values or gates, of one number per value head, and of both of each."""
+
+
+def key_heads(*tensors: tuple[str, ...]) -> Layout:
     """Return the layout that stores the parts of each key head of a Gated DeltaNet next to each other, head by head.
 
-    `widths` are the rows of a key head in each Hugging Face tensor, as sums such as "D+D+RE" of the widths of its
-    query, key, values or gates, and numbers of value heads. A tensor has the first of them for all heads, then the
-    next.
+    Each Hugging Face tensor is given by its blocks, named as in `_KEY_HEAD`. A block has the rows of the first head,
+    then those of the next one.
     """
 
     def layout(arch: Architecture, rank: int, size: int) -> list[Piece]:
-        ratio = arch.linear_num_value_heads // arch.linear_num_key_heads
-        sizes = {"D": arch.linear_key_head_dim, "RE": ratio * arch.linear_value_head_dim, "R": ratio}
         blocks = []
         for head in range(arch.linear_num_key_heads):
-            for part, terms in enumerate(widths):
+            for part, names in enumerate(tensors):
                 start = 0
-                for term in terms.split("+"):
-                    rows = sum(sizes[each] for each in term.split(","))
+                for rows in (_KEY_HEAD[name](arch) for name in names):
                     blocks.append((part, start + head * rows, rows))
                     start += rows * arch.linear_num_key_heads
         return _share(blocks, rank, size)
