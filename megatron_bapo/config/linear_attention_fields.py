@@ -31,8 +31,7 @@ def linear_attention_problems(fields: dict[str, Any]) -> Iterator[str]:
     if fields.get("full_attention_interval") is not None:
         found += size_problems(fields, ("full_attention_interval",))
     yield from found
-    keys, values = (fields.get(name) for name in LINEAR_SIZES[:2])
-    if not found and values % keys:
+    if not found and (values := fields["linear_num_value_heads"]) % (keys := fields["linear_num_key_heads"]):
         yield f"linear_num_value_heads is {values}; it must be a multiple of linear_num_key_heads={keys}"
     kinds, layers = fields.get("layer_types"), fields.get("num_hidden_layers")
     for kind in sorted(set(map(str, kinds or ())) - {_LINEAR, _FULL}):

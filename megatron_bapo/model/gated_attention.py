@@ -15,7 +15,7 @@ class GatedAttention(SelfAttention):
     """
 
     def get_query_key_value_tensors(self, *args: Any, **settings: Any) -> Any:
-        found = super().get_query_key_value_tensors(*args, **settings)
+        found: Any = super().get_query_key_value_tensors(*args, **settings)
         if not settings.get("output_gate"):
             return found
         query, key, value, gate = found
