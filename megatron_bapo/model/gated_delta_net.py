@@ -79,7 +79,7 @@ class GatedDeltaNet(MegatronModule):
         of_heads, kernel = self.num_heads * self.ratio, settings.linear_conv_kernel_dim
         self.conv1d = self._parameter(self.num_heads * self.mixed, 1, kernel)
         self.dt_bias, self.A_log = self._parameter(of_heads), self._parameter(of_heads)
-        # Each tensor-parallel rank sees it with its own heads.
+        # Every tensor-parallel rank has it whole; `_gated` sums its gradient over them.
         self.norm = torch.nn.Parameter(torch.ones(self.value_dim, dtype=config.params_dtype))
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
@@ -119,7 +119,7 @@ class GatedDeltaNet(MegatronModule):
         query, key, value = self._convolved(mixed).split(
             [self.key_dim, self.key_dim, self.ratio * self.value_dim], dim=-1
         )
-        A_log_KR, dt_bias_KR = (self._own(x).unflatten(1, (self.ratio, -1))[..., 0] for x in (self.A_log, self.dt_bias))
+        A_log_KR, dt_bias_KR = self._own(self.A_log), self._own(self.dt_bias)
         # [B, L, K, R, ...] -> [B, L, K*R, ...]: a query and a key for each value head.
         query, key = (_normalized(x).repeat_interleave(self.ratio, dim=2) for x in (query, key))
         value, gate = (x.unflatten(-1, (self.ratio, -1)).flatten(2, 3) for x in (value, gate))
