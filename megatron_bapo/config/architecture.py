@@ -133,6 +133,12 @@ class Architecture:
         return self.num_attention_heads * (self.head_dim + self.value_dim) // 2
 
     @property
+    def qkv_width(self) -> int:
+        """Width of the queries, keys and values of attention, and of the gates of its output."""
+        queries = self.num_attention_heads * (1 + self.family.output_gate)
+        return (queries + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
     def linear_key_width(self) -> int:
         """Width of a Gated DeltaNet's queries, and of its keys, added up over the heads."""
         return self.linear_num_key_heads * self.linear_key_head_dim
@@ -141,6 +147,11 @@ class Architecture:
     def linear_value_width(self) -> int:
         """Width of a Gated DeltaNet's values, and of its output, added up over the heads."""
         return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def linear_in_width(self) -> int:
+        """Width of a Gated DeltaNet's queries, keys, values and gates, and a beta and a decay for each value head."""
+        return 2 * (self.linear_key_width + self.linear_value_width + self.linear_num_value_heads)
 
     @property
     def cached_dim(self) -> int:

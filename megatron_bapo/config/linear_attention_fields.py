@@ -11,6 +11,8 @@ LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
+CHUNK = 64
+"""Tokens of a sequence that the recurrence of a Gated DeltaNet computes at once (`model/delta_rule.py`)."""
 LINEAR_ROPE_KEYS = {"default": ((), ("mrope_interleaved", "mrope_section"))}
 """Those of Qwen3.5: the three positions of multimodal RoPE are the same for text."""
 _LINEAR_VALUES = {"attn_output_gate": (True,), "output_gate_type": ("swish", "silu")}

@@ -15,7 +15,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-CHUNK = 64
+from megatron_bapo.config.linear_attention_fields import CHUNK
 
 
 def gated_delta_rule(

@@ -16,8 +16,9 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.padding import width_with_sink
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.delta_net import saved_bytes
 from megatron_bapo.planning.model_state import FP32
-from megatron_bapo.planning.parameters import Adapter, ChunkShape, Split, layer_adapters
+from megatron_bapo.planning.parameters import Adapter, ChunkShape, LayerKind, Split, layer_adapters, layer_kinds
 
 INDEX = 8
 """Bytes of an int64 index."""
@@ -72,18 +73,16 @@ def chunk_activations(
 ) -> Terms:
     """Return the activation bytes of one model chunk and one micro-batch under the layout's recompute settings."""
     terms: Terms = Counter()
-    tokens, split = batch.tokens(parallel), batch.split_tokens(parallel)
+    tokens = batch.tokens(parallel)
     if chunk.has_embedding:
         terms["embedding"] += tokens * INDEX
-    num_moe = len(architecture.moe_layers.intersection(chunk.layers))
-    for has_experts, count in (False, len(chunk.layers) - num_moe), (True, num_moe):
-        if count:
-            of_layer = layer_activations(architecture, parallel, batch, lora, has_experts=has_experts)
-            terms += Counter({name: count * num_bytes for name, num_bytes in of_layer.items()})
+    for kind, count in layer_kinds(architecture, chunk.layers).items():
+        of_layer = layer_activations(architecture, parallel, batch, kind, lora)
+        terms += Counter({name: count * num_bytes for name, num_bytes in of_layer.items()})
     if parallel.recompute_granularity == "full":
         terms["rotary angles"] += tokens * architecture.rotary_dim * FP32
     if chunk.has_output:
-        terms["norms"] += _norm(split, architecture.hidden_size, batch)
+        terms["norms"] += _hidden_norm(architecture, parallel, batch)
     return terms
 
 
@@ -91,9 +90,8 @@ def layer_activations(
     architecture: Architecture,
     parallel: ParallelConfig,
     batch: MicroBatch,
+    kind: LayerKind,
     lora: LoraConfig | None = None,
-    *,
-    has_experts: bool,
 ) -> Terms:
     """Return the activation bytes of one layer under the layout's recompute settings."""
     hidden = batch.split_tokens(parallel) * architecture.hidden_size * batch.dtype_bytes
@@ -101,24 +99,26 @@ def layer_activations(
         return Counter({"layer inputs": hidden})
     modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else ()
     attention = _latent_attention if architecture.kv_lora_rank else _attention
+    if kind.has_delta_net:
+        attention = _gated_delta_net
     terms = attention(architecture, parallel, batch, recompute="core_attn" in modules)
-    terms["norms"] += _norm(batch.split_tokens(parallel), architecture.hidden_size, batch)
-    recomputes_mlp = ("moe" if has_experts else "mlp") in modules
+    terms["norms"] += 2 * _hidden_norm(architecture, parallel, batch)
+    recomputes_mlp = ("moe" if kind.has_experts else "mlp") in modules
     if lora is not None:
         hashable: Any = lora
         terms["adapters"] += sum(
             _adapter_bytes(adapter, architecture, parallel, batch, lora)
-            for adapter in layer_adapters(architecture, Split.of(parallel), hashable, has_experts=has_experts)
+            for adapter in layer_adapters(architecture, Split.of(parallel), kind, hashable)
             if not (recomputes_mlp and adapter.linear.startswith("mlp."))
         )
     if recomputes_mlp:
         terms["layer inputs"] += hidden
-    elif has_experts:
+    elif kind.has_experts:
         terms += _experts(architecture, parallel, batch)
     else:
         elements, b = _mlp_elements(architecture.intermediate_size, parallel, batch), batch.dtype_bytes
         terms["mlp"] += hidden // b * batch.input_bytes + elements * (batch.swiglu_bytes + batch.input_bytes)
-    return terms if lora is None else terms - _unsaved_inputs(architecture, parallel, batch, lora, has_experts)
+    return terms if lora is None else terms - _unsaved_inputs(architecture, parallel, batch, kind, lora)
 
 
 def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
@@ -127,7 +127,7 @@ def without_recompute(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def largest_temporaries(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, has_experts: bool
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, kind: LayerKind
 ) -> int:
     """Return the bytes that exist at once beside a layer's activations, in its recomputation or its backward pass.
 
@@ -137,7 +137,7 @@ def largest_temporaries(
     of the ranks (megatron/core/transformer/moe/moe_layer.py, MoELayer.forward).
     """
     b = batch.dtype_bytes
-    if has_experts:
+    if kind.has_experts:
         sent, received = _routed_tokens(architecture, parallel, batch)
         expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
         from_ranks = received // expert_tp if parallel.expert_model_parallel_size > 1 else 0
@@ -166,6 +166,16 @@ def output_layer_bytes(
     return hidden + weight * b, workspace + gathered
 
 
+def _hidden_norm(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> int:
+    """Return the bytes of a norm of the hidden states."""
+    return _norm(batch.split_tokens(parallel), arch.hidden_size, batch) + _norm_weight(arch, arch.hidden_size)
+
+
+def _norm_weight(arch: Architecture, width: int) -> int:
+    """Return the bytes of the sum of one and a norm's weight, where that is what it multiplies by."""
+    return arch.family.zero_centered_norms * width * FP32
+
+
 def _norm(rows: int, width: int, batch: MicroBatch) -> int:
     """Return the bytes of a norm's saved input and result and of one fp32 factor per row."""
     kept = batch.dtype_bytes if batch.fused_norms else 2 * FP32
@@ -178,7 +188,7 @@ def _latent_attention(arch: Architecture, parallel: ParallelConfig, batch: Micro
     tokens, split, heads = batch.tokens(parallel), batch.split_tokens(parallel), arch.num_attention_heads // tp
     wide, context = tokens * heads * arch.head_dim * b, tokens * heads * arch.v_head_dim * b
     terms: Terms = Counter()
-    terms["norms"] += _norm(split, arch.hidden_size, batch) + _norm(split, arch.kv_lora_rank, batch)
+    terms["norms"] += _norm(split, arch.kv_lora_rank, batch)
     terms["norms"] += _norm(split, arch.q_lora_rank, batch) * (arch.q_lora_rank > 0)
     inputs = arch.hidden_size + arch.q_lora_rank + arch.kv_lora_rank
     terms["attention projections"] += split * inputs * batch.input_bytes
@@ -200,16 +210,15 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     heads, groups = arch.num_attention_heads // tp, max(1, arch.num_key_value_heads // tp)
     # With more tensor-parallel ranks than key/value heads, each rank gathers the projections of all ranks.
     gathered = tp if arch.num_key_value_heads < tp else 1
-    projection = tokens * (arch.num_attention_heads + 2 * arch.num_key_value_heads) // tp * gathered * d * b
+    projection = tokens * arch.qkv_width // tp * gathered * b
     query, key = tokens * heads * d * b, tokens * groups * d * b
     terms: Terms = Counter()
-    terms["norms"] += _norm(split, arch.hidden_size, batch)
     terms["attention projections"] += split * arch.hidden_size * batch.input_bytes
     terms["rotary angles"] += 0 if batch.fused_attention else 4 * tokens * arch.rotary_dim * b
     # The whole projection output stays in memory where a saved tensor is a view of a part of it.
     keeps_projection = recompute
     if arch.family.qk_norm:
-        factors = tokens * (heads + groups) * FP32
+        factors = tokens * (heads + groups) * FP32 + 2 * _norm_weight(arch, d)
         if batch.fused_norms:
             # The key norm's input is a view of the projection's output. Megatron copies the query's heads into a
             # tensor of their own, which the query norm saves, unless they are all of one group.
@@ -242,6 +251,21 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
         if cp > 1:  # gathered keys and values before they are repeated for the query heads, and the mask
             terms["attention kernel"] += 2 * key * cp + _mask_elements(batch.lengths, parallel) * b
     terms["attention projections"] += projection * keeps_projection
+    if arch.family.output_gate:  # what it weights, and the sigmoid in fp32
+        terms["attention kernel"] += context + tokens * heads * d * FP32
+    return terms
+
+
+def _gated_delta_net(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, recompute: bool) -> Terms:
+    """Return the bytes of a Gated DeltaNet. What is between its projections may be computed again."""
+    tp, cp, b = parallel.tensor_model_parallel_size, parallel.context_parallel_size, batch.dtype_bytes
+    tokens, output = batch.tokens(parallel), batch.tokens(parallel) * arch.linear_value_width // tp
+    terms = Counter({"attention projections": batch.split_tokens(parallel) * arch.hidden_size * batch.input_bytes})
+    terms["attention projections"] += output * batch.input_bytes
+    if recompute or cp > 1:  # what is recomputed reads it, and what puts the tokens of all ranks into order
+        terms["attention projections"] += tokens * arch.linear_in_width // tp * b
+    if not recompute:
+        terms["attention kernel"] += saved_bytes(arch, batch.lengths, tp * cp, b)
     return terms
 
 
@@ -279,31 +303,34 @@ def _adapter_bytes(
 
 
 def _unsaved_inputs(
-    arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, lora: LoraConfig, has_experts: bool
+    arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, kind: LayerKind, lora: LoraConfig
 ) -> Terms:
     """Return the bytes of the inputs of frozen linear layers without an adapter, which nothing reads again."""
     tokens, split, targets = batch.tokens(parallel), batch.split_tokens(parallel), set(lora.target_modules)
     heads = tokens * arch.num_attention_heads // parallel.tensor_model_parallel_size
     terms: Terms = Counter()
-    if targets.isdisjoint(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")):
+    if kind.has_delta_net:
+        terms["attention projections"] += split * arch.hidden_size
+        terms["attention projections"] += tokens * arch.linear_value_width // parallel.tensor_model_parallel_size
+    elif targets.isdisjoint(("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")):
         terms["attention projections"] += split * arch.hidden_size
     if "q_b_proj" not in targets:
         terms["attention projections"] += split * arch.q_lora_rank
     if "kv_b_proj" not in targets:
         terms["attention projections"] += split * arch.kv_lora_rank
-    if "o_proj" not in targets and not batch.fused_attention:
+    if "o_proj" not in targets and not batch.fused_attention and not kind.has_delta_net:
         terms["attention kernel"] += heads * arch.value_dim
-    mlp, routed = (_mlp_elements(arch.intermediate_size, parallel, batch), split) if not has_experts else (0, 0)
-    if has_experts:
+    mlp, routed = (_mlp_elements(arch.intermediate_size, parallel, batch), split) if not kind.has_experts else (0, 0)
+    if kind.has_experts:
         routed = _routed_tokens(arch, parallel, batch)[1]
         expert_tp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
         mlp = routed * arch.moe_intermediate_size // expert_tp
         if "down_proj" not in targets:
             terms["shared expert"] += _mlp_elements(arch.shared_expert_intermediate_size, parallel, batch)
     if targets.isdisjoint(("gate_proj", "up_proj")):
-        terms["experts" if has_experts else "mlp"] += routed * arch.hidden_size
+        terms["experts" if kind.has_experts else "mlp"] += routed * arch.hidden_size
     if "down_proj" not in targets:
-        terms["experts" if has_experts else "mlp"] += mlp
+        terms["experts" if kind.has_experts else "mlp"] += mlp
     return Counter({name: num * batch.input_bytes for name, num in terms.items()})
 
 

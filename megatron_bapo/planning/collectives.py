@@ -25,6 +25,7 @@ from megatron_bapo.planning.parameters import (
     chunk_parameters,
     count_elements,
     layer_adapters,
+    layer_kinds,
     stage_chunks,
 )
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -166,10 +167,9 @@ def _adapter_widths(
     full, modules = parallel.recompute_granularity == "full", _modules(parallel)
     hashable: Any = lora
     forward = backward = 0
-    for layer in chunk.layers:
-        has_experts = layer in architecture.moe_layers
-        recomputes_mlp = full or ("moe" if has_experts else "mlp") in modules
-        for adapter in layer_adapters(architecture, Split.of(parallel), hashable, has_experts=has_experts):
+    for kind in layer_kinds(architecture, chunk.layers).elements():
+        recomputes_mlp = full or ("moe" if kind.has_experts else "mlp") in modules
+        for adapter in layer_adapters(architecture, Split.of(parallel), kind, hashable):
             if adapter.is_whole or adapter.is_of_expert:
                 continue
             width = adapter.num_parts * lora.rank

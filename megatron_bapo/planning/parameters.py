@@ -7,8 +7,8 @@ built models.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -122,25 +122,42 @@ class Split:
         )
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What a decoder layer consists of."""
+
+    has_experts: bool = False
+    """True for a mixture of experts, false for one MLP."""
+    has_delta_net: bool = False
+    """True for a Gated DeltaNet, false for attention."""
+
+
+def layer_kinds(architecture: Architecture, layers: Iterable[int]) -> Counter[LayerKind]:
+    """Return how many of the layers are of each kind."""
+    return Counter(_layer_kind(architecture, layer) for layer in layers)
+
+
+def _layer_kind(architecture: Architecture, layer: int) -> LayerKind:
+    return LayerKind(layer in architecture.moe_layers, layer in architecture.linear_layers)
+
+
 @lru_cache(maxsize=32)
 def chunk_parameters(
     architecture: Architecture, split: Split, chunk: ChunkShape, lora: LoraConfig | None = None
 ) -> tuple[Parameter, ...]:
     """Return the parameters of a chunk on one rank of the stage, adapters included, in Megatron's order."""
     hashable: Any = lora
-    layers = (_layer(architecture, split, layer in architecture.moe_layers, hashable) for layer in chunk.layers)
+    layers = (_layer(architecture, split, _layer_kind(architecture, layer), hashable) for layer in chunk.layers)
     before, after = _outside_layers(architecture, split, chunk, is_trained=lora is None)
     return (*before, *chain.from_iterable(layers), *after)
 
 
 @lru_cache
-def layer_adapters(
-    architecture: Architecture, split: Split, lora: LoraConfig, *, has_experts: bool
-) -> tuple[Adapter, ...]:
+def layer_adapters(architecture: Architecture, split: Split, kind: LayerKind, lora: LoraConfig) -> tuple[Adapter, ...]:
     """Return the adapters of a decoder layer on one rank."""
     hashable: Any = lora
     halves: dict[str, list[Parameter]] = defaultdict(list)
-    for parameter in _layer(architecture, split, has_experts, hashable):
+    for parameter in _layer(architecture, split, kind, hashable):
         linear, is_adapter, _ = parameter.name.partition(".adapter.")
         if is_adapter:
             halves[linear].append(parameter)
@@ -174,6 +191,10 @@ class Elements:
         return self.trained + self.frozen + self.in_fp32
 
 
+def _is_matrix(name: str) -> bool:
+    return name.endswith(("in_proj.weight", "out_proj.weight")) or (".linear_" in name and name.endswith(".weight"))
+
+
 @lru_cache(maxsize=4096)
 def count_elements(
     architecture: Architecture, split: Split, chunks: tuple[ChunkShape, ...], lora: LoraConfig | None = None
@@ -187,7 +208,7 @@ def count_elements(
         experts=sum(p.numel for p in trained if p.is_expert),
         frozen=sum(p.numel for p in parameters if not (p.is_trained or p.in_fp32)),
         in_fp32=sum(p.numel for p in parameters if p.in_fp32),
-        matrices=sum(p.numel for p in parameters if ".linear_" in p.name and p.name.endswith(".weight")),
+        matrices=sum(p.numel for p in parameters if _is_matrix(p.name)),
     )
 
 
@@ -247,23 +268,25 @@ def _outside_layers(
 
 
 @lru_cache
-def _layer(arch: Architecture, split: Split, has_experts: bool, lora: LoraConfig | None) -> tuple[Parameter, ...]:
-    """Return the parameters of a decoder layer with a dense MLP or with experts."""
-    parameters = tuple(_layer_parameters(arch, split, has_experts, lora))
+def _layer(arch: Architecture, split: Split, kind: LayerKind, lora: LoraConfig | None) -> tuple[Parameter, ...]:
+    parameters = tuple(_layer_parameters(arch, split, kind, lora))
     if lora is None:
         return parameters
     return tuple(replace(p, is_trained=p.is_trained and ".adapter." in p.name) for p in parameters)
 
 
 def _layer_parameters(
-    arch: Architecture, split: Split, has_experts: bool, lora: LoraConfig | None
+    arch: Architecture, split: Split, kind: LayerKind, lora: LoraConfig | None
 ) -> Iterator[Parameter]:
     tp, hidden = split.tensor, arch.hidden_size
     yield Parameter("input_layernorm.weight", hidden)
-    attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
-    yield from attention("self_attention.", arch, tp, lora)
+    if kind.has_delta_net:
+        yield from _gated_delta_net("self_attention.", arch, tp)
+    else:
+        attention = _latent_attention if arch.kv_lora_rank else _grouped_attention
+        yield from attention("self_attention.", arch, tp, lora)
     yield Parameter("pre_mlp_layernorm.weight", hidden)
-    if not has_experts:
+    if not kind.has_experts:
         yield from _mlp("mlp.", hidden, arch.intermediate_size // tp, lora)
         return
     yield Parameter("mlp.router.weight", arch.num_experts * hidden)
@@ -284,7 +307,7 @@ def _layer_parameters(
 
 def _grouped_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:
     hidden, heads = arch.hidden_size, arch.num_attention_heads * arch.head_dim // tp
-    qkv = (arch.num_attention_heads + 2 * arch.num_key_value_heads) * arch.head_dim // tp
+    qkv = arch.qkv_width // tp
     if arch.family.attention_sinks:
         yield Parameter(f"{name}core_attention.softmax_offset", arch.num_attention_heads // tp)
     yield from _linear(f"{name}linear_proj", hidden, heads, ("o_proj",), lora, bias=arch.family.linear_biases)
@@ -293,6 +316,21 @@ def _grouped_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig 
     if arch.family.qk_norm:
         yield Parameter(f"{name}q_layernorm.weight", arch.head_dim)
         yield Parameter(f"{name}k_layernorm.weight", arch.head_dim)
+
+
+def _gated_delta_net(name: str, arch: Architecture, tp: int) -> Iterator[Parameter]:
+    """Yield the parameters of a Gated DeltaNet, whose layers have no adapters.
+
+    Its norm is whole on every tensor-parallel rank, but the ranks sum the norm's gradients in the backward pass.
+    """
+    hidden, of_heads = arch.hidden_size, arch.linear_num_value_heads // tp
+    mixed = (2 * arch.linear_key_width + arch.linear_value_width) // tp
+    yield Parameter(f"{name}conv1d", mixed * arch.linear_conv_kernel_dim)
+    yield Parameter(f"{name}dt_bias", of_heads)
+    yield Parameter(f"{name}A_log", of_heads)
+    yield Parameter(f"{name}norm", arch.linear_value_head_dim)
+    yield Parameter(f"{name}in_proj.weight", arch.linear_in_width // tp * hidden)
+    yield Parameter(f"{name}out_proj.weight", hidden * arch.linear_value_width // tp)
 
 
 def _latent_attention(name: str, arch: Architecture, tp: int, lora: LoraConfig | None) -> Iterator[Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from megatron_bapo.config.architecture import Architecture
@@ -21,7 +22,7 @@ from megatron_bapo.planning.activations import (
 )
 from megatron_bapo.planning.hardware import GIB, Assumptions
 from megatron_bapo.planning.model_state import ModelState, model_state
-from megatron_bapo.planning.parameters import stage_chunks
+from megatron_bapo.planning.parameters import LayerKind, layer_kinds, stage_chunks
 from megatron_bapo.planning.precision import DTYPE_BYTES, FP8_BYTES
 from megatron_bapo.planning.response_lengths import lengths_of, mean_length
 
@@ -120,8 +121,8 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
         # Megatron keeps what a chunk received until its backward pass, and with virtual stages also what it has sent.
         keeps_sent = parallel.virtual_pipeline_model_parallel_size > 1 and not chunk.has_output
         activations["between stages"] += count * hidden * ((not chunk.has_embedding) + keeps_sent)
-    kinds = {layer in architecture.moe_layers for chunk in chunks for layer in chunk.layers}
-    backward = max(_backward_bytes(architecture, parallel, batch, lora, has_experts=kind) for kind in kinds)
+    kinds = layer_kinds(architecture, chain.from_iterable(chunk.layers for chunk in chunks))
+    backward = max(_backward_bytes(architecture, parallel, batch, kind, lora) for kind in kinds)
     output_layer = 0
     if chunks[-1].has_output:
         kept, workspace = output_layer_bytes(
@@ -136,12 +137,11 @@ def _stage_memory(config: Config, architecture: Architecture, assumptions: Assum
 
 
 def _backward_bytes(
-    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, lora: Any, *, has_experts: bool
+    architecture: Architecture, parallel: ParallelConfig, batch: MicroBatch, kind: LayerKind, lora: Any
 ) -> int:
     """Return the bytes of a layer's recomputed activations and of what exists only while they are computed or used."""
     whole, kept = (
-        layer_activations(architecture, layout, batch, lora, has_experts=has_experts)
-        for layout in (without_recompute(parallel), parallel)
+        layer_activations(architecture, layout, batch, kind, lora) for layout in (without_recompute(parallel), parallel)
     )
-    temporaries = largest_temporaries(architecture, parallel, batch, has_experts=has_experts)
+    temporaries = largest_temporaries(architecture, parallel, batch, kind)
     return max(0, sum(whole.values()) - sum(kept.values())) + temporaries

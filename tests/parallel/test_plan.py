@@ -14,7 +14,7 @@ from megatron_bapo.planning.model_state import model_state
 from megatron_bapo.planning.parameters import Split, chunk_parameters, stage_chunks
 from tests.parallel.examples import make_config, with_adapters, with_offload_and_frozen_models
 from tests.parallel.launching import launch
-from tests.parallel.layouts import LATENT, MODELS, PLAIN, SHARED, SMALL, WHOLE_QUERIES, WINDOWS, Layout
+from tests.parallel.layouts import DELTA_NETS, LATENT, MODELS, PLAIN, SHARED, SMALL, WHOLE_QUERIES, WINDOWS, Layout
 from tests.parallel.tensors import save_random_model
 from tests.tolerances import PLANNED_ACTIVATIONS
 
@@ -22,27 +22,36 @@ BF16 = {"dtype": "bfloat16"}
 SPREAD = {"distributed_optimizer": True}
 EXPERTS = ("qwen3_moe",)
 LAYOUTS = {
-    "one": Layout(1, models=(*SMALL, *PLAIN, *LATENT, *WINDOWS, WHOLE_QUERIES)),
+    "one": Layout(1, models=(*SMALL, *PLAIN, *LATENT, *WINDOWS, *DELTA_NETS, WHOLE_QUERIES)),
     "one-full": Layout(1, recompute="full", models=EXPERTS),
-    "one-core-attn": Layout(1, recompute="selective", models=("llama", "qwen3_moe", *LATENT, *WINDOWS)),
+    "one-core-attn": Layout(
+        1, recompute="selective", models=("llama", "qwen3_moe", *LATENT, *WINDOWS, *DELTA_NETS[:2])
+    ),
     "one-mlp-moe": Layout(
         1, recompute="selective", recompute_modules=("mlp", "moe"), **BF16, models=(*EXPERTS, *SHARED)
     ),
-    "one-bf16": Layout(1, **BF16, models=("qwen3",)),
+    "one-bf16": Layout(1, **BF16, models=("qwen3", "qwen3_next")),
     "one-spread-bf16": Layout(1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED)),
     "tp2": Layout(2, tp=2, **BF16, models=("qwen3",)),
     "tp2-sp": Layout(2, tp=2, sp=True, **SPREAD, **BF16, models=("qwen2", "mistral")),
     "pp2": Layout(2, pp=2, **SPREAD, **BF16, models=("llama",)),
     "pp2-uneven": Layout(2, pp=2, layers=(1, 3), **SPREAD, **BF16, models=("qwen2", "qwen3_moe")),
     "pp2-vpp2": Layout(2, pp=2, vpp=2, **SPREAD, overlap=True, models=("qwen3",)),
-    "cp2": Layout(2, cp=2, **SPREAD, **BF16, models=("llama", "qwen3_moe", *LATENT, *WINDOWS)),
+    "cp2": Layout(2, cp=2, **SPREAD, **BF16, models=("llama", "qwen3_moe", *LATENT, *WINDOWS, *DELTA_NETS[:2])),
     "dp2": Layout(2, **BF16, models=("qwen2",)),
     "dp2-overlap": Layout(2, **SPREAD, overlap=True, **BF16, models=("qwen3",)),
-    "tp4-sp": Layout(4, tp=4, sp=True, **SPREAD, **BF16, models=("qwen2",)),
+    "tp4-sp": Layout(4, tp=4, sp=True, **SPREAD, **BF16, models=("qwen2", "qwen3_5_text")),
     "tp2-sp-pp2-core-attn": Layout(4, tp=2, sp=True, pp=2, recompute="selective", **BF16, models=("qwen2",)),
     "pp2-cp2": Layout(4, pp=2, cp=2, **SPREAD, overlap=True, recompute="full", **BF16, models=("qwen3",)),
     "tp2-sp-ep2-etp1": Layout(
-        4, tp=2, sp=True, ep=2, etp=1, **SPREAD, **BF16, models=(*EXPERTS, *SHARED, *LATENT, *WINDOWS)
+        4,
+        tp=2,
+        sp=True,
+        ep=2,
+        etp=1,
+        **SPREAD,
+        **BF16,
+        models=(*EXPERTS, *SHARED, *LATENT, *WINDOWS, *DELTA_NETS[:1]),
     ),
     "ep2-dp4": Layout(4, ep=2, **SPREAD, overlap=True, **BF16, models=EXPERTS),
 }
@@ -68,7 +77,7 @@ def parallel(name: str) -> dict:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plan")
-    for model in (*SMALL, *PLAIN, *LATENT, *WINDOWS, WHOLE_QUERIES):
+    for model in (*SMALL, *PLAIN, *LATENT, *WINDOWS, *DELTA_NETS, WHOLE_QUERIES):
         save_random_model(AutoModelForCausalLM.from_config(MODELS[model]), root / model)
     cases = [
         {

@@ -5,6 +5,7 @@ import pytest
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.planning.activations import MicroBatch, layer_activations, without_recompute
 from megatron_bapo.planning.hardware import GPUS, Assumptions
+from megatron_bapo.planning.parameters import LayerKind
 from megatron_bapo.planning.precision import engine_weight_bytes, fp8_speedup, quantised_elements
 from tests.unit.config.examples import config
 from tests.unit.planning.examples import Plan, recipe
@@ -69,7 +70,7 @@ def test_fp8_saves_smaller_inputs_of_linear_layers() -> None:
     parallel = without_recompute(plan.config.parallel)
 
     def bytes_of(batch: MicroBatch) -> dict[str, int]:
-        return layer_activations(plan.architecture, parallel, batch, has_experts=False)
+        return layer_activations(plan.architecture, parallel, batch, LayerKind())
 
     fused = MicroBatch((8192,), 2, fused_norms=True, fused_attention=True)
     rounded = replace(fused, product_input_bytes=1)
