@@ -25,7 +25,7 @@ from megatron_bapo.config.architecture_checks import (
     rope_type,
 )
 from megatron_bapo.config.families import FAMILIES, MULTIMODAL, Family
-from megatron_bapo.config.linear_attention_fields import LINEAR_SIZES, linear_layers
+from megatron_bapo.config.linear_attention_fields import CHUNK, LINEAR_SIZES, linear_layers
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import read_json_object
@@ -152,6 +152,22 @@ class Architecture:
     def linear_in_width(self) -> int:
         """Width of a Gated DeltaNet's queries, keys, values and gates, and a beta and a decay for each value head."""
         return 2 * (self.linear_key_width + self.linear_value_width + self.linear_num_value_heads)
+
+    @property
+    def linear_share(self) -> float:
+        """Share of the layers that are a Gated DeltaNet."""
+        return len(self.linear_layers) / self.num_hidden_layers
+
+    @property
+    def recurrence_flops(self) -> int:
+        """FLOPs of one token's forward pass through the recurrence of a Gated DeltaNet, in chunks.
+
+        With C tokens of a chunk, D and E the widths of a key and a value, a value head multiplies keys and queries with
+        keys (4 C D), solves a triangular system (C (D + E)), multiplies scores with what is written (2 C E), and reads
+        the state twice and writes it once (6 D E) (arXiv 2412.06464).
+        """
+        key, value = self.linear_key_head_dim, self.linear_value_head_dim
+        return self.linear_num_value_heads * (CHUNK * (5 * key + 3 * value) + 6 * key * value)
 
     @property
     def cached_dim(self) -> int:

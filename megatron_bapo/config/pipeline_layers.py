@@ -138,21 +138,23 @@ def _balanced(architecture: Architecture, num_chunks: int) -> tuple[int, ...]:
 
 def layer_flops(architecture: Architecture, layer: int) -> int:
     """Return the FLOPs of a token's forward pass through a layer; attending to `AUTO_LENGTH` / 2 tokens or a window."""
-    arch, weights = architecture, _attention_weights(architecture)
+    arch, is_linear = architecture, layer in architecture.linear_layers
+    weights = arch.hidden_size * (arch.linear_in_width + arch.linear_value_width)
+    weights = weights if is_linear else _attention_weights(arch)
     if layer in arch.moe_layers:
         experts = 3 * (arch.num_experts_per_tok * arch.moe_intermediate_size + arch.shared_expert_intermediate_size)
         weights += arch.hidden_size * (arch.num_experts + experts)
     else:
         weights += 3 * arch.hidden_size * arch.intermediate_size
     attended = min(AUTO_LENGTH, 2 * (arch.window(layer) or AUTO_LENGTH))
-    return 2 * weights + 2 * arch.attention_width * attended
+    return 2 * weights + (arch.recurrence_flops if is_linear else 2 * arch.attention_width * attended)
 
 
 def _attention_weights(arch: Architecture) -> int:
     """Return the number of weights of a layer's attention without its norms."""
     queries, values = (arch.num_attention_heads * width for width in (arch.head_dim, arch.value_dim))
     if not arch.kv_lora_rank:
-        return arch.hidden_size * (queries + values + 2 * arch.num_key_value_heads * arch.head_dim)
+        return arch.hidden_size * (arch.qkv_width + values)
     up = arch.num_attention_heads * (arch.qk_nope_head_dim + arch.v_head_dim)
     from_hidden = (arch.q_lora_rank or queries) + arch.cached_dim + values
     return arch.hidden_size * from_hidden + arch.q_lora_rank * queries + arch.kv_lora_rank * up

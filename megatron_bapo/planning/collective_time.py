@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config, ParallelConfig
-from megatron_bapo.planning.collectives import BLOCK_UNITS, attention_inputs, hidden_bytes, key_value_bytes, num_mlps
+from megatron_bapo.planning.collectives import (
+    BLOCK_UNITS,
+    attention_inputs,
+    hidden_bytes,
+    key_value_bytes,
+    num_mlps,
+    swapped_bytes,
+)
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.layer_time import ExpertSplit, reached
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -64,9 +71,10 @@ def tensor_seconds(config: Config, arch: Architecture, links: Links, tokens: flo
 
 
 def context_seconds(config: Config, arch: Architecture, links: Links, tokens: float, attention: float) -> float:
-    """Return the exposed seconds of exchanging a layer's keys and values in one forward pass.
+    """Return the exposed seconds of context parallelism in one forward pass through the mean layer.
 
-    Ring attention exchanges the next part while it computes `attention` seconds; other kinds wait.
+    Attention exchanges keys and values. Ring attention exchanges the next part while it computes `attention` seconds;
+    other kinds wait. A Gated DeltaNet exchanges tokens for heads.
     """
     parallel = config.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
@@ -75,7 +83,12 @@ def context_seconds(config: Config, arch: Architecture, links: Links, tokens: fl
     keys = key_value_bytes(arch, parallel, tokens, DTYPE_BYTES[config.model.dtype])
     seconds = links.seconds(keys * (cp - 1), tp * cp, num_messages=cp - 1)
     is_ring = parallel.cp_comm_type == "p2p" and config.model.transformer_impl == "transformer_engine"
-    return max(0.0, seconds - attention * links.assumptions.overlap) if is_ring else seconds
+    seconds = max(0.0, seconds - attention * links.assumptions.overlap) if is_ring else seconds
+    if not arch.linear_share:
+        return seconds
+    swapped = swapped_bytes(arch, tp, tokens, DTYPE_BYTES[config.model.dtype]) * (cp - 1) / cp
+    linear = links.seconds(swapped, tp * cp, num_messages=2)
+    return seconds * (1 - arch.linear_share) + linear * arch.linear_share
 
 
 def expert_seconds(config: Config, arch: Architecture, links: Links, tokens: float) -> float:

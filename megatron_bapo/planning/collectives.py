@@ -51,6 +51,11 @@ def key_value_bytes(architecture: Architecture, parallel: ParallelConfig, tokens
     return tokens * heads * (architecture.head_dim + architecture.value_dim) * dtype_bytes
 
 
+def swapped_bytes(architecture: Architecture, tensor_size: int, tokens: Amount, dtype_bytes: int) -> Amount:
+    """Return the bytes of what a Gated DeltaNet swaps between heads and tokens: its projected input and its output."""
+    return tokens * ((architecture.linear_in_width + architecture.linear_value_width) // tensor_size) * dtype_bytes
+
+
 def attention_inputs(architecture: Architecture) -> int:
     """Return the width of what sequence parallelism gathers of a token before attention.
 
@@ -74,6 +79,7 @@ def sent_bytes(
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tokens, b = batch.tokens(parallel), batch.dtype_bytes
     keys = key_value_bytes(arch, parallel, tokens, b) * (cp - 1)
+    swapped = swapped_bytes(arch, tp, tokens, b) * (cp - 1) // cp
     hidden = hidden_bytes(arch, batch.split_tokens(parallel), b)
     statistics = OUTPUT_STATISTICS * tokens * FP32 * (tp - 1)
     sent: Counter[str] = Counter()
@@ -85,8 +91,10 @@ def sent_bytes(
         sent["tensor"] += num_micro_batches * (widths * tokens * b * (tp - 1) // tp)
         if chunk.has_output:
             sent["tensor"] += num_micro_batches * statistics * (num_scored + 1)
-        again = parallel.recompute_granularity == "full" or "core_attn" in _modules(parallel)
-        sent["context"] += num_micro_batches * len(chunk.layers) * keys * (num_scored + 2 + again)
+        full, linear = parallel.recompute_granularity == "full", len(arch.linear_layers.intersection(chunk.layers))
+        again = full or "core_attn" in _modules(parallel)
+        sent["context"] += num_micro_batches * (len(chunk.layers) - linear) * keys * (num_scored + 2 + again)
+        sent["context"] += num_micro_batches * linear * swapped * (num_scored + 2 + full)
         sent["pipeline"] += (
             num_micro_batches * hidden * ((num_scored + 1) * (not chunk.has_output) + (not chunk.has_embedding))
         )
@@ -139,7 +147,8 @@ def _widths(
     sequence, modules = parallel.sequence_parallel, _modules(parallel)
     dense, shared = num_mlps(architecture, chunk.layers)
     num_layers, num_mlp = len(chunk.layers), dense + shared
-    forward = num_layers * (inputs + hidden + _gathered_projection(architecture, parallel))
+    num_attention = num_layers - len(architecture.linear_layers.intersection(chunk.layers))
+    forward = num_layers * (inputs + hidden) + num_attention * _gathered_projection(architecture, parallel)
     forward += BLOCK_UNITS * num_mlp * hidden
     again = num_layers * (inputs - architecture.qk_rope_head_dim) + num_mlp * hidden
     recomputed = BLOCK_UNITS * hidden * (dense * ("mlp" in modules) + shared * ("moe" in modules))
@@ -187,7 +196,7 @@ def _gathered_projection(architecture: Architecture, parallel: ParallelConfig) -
     """
     if architecture.kv_lora_rank or architecture.num_key_value_heads >= parallel.tensor_model_parallel_size:
         return 0
-    return (architecture.num_attention_heads + 2 * architecture.num_key_value_heads) * architecture.head_dim
+    return architecture.qkv_width
 
 
 def _modules(parallel: ParallelConfig) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ FROZEN_PASSES = 2
 
 
 def forward_flops(architecture: Architecture, length: float, square: float) -> tuple[float, float]:
-    """Return the forward FLOPs of one sequence as (linear layers, causal attention).
+    """Return the forward FLOPs of one sequence as (linear layers, causal attention and recurrences).
 
     `length` is the mean length and `square` the mean square of the lengths, in tokens. The sums over several sequences
     give the FLOPs of all: both results are linear in them, or with windows nearly so. The output layer is counted at
@@ -25,7 +25,8 @@ def forward_flops(architecture: Architecture, length: float, square: float) -> t
     attention = (
         2 * architecture.num_hidden_layers * architecture.attention_width * architecture.attended(length, square)
     )
-    return 2.0 * num_active_parameters(architecture) * length, attention
+    recurrences = len(architecture.linear_layers) * architecture.recurrence_flops * length
+    return 2.0 * num_active_parameters(architecture) * length, attention + recurrences
 
 
 def forward_pass_flops(architecture: Architecture, lengths: Sequence[int]) -> float:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.linear_attention_fields import CHUNK
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.planning.delta_net import saved_bytes
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
@@ -20,6 +22,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 KERNEL_S = 4e-6
 """Seconds of a kernel that has next to nothing to do. vLLM's quantization of a small tensor with one scale is three
 such kernels in a row, and takes 11 to 14 us on H100 and B200 (vllm-project/vllm#24342, vllm-project/vllm#24697)."""
+CHUNK_KERNELS = 8
+"""Kernels of the recurrence of a Gated DeltaNet for each chunk of tokens (`model/delta_rule.py`)."""
 QUANTISED_EXPERT_TENSORS = 4
 """Tensors of an expert that Transformer Engine's GroupedLinear quantizes for each micro-batch: the inputs of both
 products and the gradients of both outputs."""
@@ -129,6 +133,44 @@ class Kernels:
         return Passes(forward, backward) * (self.quantising_bytes / self.bytes_per_s)
 
 
+def mixing_block(
+    kernels: Kernels, arch: Architecture, tp: int, sp: int, cp: int, tokens: float, square: float
+) -> Passes:
+    """Return the seconds of the mean layer's attention or Gated DeltaNet; see `attention_block`."""
+    if not arch.linear_share:
+        return attention_block(kernels, arch, tp, sp, cp, tokens, square)
+    linear = delta_net_block(kernels, arch, tp, sp, cp, tokens, square)
+    attention = attention_block(kernels, arch, tp, sp, cp, tokens, square)
+    return linear * arch.linear_share + attention * (1 - arch.linear_share)
+
+
+@lru_cache(maxsize=65536)
+def delta_net_block(
+    kernels: Kernels, arch: Architecture, tp: int, sp: int, cp: int, tokens: float, square: float
+) -> Passes:
+    """Return the seconds of a Gated DeltaNet with its projections, norms and residual connections."""
+    values, hidden = arch.linear_value_width / tp, 10.0 * arch.hidden_size / sp
+    return (
+        kernels.linear(tokens, arch.linear_in_width / tp, arch.hidden_size)
+        + kernels.linear(tokens, arch.hidden_size, values)
+        + recurrence(kernels, arch, tp, cp, tokens, square)
+        + kernels.moved(2 * tokens * hidden)
+        + kernels.quantised(
+            tokens * (arch.hidden_size + values), tokens * (arch.linear_in_width / tp + arch.hidden_size)
+        )
+    )
+
+
+def recurrence(kernels: Kernels, arch: Architecture, tp: int, cp: int, tokens: float, square: float) -> Passes:
+    """Return the seconds of what is between the projections of a Gated DeltaNet.
+
+    Its kernels write each saved tensor once and read it once. Chunks follow each other; sequences are computed at once.
+    """
+    saved = saved_bytes(arch, (max(1, round(tokens * cp)),), tp * cp, BF16_BYTES)
+    num_chunks = square / max(1.0, tokens * cp) / CHUNK
+    return kernels.moved(2 * saved) + Passes(1.0, ELEMENTWISE_BACKWARD) * (KERNEL_S * CHUNK_KERNELS * num_chunks)
+
+
 @lru_cache(maxsize=65536)
 def attention_block(
     kernels: Kernels, arch: Architecture, tp: int, sp: int, cp: int, tokens: float, square: float
@@ -140,17 +182,18 @@ def attention_block(
     """
     query, value = (arch.num_attention_heads * width / tp for width in (arch.head_dim, arch.value_dim))
     both = max(1.0, arch.num_key_value_heads / tp) * (arch.head_dim + arch.value_dim)
-    flops = 2.0 * arch.attention_width / tp * arch.attended(tokens * cp, square) / cp
+    flops = 2.0 * arch.attention_width / tp * arch.attended(tokens * cp, square) / (1 - arch.linear_share) / cp
     score = flops / (kernels.gpu.bf16_flops * kernels.assumptions.attention_efficiency)
     # Both norms and residual connections read and write the hidden states; rotary embeddings and QK norms the heads.
-    heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2)
+    gate = arch.family.output_gate * query
+    heads = 2 * (1 + arch.family.qk_norm) * (query + both / 2) + 3 * gate
     hidden = 10.0 * arch.hidden_size / sp
     return (
-        _projections(kernels, arch, tp, sp, tokens, query, both)
+        _projections(kernels, arch, tp, sp, tokens, query + gate, both)
         + kernels.linear(tokens, arch.hidden_size, value, modules=("o_proj",))
         + Passes(score, ATTENTION_BACKWARD * score)
         + kernels.moved(2 * tokens * (hidden + heads))
-        + kernels.quantised(tokens * (arch.hidden_size + query), tokens * (query + both + arch.hidden_size))
+        + kernels.quantised(tokens * (arch.hidden_size + query), tokens * (query + gate + both + arch.hidden_size))
     )
 
 
