@@ -35,7 +35,8 @@ def gated_delta_rule(
     def chunks(x: torch.Tensor) -> torch.Tensor:
         """Return [B, H, N, C, ...] in fp32 of [B, L, H, ...], with zeros behind the last token."""
         x = F.pad(x.float().transpose(1, 2), (*(0, 0) * (x.dim() - 3), 0, -length % CHUNK))
-        return x.unflatten(2, (-1, CHUNK))
+        # Products copy what is not contiguous, and the backward pass would keep the copies, too.
+        return x.contiguous().unflatten(2, (-1, CHUNK))
 
     query, key, value = (chunks(x) for x in (query_BLHD, key_BLHD, value_BLHE))
     decay, beta = chunks(log_decay_BLH).cumsum(-1), chunks(beta_BLH)[..., None]

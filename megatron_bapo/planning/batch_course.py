@@ -36,26 +36,30 @@ class _Cohort:
 
 
 @lru_cache(maxsize=4096)
-def batch_course(lengths: Lengths, n: int, responses: float, kv_tokens: int, max_num_seqs: int) -> tuple[Interval, ...]:
+def batch_course(
+    lengths: Lengths, n: int, responses: float, kv_tokens: int, max_num_seqs: int, state_tokens: float = 0.0
+) -> tuple[Interval, ...]:
     """Return the intervals of `interval_tokens(lengths)` steps from the first to the last response of an engine.
 
     Groups have `n` responses. The numbers are expectations, and may be fractions. As in rollout/router.py, responses
     wait until `KV_OVERCOMMIT` times the KV cache has room for their expected length; as in vLLM, the youngest stop when
-    it is full.
+    it is full. What a response keeps beside its tokens has the room of `state_tokens`.
     """
-    return tuple(_intervals(lengths, n, responses, kv_tokens, max_num_seqs))
+    return tuple(_intervals(lengths, n, responses, kv_tokens, max_num_seqs, state_tokens))
 
 
 def interval_tokens(lengths: Lengths) -> float:
     return lengths.responses[-1] / NUM_INTERVALS
 
 
-def _intervals(lengths: Lengths, n: int, responses: float, kv_tokens: int, max_num_seqs: int) -> Iterator[Interval]:
-    prompt, mean = lengths.prompt / lengths.running_of_group(n), lengths.mean_response
+def _intervals(
+    lengths: Lengths, n: int, responses: float, kv_tokens: int, max_num_seqs: int, state: float
+) -> Iterator[Interval]:
+    prompt, mean = lengths.prompt / lengths.running_of_group(n) + state, lengths.mean_response
     size = interval_tokens(lengths)
     tokens = [(age + 0.5) * size for age in range(NUM_INTERVALS)]
     share = [lengths.reaching(each) for each in tokens]
-    room, waiting, cohorts = max(kv_tokens, lengths.prompt + lengths.responses[-1]), responses, list[_Cohort]()
+    room, waiting, cohorts = max(kv_tokens, lengths.prompt + state + lengths.responses[-1]), responses, list[_Cohort]()
     while True:
         expected = sum(c.sent * share[c.age] * (prompt + max(mean, tokens[c.age])) for c in cohorts)
         sent = min(waiting, max(0.0, KV_OVERCOMMIT * room - expected) / (prompt + mean))
@@ -73,5 +77,5 @@ def _intervals(lengths: Lengths, n: int, responses: float, kv_tokens: int, max_n
             cohort.sent, cohort.age = fitting / share[cohort.age], cohort.age + 1
         if running < LEAST:
             return
-        yield Interval(running, used)
+        yield Interval(running, used - running * state)
         cohorts = [each for each in cohorts if each.age < NUM_INTERVALS and each.sent > LEAST] + stopped

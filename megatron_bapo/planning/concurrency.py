@@ -16,5 +16,6 @@ def concurrency(config: Config, engine: EngineMemory, assumptions: Assumptions) 
     (`KV_OVERCOMMIT`).
     """
     lengths, n = lengths_of(config, assumptions), config.rollout.n
-    running = engine.kv_tokens / (lengths.prompt / lengths.running_of_group(n) + lengths.halfway)
+    each = lengths.prompt / lengths.running_of_group(n) + lengths.halfway + engine.state_tokens
+    running = engine.kv_tokens / each
     return min(config.rollout.max_num_seqs, max(1.0, running))

@@ -23,6 +23,8 @@ class DecodeCost:
     """Reading the KV cache of one token."""
     per_sequence: float
     """Computing one sequence's next token."""
+    per_state: float = 0.0
+    """Reading and writing one sequence's states of Gated DeltaNets."""
     per_request: float = 0.0
     """Host: work for one sequence."""
     launches: float = 0.0
@@ -45,6 +47,7 @@ class DecodeCost:
         before, beside = (host, self.launches) if self.waits else (0.0, host + self.launches)
         constant = max(beside, self.latency + self.per_sequence * num_sequences)
         read = self.weights + self.experts * (1.0 - self.unrouted ** max(1.0, num_sequences))
+        read += self.per_state * num_sequences
         reading, growth = self.latency + read + self.per_token * num_tokens, self.per_token * num_sequences
         num_constant = num_steps if constant > reading else 0
         if num_constant and growth > 0.0:
@@ -55,6 +58,6 @@ class DecodeCost:
 
     def coarse(self, grain: int) -> DecodeCost:
         """Return the same engine's cost where one simulated token stands for `grain` tokens."""
-        times = ("overhead", "weights", "per_sequence", "per_request", "launches", "experts", "latency")
+        times = ("overhead", "weights", "per_sequence", "per_state", "per_request", "launches", "experts", "latency")
         changed = {name: getattr(self, name) * grain for name in times}
         return replace(self, **changed, per_token=self.per_token * grain**2)

@@ -48,7 +48,7 @@ def generation_seconds(
     at_once = concurrency(config, engine, assumptions)
     last = min(responses, LAST_WAVES * at_once)
     room = int(engine.kv_tokens / _largest_share(lengths, responses, rollout.num_engines))
-    course = batch_course(lengths, rollout.n, last, room, rollout.max_num_seqs)
+    course = batch_course(lengths, rollout.n, last, room, rollout.max_num_seqs, engine.state_tokens)
     batch = full_steps((responses - last) * mean, at_once) + interval_tokens(lengths) * sum(
         cost.seconds(1, each.running, each.tokens) * _any(each.running * rollout.num_engines) for each in course
     )
@@ -117,6 +117,7 @@ def decode_cost(
         waits=assumptions.engine_waits,
         per_token=engine.kv_per_token / bytes_per_s,
         per_sequence=per_sequence,
+        per_state=2 * engine.state_bytes / bytes_per_s,
         per_request=assumptions.decode_sequence_us / 1e6,
         launches=rollout.enforce_eager * launches_ms / 1e3,
     )

@@ -20,6 +20,7 @@ SAME_CONFIG = {
     "Qwen2.5-Math-1.5B-Instruct": "Qwen2.5-Math-1.5B",
     "Qwen2.5-Math-7B-Instruct": "Qwen2.5-Math-7B",
     "Qwen3-30B-A3B-Instruct-2507": "Qwen3-30B-A3B-Thinking-2507",
+    "Qwen3-Next-80B-A3B-Thinking": "Qwen3-Next-80B-A3B-Instruct",
     "DeepSeek-R1-Distill-Qwen-14B": "Qwen2.5-14B",
 }
 """Published models whose fields are those of another model in `FOLDER`."""

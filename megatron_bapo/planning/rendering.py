@@ -153,6 +153,8 @@ def _model_rows(plan: Plan, where: str) -> Rows:
     keys = f"{arch.num_key_value_heads} key/value heads"
     if arch.kv_lora_rank:
         keys = f"latent attention that caches {arch.cached_dim} numbers per token"
+    if arch.linear_layers:
+        keys += f" in {arch.num_hidden_layers - len(arch.linear_layers)} of them, the others are Gated DeltaNets"
     return [
         ("model", f"{count / 1e9:.2f}B parameters, {active / 1e9:.2f}B multiplied with each token ({where})"),
         *adapters,
@@ -229,6 +231,10 @@ def _engine_title(rollout: RolloutConfig, name: str = "engines") -> str:
 
 
 def _engine_rows(engine: EngineMemory) -> Rows:
+    states = []
+    if engine.state_bytes:
+        room = f"the room of {engine.state_tokens:,.0f} tokens in the KV cache"
+        states = [("states", f"{engine.state_bytes / 2**20:,.1f} MiB of Gated DeltaNets per response, twice: {room}")]
     return [
         ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
         (
@@ -236,6 +242,7 @@ def _engine_rows(engine: EngineMemory) -> Rows:
             f"{gib(engine.kv_cache)} = {engine.kv_tokens:,} tokens of {engine.kv_per_token / 1024:.0f} KiB; the "
             f"longest prompt and response have {engine.max_model_len:,}",
         ),
+        *states,
     ]
 
 

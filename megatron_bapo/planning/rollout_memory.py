@@ -10,10 +10,15 @@ from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.lora_transfer import engine_rank, sent_adapters
 from megatron_bapo.config.schema import Config
+from megatron_bapo.planning.delta_net import state_bytes
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
+
+STATES = 2
+"""States of each Gated DeltaNet that vLLM keeps for a sequence: its own one, and one of a prefix that others may share
+(`MambaSpec.max_memory_usage_bytes` in vllm/v1/kv_cache_interface.py, with prefix caching)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,8 @@ class EngineMemory:
     kv_cache: int
     kv_per_token: int
     max_model_len: int
+    state_bytes: int = 0
+    """Bytes of the states of one sequence in all Gated DeltaNets."""
 
     @property
     def total(self) -> int:
@@ -33,6 +40,11 @@ class EngineMemory:
     @property
     def kv_tokens(self) -> int:
         return max(0, self.kv_cache) // self.kv_per_token
+
+    @property
+    def state_tokens(self) -> float:
+        """Tokens whose keys and values need the room that a sequence's states have in the KV cache."""
+        return STATES * self.state_bytes / self.kv_per_token
 
 
 def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
@@ -47,13 +59,14 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
     workspace = int(assumptions.engine_workspace_gib * GIB)
     share = rollout.gpu_memory_utilization * gpu.memory_gib
     kv_cache = int((rollout.kv_cache_gib or share) * GIB) - (0 if rollout.kv_cache_gib else weights + workspace)
-    layers = _num_layers(architecture, num_stages)
+    layers, linear = _num_attentions(architecture, num_stages), -(-len(architecture.linear_layers) // num_stages)
     return EngineMemory(
         weights=weights,
         workspace=workspace,
         kv_cache=kv_cache,
         kv_per_token=layers * _cached_width(architecture, rollout.tensor_parallel_size) * key_value_bytes(config),
         max_model_len=config.max_model_len,
+        state_bytes=linear * state_bytes(architecture, rollout.tensor_parallel_size, DTYPE_BYTES[config.model.dtype]),
     )
 
 
@@ -84,7 +97,7 @@ def engine_parameters(architecture: Architecture, tensor_parallel_size: int, num
     own = max(count_elements(architecture, split, (stage,)).total for stage in (first_stage, last_stage))
     repeated = max(0.0, 1 - architecture.num_key_value_heads / tensor_parallel_size)
     rows = architecture.hidden_size + architecture.family.qkv_bias
-    return own + int(2 * repeated * architecture.head_dim * rows * num_layers)
+    return own + int(2 * repeated * architecture.head_dim * rows * _num_attentions(architecture, num_stages))
 
 
 def engine_adapter_parameters(
@@ -98,6 +111,11 @@ def engine_adapter_parameters(
     split = Split(tensor=tensor_parallel_size, pipeline=stages)
     chunk = ChunkShape(range(_num_layers(architecture, stages)), has_embedding=False, has_output=False)
     return count_elements(architecture, split, (chunk,), hashable).trained
+
+
+def _num_attentions(architecture: Architecture, num_stages: int) -> int:
+    """Return the layers of the fullest pipeline stage that have attention."""
+    return -(-(architecture.num_hidden_layers - len(architecture.linear_layers)) // num_stages)
 
 
 def _num_layers(architecture: Architecture, num_stages: int) -> int:

@@ -31,6 +31,9 @@ BILLIONS = {
     "GLM-4.5-Air-Base": 106,
     "DeepSeek-V3": 671,
     "Moonlight-16B-A3B": 16,
+    "Qwen3-Next-80B-A3B-Thinking": 80,
+    "Qwen3.5-27B": 27,
+    "Qwen3.5-35B-A3B": 35,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
@@ -110,7 +113,16 @@ def test_every_known_model_can_be_planned_and_only_experts_are_partly_active() -
         architecture, _ = architecture_of(ModelConfig(path=Path(name)))
         assert num_active_parameters(architecture) <= num_parameters(architecture)
         assert bool(architecture.moe_layers) == name.startswith(
-            ("Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "DeepSeek-V3", "Moonlight", "gpt-oss")
+            (
+                "Qwen3-30B-A3B",
+                "Qwen3-235B-A22B",
+                "Qwen3-Next",
+                "Qwen3.5-35B-A3B",
+                "GLM-4.5",
+                "DeepSeek-V3",
+                "Moonlight",
+                "gpt-oss",
+            )
         )
 
 

@@ -35,10 +35,14 @@ BILLIONS = {
     "Qwen3-32B": 32.762,
     "Qwen3-30B-A3B": 30.532,
     "Qwen3-235B-A22B": 235.094,
+    "Qwen3-Next-80B-A3B": 79.674,
+    "Qwen3.5-27B": 26.896,
+    "Qwen3.5-35B-A3B": 34.661,
     "Mistral-Small-24B": 23.572,
 }
 """Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air and DeepSeek-V3 without the layers that
-predict further tokens. Moonlight's page rounds to 16. Those of gpt-oss are in its model card."""
+predict further tokens. Moonlight's page rounds to 16. Those of gpt-oss are in its model card. The
+cards of the models with Gated DeltaNets round to 80, 27 and 35."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2501|2507)(?=-|$)")
 """Variants of a model have its shape."""
 
