@@ -73,7 +73,8 @@ def sent_bytes(
     The axes are tensor, context, pipeline, embedding (the first and the last stage, if embeddings are tied), expert,
     data, and expert data, whose ranks share the same experts.
     `num_scored` is the number of forward passes over each micro-batch beside the training pass. Counts the collectives
-    of Megatron's `local` layers, without tensor parallelism of experts.
+    of Megatron's `local` layers, without tensor parallelism of experts. The sums of the gradients of the small norms
+    in Gated DeltaNets are left out.
     """
     parallel, arch = config.parallel, architecture
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size

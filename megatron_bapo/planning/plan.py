@@ -306,7 +306,7 @@ class Plan:
     def _engine_problems(self) -> Iterator[str]:
         rollout, world = self.config.rollout, self.config.parallel.world_size
         for name, engine in (("an engine", self.engine), ("an engine of the teacher", self.teacher_engine)):
-            if engine is not None and engine.kv_tokens < engine.max_model_len + engine.state_tokens:
+            if engine is not None and not engine.holds_longest:
                 yield (
                     f"{name}'s GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
                     f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"

@@ -46,6 +46,11 @@ class EngineMemory:
         """Tokens whose keys and values need the room that a sequence's states have in the KV cache."""
         return STATES * self.state_bytes / self.kv_per_token
 
+    @property
+    def holds_longest(self) -> bool:
+        """Whether the KV cache has room for the longest prompt and response."""
+        return self.kv_tokens >= self.max_model_len + self.state_tokens
+
 
 def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumptions: Assumptions) -> EngineMemory:
     """Return the memory of one engine. Like vLLM, give the KV cache what weights and workspace leave of its share."""

@@ -48,7 +48,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
     assumptions = replace(plan.assumptions, mean_response_fraction=mean_response / limit, length_sigma=sigma)
     plan = replace(plan, placement="separate", assumptions=assumptions)
     setup = (plan.config, plan.architecture, plan.gpu)
-    if plan.engine.kv_tokens < plan.engine.max_model_len:
+    if not plan.engine.holds_longest:
         raise UserError("; ".join(plan.problems))
     return Workload(
         engine=EngineModel(
@@ -56,6 +56,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
             prefill_s=prefill_seconds(*setup, assumptions, 1.0),
             sequence_s=0.0,
             kv_tokens=plan.engine.kv_tokens,
+            state_tokens=plan.engine.state_tokens,
             max_num_seqs=plan.config.rollout.max_num_seqs,
             load_s=plan.time.weight_sync,
         ),
@@ -147,7 +148,7 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
     config, rollout = run.config, run.config.rollout
     costs = fitted([observed(each.requests, each.config.rollout.max_num_seqs) for each in (run, *others)])
     architecture, _ = architecture_of(config.model)
-    kv_per_token = engine_memory(config, architecture, GPUS["H100"], Assumptions()).kv_per_token
+    engine = engine_memory(config, architecture, GPUS["H100"], Assumptions())
     kv_cache = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     generate_s, sync_s = run.mean("timing_s/generate"), run.mean("timing_s/weight_sync")
     train_s = run.mean("timing_s/step") - generate_s - sync_s
@@ -159,7 +160,8 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
             decode=costs.decode,
             prefill_s=0.0,
             sequence_s=costs.sequence_s,
-            kv_tokens=int(kv_cache / kv_per_token),
+            kv_tokens=int(kv_cache / engine.kv_per_token),
+            state_tokens=engine.state_tokens,
             max_num_seqs=rollout.max_num_seqs,
             load_s=sync_s,
             num_cores=run.mean("perf/cpu_s/rollouts") / generate_s / rollout.num_engines,

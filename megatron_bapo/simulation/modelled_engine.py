@@ -53,6 +53,8 @@ class EngineModel:
     """Seconds of a weight update."""
     num_cores: float = 0.0
     """Cores, of those shared with the trainer, that the engine keeps busy during generation."""
+    state_tokens: float = 0.0
+    """Tokens whose room in the KV cache a running sequence needs beside its own tokens."""
 
 
 def countdown(lengths: np.ndarray) -> Policy:
@@ -177,7 +179,7 @@ class ModelledEngine:
         }
 
     def _fits(self, sequence: _Sequence) -> bool:
-        tokens = sequence.num_context + sequence.num_done
+        tokens = sequence.num_context + sequence.num_done + (len(self._running) + 1) * self._model.state_tokens
         is_room = (
             self._kv_tokens + tokens <= WATERMARK * self._model.kv_tokens
             and len(self._running) < self._model.max_num_seqs
@@ -226,7 +228,7 @@ class ModelledEngine:
     def _steps_to_next_event(self) -> int:
         """Return the steps until a sequence is finished or the KV cache is full."""
         to_end = self._running[0][0] - self._step
-        to_full = (self._model.kv_tokens - self._kv_tokens) // len(self._running)
+        to_full = int((self._model.kv_tokens - self._kv_tokens) / len(self._running) - self._model.state_tokens)
         if to_full < 1 and len(self._running) > 1:
             self._preempt(max((sequence for *_, sequence in self._running), key=lambda sequence: sequence.arrival))
             return self._steps_to_next_event()

@@ -66,6 +66,7 @@ class Workload:
             decode=self.engine.decode.coarse(grain),
             prefill_s=self.engine.prefill_s * grain,
             kv_tokens=self.engine.kv_tokens // grain,
+            state_tokens=self.engine.state_tokens / grain,
         )
         lengths = np.maximum(1, np.rint(self.lengths / grain)).astype(np.int32)
         return replace(self, engine=engine, prompt_tokens=max(1, self.prompt_tokens // grain), lengths=lengths)
