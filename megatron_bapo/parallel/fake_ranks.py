@@ -187,19 +187,19 @@ class _GpuNorm(torch.autograd.Function):
     """RMSNorm as torch's GPU kernel saves it: the input, and one factor per row. It computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
         return torch.empty_like(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, weight, _ = ctx.saved_tensors
-        return torch.empty_like(hidden), torch.empty_like(weight)
+        return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
 
 
-def gpu_norm(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Replacement of `torch.nn.RMSNorm.forward` that allocates what the GPU kernel does."""
-    return _GpuNorm.apply(hidden, norm.weight)  # pyright: ignore[reportReturnType]
+def _gpu_norm(hidden: torch.Tensor, _: Any, weight: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
+    """Replacement of `rms_norm` that allocates what the GPU kernel does."""
+    return _GpuNorm.apply(hidden, weight)  # pyright: ignore[reportReturnType]
 
 
 def _swiglu(gate_and_up: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def fake_rank(hidden_shape: Sequence[int], num_routed: int = 0) -> Iterator[Fake
     """Create all tensors of this context on the meta device, and count them; the arguments are those of FakeRank."""
     mode = FakeRank(hidden_shape, num_routed)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.nn.RMSNorm, "forward", gpu_norm))
+        stack.enter_context(patch("torch.nn.functional.rms_norm", _gpu_norm))
         stack.enter_context(patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention))
         stack.enter_context(patch("torch.nn.functional.dropout", _gpu_dropout))
         stack.enter_context(patch.object(torch.Tensor, "type", _gpu_type))

@@ -168,18 +168,24 @@ def output_layer_bytes(
 
 def _hidden_norm(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch) -> int:
     """Return the bytes of a norm of the hidden states."""
-    return _norm(batch.split_tokens(parallel), arch.hidden_size, batch) + _norm_weight(arch, arch.hidden_size)
+    return _norm(arch, batch.split_tokens(parallel), arch.hidden_size, batch)
 
 
-def _norm_weight(arch: Architecture, width: int) -> int:
-    """Return the bytes of the sum of one and a norm's weight, where that is what it multiplies by."""
-    return arch.family.zero_centered_norms * width * FP32
-
-
-def _norm(rows: int, width: int, batch: MicroBatch) -> int:
+def _norm(arch: Architecture, rows: int, width: int, batch: MicroBatch) -> int:
     """Return the bytes of a norm's saved input and result and of one fp32 factor per row."""
     kept = batch.dtype_bytes if batch.fused_norms else 2 * FP32
-    return rows * width * kept + rows * FP32
+    if _norms_in_fp32(arch, batch):  # which our own module converts its input to
+        kept = max(kept, FP32)
+    return rows * width * kept + rows * FP32 + _norm_weight(arch, width, batch)
+
+
+def _norms_in_fp32(arch: Architecture, batch: MicroBatch) -> bool:
+    return arch.family.zero_centered_norms and not batch.fused_attention
+
+
+def _norm_weight(arch: Architecture, width: int, batch: MicroBatch) -> int:
+    """Return the bytes of the sum of one and a norm's weight, where that is what it multiplies by."""
+    return _norms_in_fp32(arch, batch) * width * FP32
 
 
 def _latent_attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, *, recompute: bool) -> Terms:
@@ -188,8 +194,8 @@ def _latent_attention(arch: Architecture, parallel: ParallelConfig, batch: Micro
     tokens, split, heads = batch.tokens(parallel), batch.split_tokens(parallel), arch.num_attention_heads // tp
     wide, context = tokens * heads * arch.head_dim * b, tokens * heads * arch.v_head_dim * b
     terms: Terms = Counter()
-    terms["norms"] += _norm(split, arch.kv_lora_rank, batch)
-    terms["norms"] += _norm(split, arch.q_lora_rank, batch) * (arch.q_lora_rank > 0)
+    terms["norms"] += _norm(arch, split, arch.kv_lora_rank, batch)
+    terms["norms"] += _norm(arch, split, arch.q_lora_rank, batch) * (arch.q_lora_rank > 0)
     inputs = arch.hidden_size + arch.q_lora_rank + arch.kv_lora_rank
     terms["attention projections"] += split * inputs * batch.input_bytes
     terms["rotary angles"] += 4 * tokens * arch.rotary_dim * b
@@ -218,8 +224,10 @@ def _attention(arch: Architecture, parallel: ParallelConfig, batch: MicroBatch, 
     # The whole projection output stays in memory where a saved tensor is a view of a part of it.
     keeps_projection = recompute
     if arch.family.qk_norm:
-        factors = tokens * (heads + groups) * FP32 + 2 * _norm_weight(arch, d)
-        if batch.fused_norms:
+        factors = tokens * (heads + groups) * FP32 + 2 * _norm_weight(arch, d, batch)
+        if batch.fused_norms and b != FP32 and _norms_in_fp32(arch, batch):
+            terms["norms"] += factors + tokens * (heads + groups) * d * FP32
+        elif batch.fused_norms:
             # The key norm's input is a view of the projection's output. Megatron copies the query's heads into a
             # tensor of their own, which the query norm saves, unless they are all of one group.
             terms["norms"] += factors + (query if heads > groups > 1 else 0)
