@@ -185,6 +185,24 @@ def test_a_mixture_of_experts_holds_what_it_sends_and_receives_until_the_results
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("parallel.tensor_model_parallel_size=4", "parallel.context_parallel_size=1"),
+        ("parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=2"),
+    ],
+)
+def test_a_model_of_gated_delta_nets_allocates_and_sends_what_is_planned(changes: tuple[str, ...]) -> None:
+    plan = recipe("qwen2.5-32b_16gpus", "model.path=Qwen3.5-27B", "parallel.pipeline_model_parallel_size=1", *changes)
+    config, _ = rehearsed_config(plan.config)
+    arch = replace(plan.architecture, num_hidden_layers=4, linear_layers=frozenset(range(3)))
+    found = rehearse_rank(config, arch, 0)
+    assert found.peak_bytes == pytest.approx(found.planned_peak_bytes, rel=0.01)
+    for axis, planned in found.planned_traffic.items():
+        assert found.sent_bytes[axis] == pytest.approx(planned, rel=BYTES_TOLERANCE), axis
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*others()])
 def test_every_recipe_allocates_and_sends_what_is_planned(name: str) -> None:
     check(name)
