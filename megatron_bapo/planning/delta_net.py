@@ -17,13 +17,11 @@ from megatron_bapo.planning.model_state import FP32
 def state_bytes(arch: Architecture, num_ranks: int, dtype_bytes: int) -> int:
     """Return the bytes of a sequence's state in one layer of an engine of `num_ranks` ranks, convolution included.
 
-    vLLM keeps the recurrence's state in the dtype that config.json has as `mamba_ssm_dtype`, which is fp32 in Qwen3.5,
-    and without this field, as in Qwen3-Next, in the model's dtype.
+    The recurrence's state is in fp32, as `rollout/engine_args.py` asks for it.
     """
-    of_state = dtype_bytes if arch.family.grouped_projections else FP32
     matrices = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
     mixed = 2 * arch.linear_key_width + arch.linear_value_width
-    return (matrices * of_state + (arch.linear_conv_kernel_dim - 1) * mixed * dtype_bytes) // num_ranks
+    return (matrices * FP32 + (arch.linear_conv_kernel_dim - 1) * mixed * dtype_bytes) // num_ranks
 
 
 def saved_bytes(arch: Architecture, lengths: Sequence[int], num_ranks: int, dtype_bytes: int) -> int:

@@ -16,10 +16,6 @@ from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements
 from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
 
-STATES = 2
-"""States of each Gated DeltaNet that vLLM keeps for a sequence: its own one, and one of a prefix that others may share
-(`MambaSpec.max_memory_usage_bytes` in vllm/v1/kv_cache_interface.py, with prefix caching)."""
-
 
 @dataclass(frozen=True)
 class EngineMemory:
@@ -44,7 +40,7 @@ class EngineMemory:
     @property
     def state_tokens(self) -> float:
         """Tokens whose keys and values need the room that a sequence's states have in the KV cache."""
-        return STATES * self.state_bytes / self.kv_per_token
+        return self.state_bytes / self.kv_per_token
 
     @property
     def holds_longest(self) -> bool:

@@ -110,10 +110,10 @@ def test_a_sequences_state_is_that_of_vllms_cache() -> None:
     of_recurrence, of_convolution = 48 * 128 * 128, 3 * (2 * 16 * 128 + 48 * 128)
     assert state_bytes(DENSE, 1, 2) == 4 * of_recurrence + 2 * of_convolution
     assert state_bytes(DENSE, 4, 2) * 4 == state_bytes(DENSE, 1, 2)
-    assert state_bytes(NEXT, 1, 2) == 2 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
+    assert state_bytes(NEXT, 1, 2) == 4 * 32 * 128 * 128 + 2 * 3 * (2 * 16 * 128 + 32 * 128)
 
 
 def test_states_take_room_of_the_kv_cache() -> None:
     engine = EngineMemory(0, 0, kv_cache=10_000, kv_per_token=10, max_model_len=100, state_bytes=500)
-    assert math.isclose(engine.state_tokens, 100.0)
+    assert math.isclose(engine.state_tokens, 50.0)
     assert engine.kv_tokens == 1000
