@@ -234,7 +234,7 @@ def _engine_rows(engine: EngineMemory) -> Rows:
     states = []
     if engine.state_bytes:
         room = f"the room of {engine.state_tokens:,.0f} tokens in the KV cache"
-        states = [("states", f"{engine.state_bytes / 2**20:,.1f} MiB of Gated DeltaNets per response, twice: {room}")]
+        states = [("states", f"{engine.state_bytes / 2**20:,.1f} MiB of Gated DeltaNets per response: {room}")]
     return [
         ("weights", f"{gib(engine.weights)} on each GPU, and {gib(engine.workspace)} of workspace"),
         (
