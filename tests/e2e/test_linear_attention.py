@@ -3,6 +3,7 @@
 On CPUs, vLLM's kernels need bfloat16, heads of width 64 or 128 and a convolution over 4 tokens.
 """
 
+import copy
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,11 +19,15 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.model.weight_layouts import EngineLayout
+from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine import Engine
+from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import save_tokenizer
+from tests.e2e.test_training import finish, start, train_rows
 from tests.e2e.test_weight_sync import (
     SHAPE,
     check_that_ranks_read_only_their_parts,
@@ -147,6 +152,7 @@ def test_an_updated_engine_is_one_that_has_started_with_the_weights(published: P
     store, layout = published.store, EngineLayout.of(RolloutConfig(**ENGINES["tp2"])).name
     log_probs: dict[int, np.ndarray] = {}
     with running(published.checkpoint, store, ENGINES["tp2"], "bfloat16") as (engine, wait_for):
+        _check_cache_size(engine)
         for trainer in TRAINERS:
             scores, worst = load_file(published.root / trainer / "scores.safetensors"), 0.0
             sequence = scores["sequence"].numpy()
@@ -176,6 +182,14 @@ def test_an_updated_engine_is_one_that_has_started_with_the_weights(published: P
         np.testing.assert_array_equal(log_prob, wait_for(engine.score(sequence)).log_probs)
 
 
+def _check_cache_size(engine: Engine) -> None:
+    """The two kinds of layers share the blocks of the cache; one takes a block for each request."""
+    server: Any = engine._server
+    cache = server._llm.vllm_config.cache_config
+    assert cache.block_size >= 64, "a request of 64 tokens takes two blocks"
+    assert server.kv_cache_tokens == cache.num_gpu_blocks // 2 * 64
+
+
 def test_the_stages_of_an_updated_engine_have_the_weights(published: Published) -> None:
     """Nothing is served: on CPUs, vLLM 0.32.0 fails at the first request to an engine with two stages."""
     version = publish_noise(published, "pp2")
@@ -195,3 +209,35 @@ def test_an_engine_on_a_cpu_refuses_a_dtype_in_which_vllm_has_no_kernels(publish
         running(published.checkpoint, published.store, {}, "float32"),
     ):
         pass
+
+
+def test_engines_keep_states_in_float32_and_cache_no_prefixes(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU vLLM would take the model's dtype for the states."""
+    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
+    arguments = engine_args.engine_args(EngineSpec(published.checkpoint, RolloutConfig(), "bfloat16", 64))
+    assert arguments.mamba_ssm_cache_dtype == "float32"
+    assert arguments.enable_prefix_caching is False
+
+
+def test_a_whole_run_serves_what_it_has_trained(tmp_path: Path) -> None:
+    """Aborted requests continue under the next policy: an engine computes the states of their tokens again."""
+    tokenizer, config = byte_tokenizer(["1", "2"]), copy.deepcopy(MODEL)
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    config.max_position_embeddings, config.initializer_range = 128, 0.05
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    process = start(
+        tmp_path / "run",
+        *("model.create=null", f"model.path={tmp_path / 'model'}", "model.dtype=bfloat16"),
+        *("trainer.total_steps=3", "warm_start.num_steps=2", "data.validation=null", "trainer.max_tokens_per_gpu=256"),
+        *("data.max_prompt_length=80", "rollout.max_response_length=16", "rollout.tensor_parallel_size=2"),
+        *("rollout.mode=async", "rollout.on_weight_update=abort_and_resume", "rollout.max_num_seqs=6"),
+    )
+    code, output, errors = finish(process)
+    assert code == 0, output + errors
+    rows = train_rows(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(0 < row["weight_sync/probe_diff_max"] < BF16_ENGINE_LOG_PROB for row in rows)
+    assert rows[0]["training/rollout_probs_diff_max"] < BF16_ENGINE_LOG_PROB
