@@ -15,7 +15,7 @@ def concurrency(config: Config, engine: EngineMemory, assumptions: Assumptions) 
     have so far leave room for its prompt, and the router sends it about as many requests
     (`KV_OVERCOMMIT`).
     """
-    lengths, n = lengths_of(config, assumptions), config.rollout.n
-    each = lengths.prompt / lengths.running_of_group(n) + lengths.halfway + engine.state_tokens
+    lengths = lengths_of(config, assumptions)
+    each = lengths.prompt / lengths.running_of_group(engine.sharing) + lengths.halfway + engine.state_tokens
     running = engine.kv_tokens / each
     return min(config.rollout.max_num_seqs, max(1.0, running))

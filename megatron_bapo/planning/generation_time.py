@@ -32,13 +32,13 @@ def generation_seconds(
     many responses as it has room for; others wait, and in the end fewer and fewer run (the straggler tail). With
     mode=async the next prompts take the place of finished ones, so that engines stay full; a batch still takes the time
     of its longest response, but up to `max_staleness` batches wait at the same time. Prompts are prefilled once per
-    group.
+    group, without a prefix cache once per response.
     """
     rollout = config.rollout
     responses = config.trainer.train_batch_size / rollout.max_reuse / rollout.num_engines
     lengths = lengths_of(config, assumptions)
     mean, prompt = lengths.mean_response, lengths.prompt
-    prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / rollout.n * prompt)
+    prefill = prefill_seconds(config, architecture, gpu, assumptions, responses / engine.sharing * prompt)
     waiting = (1 + rollout.max_staleness) if rollout.mode == "async" else 1
     cost = decode_cost(config, architecture, gpu, engine, assumptions)
 
@@ -48,7 +48,7 @@ def generation_seconds(
     at_once = concurrency(config, engine, assumptions)
     last = min(responses, LAST_WAVES * at_once)
     room = int(engine.kv_tokens / _largest_share(lengths, responses, rollout.num_engines))
-    course = batch_course(lengths, rollout.n, last, room, rollout.max_num_seqs, engine.state_tokens)
+    course = batch_course(lengths, engine.sharing, last, room, rollout.max_num_seqs, engine.state_tokens)
     batch = full_steps((responses - last) * mean, at_once) + interval_tokens(lengths) * sum(
         cost.seconds(1, each.running, each.tokens) * _any(each.running * rollout.num_engines) for each in course
     )

@@ -26,6 +26,8 @@ class EngineMemory:
     kv_cache: int
     kv_per_token: int
     max_model_len: int
+    sharing: int
+    """Responses that share the computation and the keys and values of their prompt; 1: there is no prefix cache."""
     state_bytes: int = 0
     """Bytes of the states of one sequence in all Gated DeltaNets."""
 
@@ -67,6 +69,7 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
         kv_cache=kv_cache,
         kv_per_token=layers * _cached_width(architecture, rollout.tensor_parallel_size) * key_value_bytes(config),
         max_model_len=config.max_model_len,
+        sharing=1 if architecture.linear_layers else rollout.n,
         state_bytes=linear * state_bytes(architecture, rollout.tensor_parallel_size, DTYPE_BYTES[config.model.dtype]),
     )
 

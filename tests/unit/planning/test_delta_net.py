@@ -114,6 +114,6 @@ def test_a_sequences_state_is_that_of_vllms_cache() -> None:
 
 
 def test_states_take_room_of_the_kv_cache() -> None:
-    engine = EngineMemory(0, 0, kv_cache=10_000, kv_per_token=10, max_model_len=100, state_bytes=500)
+    engine = EngineMemory(0, 0, kv_cache=10_000, kv_per_token=10, max_model_len=100, sharing=1, state_bytes=500)
     assert math.isclose(engine.state_tokens, 50.0)
     assert engine.kv_tokens == 1000
