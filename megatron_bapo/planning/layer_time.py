@@ -161,6 +161,16 @@ def delta_net_block(
     )
 
 
+def mixing_seconds(
+    kernels: Kernels, arch: Architecture, tp: int, cp: int, tokens: float, square: float, scores: float
+) -> float:
+    """Return the forward seconds of what is between the mean layer's projections; `scores` are those of attention."""
+    if not arch.linear_share:
+        return scores
+    linear = recurrence(kernels, arch, tp, cp, tokens, square).forward
+    return linear * arch.linear_share + scores * (1 - arch.linear_share)
+
+
 def recurrence(kernels: Kernels, arch: Architecture, tp: int, cp: int, tokens: float, square: float) -> Passes:
     """Return the seconds of what is between the projections of a Gated DeltaNet.
 

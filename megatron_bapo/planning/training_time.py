@@ -18,10 +18,10 @@ from megatron_bapo.planning.layer_time import (
     Kernels,
     Passes,
     mixing_block,
+    mixing_seconds,
     mlp_block,
     moe_block,
     output_block,
-    recurrence,
 )
 from megatron_bapo.planning.model_state import data_context_size, expert_data_size, model_state
 from megatron_bapo.planning.precision import DTYPE_BYTES
@@ -227,10 +227,8 @@ class _MicroBatchPasses:
         """Seconds of what the backward pass computes again, in the same layers."""
         if parallel.recompute_granularity == "selective":
             again = [name in parallel.recompute_modules for name in ("mlp", "moe")]
-            scored_again = scores * (1 - arch.linear_share)
-            if arch.linear_share:
-                scored_again += recurrence(wide, arch, tp, cp, self.tokens, square).forward * arch.linear_share
-            scored_again *= "core_attn" in parallel.recompute_modules
+            mixed = mixing_seconds(wide, arch, tp, cp, self.tokens, square, scores)
+            scored_again = mixed * ("core_attn" in parallel.recompute_modules)
             self.recomputed = [part.forward * each + scored_again for part, each in zip(fed, again, strict=True)]
             self.recomputed_collectives = 0.5 * (again[0] * (num_layers - num_moe) + again[1] * num_moe) / num_layers
         links, tokens = self.links, self.tokens
