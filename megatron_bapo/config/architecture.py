@@ -149,6 +149,11 @@ class Architecture:
         return self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
+    def linear_mixed_width(self) -> int:
+        """Width of a Gated DeltaNet's queries, keys and values, which its convolution mixes over tokens."""
+        return 2 * self.linear_key_width + self.linear_value_width
+
+    @property
     def linear_in_width(self) -> int:
         """Width of a Gated DeltaNet's queries, keys, values and gates, and a beta and a decay for each value head."""
         return 2 * (self.linear_key_width + self.linear_value_width + self.linear_num_value_heads)

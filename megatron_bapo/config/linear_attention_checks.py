@@ -9,8 +9,10 @@ from megatron_bapo.config.pipeline_layers import engine_stage
 from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.schema import Config, ParallelConfig
 
-CPU_HEAD_WIDTHS = (64, 128)
-CPU_CONVOLUTION = 4
+_CPU_HEAD_WIDTHS = (64, 128)
+"""Widths of keys and values for which vLLM's kernels for CPUs are built."""
+_CPU_CONVOLUTION = 4
+"""Tokens of the convolution for which they are built."""
 
 
 def policy_linear_problems(config: Config, where: str) -> Iterator[str]:
@@ -30,10 +32,10 @@ def trainer_linear_problems(
     config: Config, parallel: ParallelConfig, architecture: Architecture, where: str
 ) -> Iterator[str]:
     """Yield the broken rules of a model that the trainer runs."""
-    tp, cp, heads = (
+    heads, tp, cp = (
+        architecture.linear_num_key_heads,
         parallel.tensor_model_parallel_size,
         parallel.context_parallel_size,
-        architecture.linear_num_key_heads,
     )
     if heads % (tp * cp):
         yield (
@@ -78,15 +80,15 @@ def cpu_engine_problems(architecture: Architecture, dtype: str, where: str, *, t
             f"model.dtype=bfloat16, {gpu}"
         )
     key, value = architecture.linear_key_head_dim, architecture.linear_value_head_dim
-    if key != value or key not in CPU_HEAD_WIDTHS:
-        widths = " or ".join(map(str, CPU_HEAD_WIDTHS))
+    if key != value or key not in _CPU_HEAD_WIDTHS:
+        widths = " or ".join(map(str, _CPU_HEAD_WIDTHS))
         yield (
             f"{where}: linear_key_head_dim={key} and linear_value_head_dim={value} must be equal, and {widths}, for "
             f"vLLM's kernels for CPUs; use another model, {gpu}"
         )
-    if (kernel := architecture.linear_conv_kernel_dim) != CPU_CONVOLUTION:
+    if (kernel := architecture.linear_conv_kernel_dim) != _CPU_CONVOLUTION:
         yield (
-            f"{where}: linear_conv_kernel_dim={kernel} must be {CPU_CONVOLUTION} for vLLM's kernels for CPUs; use "
+            f"{where}: linear_conv_kernel_dim={kernel} must be {_CPU_CONVOLUTION} for vLLM's kernels for CPUs; use "
             f"another model, {gpu}"
         )
     if not (architecture.family.grouped_projections or torchvision):

@@ -29,7 +29,7 @@ def lengths(arch: Architecture) -> dict[str, int]:
         "linear_value_heads": arch.linear_num_value_heads,
         "linear_value": arch.linear_value_head_dim,
         "linear_values": arch.linear_value_width,
-        "linear_qkv": 2 * arch.linear_key_width + arch.linear_value_width,
+        "linear_qkv": arch.linear_mixed_width,
         "linear_qkvz": 2 * (arch.linear_key_width + arch.linear_value_width),
         "linear_ba": 2 * arch.linear_num_value_heads,
         "linear_kernel": arch.linear_conv_kernel_dim,

@@ -20,7 +20,7 @@ def state_bytes(arch: Architecture, num_ranks: int, dtype_bytes: int) -> int:
     The recurrence's state is in fp32, as `rollout/engine_args.py` asks for it.
     """
     matrices = arch.linear_num_value_heads * arch.linear_key_head_dim * arch.linear_value_head_dim
-    mixed = 2 * arch.linear_key_width + arch.linear_value_width
+    mixed = arch.linear_mixed_width
     return (matrices * FP32 + (arch.linear_conv_kernel_dim - 1) * mixed * dtype_bytes) // num_ranks
 
 
@@ -31,7 +31,7 @@ def saved_bytes(arch: Architecture, lengths: Sequence[int], num_ranks: int, dtyp
     """
     b, width = dtype_bytes, arch.linear_key_head_dim + arch.linear_value_head_dim
     num_keys, heads = arch.linear_num_key_heads // num_ranks, arch.linear_num_value_heads // num_ranks
-    mixed = (2 * arch.linear_key_width + arch.linear_value_width) // num_ranks
+    mixed = arch.linear_mixed_width // num_ranks
     padded = [round_up(length, CHUNK) for length in lengths]
     tokens, slots = sum(lengths), sum(padded)
     wide, values = FP32 * heads * arch.linear_key_head_dim, FP32 * heads * arch.linear_value_head_dim

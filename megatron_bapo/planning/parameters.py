@@ -324,7 +324,7 @@ def _gated_delta_net(name: str, arch: Architecture, tp: int) -> Iterator[Paramet
     Its norm is whole on every tensor-parallel rank, but the ranks sum the norm's gradients in the backward pass.
     """
     hidden, of_heads = arch.hidden_size, arch.linear_num_value_heads // tp
-    mixed = (2 * arch.linear_key_width + arch.linear_value_width) // tp
+    mixed = arch.linear_mixed_width // tp
     yield Parameter(f"{name}conv1d", mixed * arch.linear_conv_kernel_dim)
     yield Parameter(f"{name}dt_bias", of_heads)
     yield Parameter(f"{name}A_log", of_heads)
