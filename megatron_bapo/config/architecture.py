@@ -159,6 +159,15 @@ class Architecture:
         return 2 * (self.linear_key_width + self.linear_value_width + self.linear_num_value_heads)
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt's responses share its KV cache in vLLM.
+
+        vLLM 0.32 caches states of Gated DeltaNets only at the ends of long blocks, and needs chunked prefill for it
+        (MambaModelConfig in vllm/model_executor/models/config.py), which does not work on CPUs.
+        """
+        return not self.linear_layers
+
+    @property
     def linear_share(self) -> float:
         """Share of the layers that are a Gated DeltaNet."""
         return len(self.linear_layers) / self.num_hidden_layers

@@ -69,7 +69,7 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
         kv_cache=kv_cache,
         kv_per_token=layers * _cached_width(architecture, rollout.tensor_parallel_size) * key_value_bytes(config),
         max_model_len=config.max_model_len,
-        sharing=1 if architecture.linear_layers else rollout.n,
+        sharing=rollout.n if architecture.shares_prompts else 1,
         state_bytes=linear * state_bytes(architecture, rollout.tensor_parallel_size, DTYPE_BYTES[config.model.dtype]),
     )
 

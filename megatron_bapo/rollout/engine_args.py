@@ -60,9 +60,7 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
         max_num_seqs=settings.max_num_seqs,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager,
-        # vLLM 0.32 caches states of Gated DeltaNets only at the ends of long blocks, and needs chunked prefill for it
-        # (MambaModelConfig in vllm/model_executor/models/config.py), which does not work on CPUs.
-        enable_prefix_caching=not architecture.linear_layers,
+        enable_prefix_caching=architecture.shares_prompts,
         # Log-probs of the distribution that was sampled from, at the sampling temperature.
         logprobs_mode="processed_logprobs",
         worker_extension_cls="megatron_bapo.rollout.engine_worker.WeightLoader",

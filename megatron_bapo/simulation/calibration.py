@@ -57,6 +57,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
             sequence_s=0.0,
             kv_tokens=plan.engine.kv_tokens,
             state_tokens=plan.engine.state_tokens,
+            shares_prompts=plan.architecture.shares_prompts,
             max_num_seqs=plan.config.rollout.max_num_seqs,
             load_s=plan.time.weight_sync,
         ),
@@ -146,8 +147,11 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
     `others` are runs on the same machine with other batch sizes; they make the engine costs more precise.
     """
     config, rollout = run.config, run.config.rollout
-    costs = fitted([observed(each.requests, each.config.rollout.max_num_seqs) for each in (run, *others)])
     architecture, _ = architecture_of(config.model)
+    shares = architecture.shares_prompts
+    costs = fitted(
+        [observed(each.requests, each.config.rollout.max_num_seqs, shares_prompts=shares) for each in (run, *others)]
+    )
     engine = engine_memory(config, architecture, GPUS["H100"], Assumptions())
     kv_cache = (rollout.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     generate_s, sync_s = run.mean("timing_s/generate"), run.mean("timing_s/weight_sync")
@@ -162,6 +166,7 @@ def recorded_workload(run: RecordedRun, *others: RecordedRun) -> tuple[Workload,
             sequence_s=costs.sequence_s,
             kv_tokens=int(kv_cache / engine.kv_per_token),
             state_tokens=engine.state_tokens,
+            shares_prompts=shares,
             max_num_seqs=rollout.max_num_seqs,
             load_s=sync_s,
             num_cores=run.mean("perf/cpu_s/rollouts") / generate_s / rollout.num_engines,

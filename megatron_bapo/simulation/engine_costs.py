@@ -74,7 +74,7 @@ class Observations:
     """Index of the request's batch."""
 
 
-def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int) -> Observations:
+def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int, *, shares_prompts: bool = True) -> Observations:
     """Return the observations from the rows of a synchronous run (`CompletedRequest` with its `step`)."""
     batches: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for request in requests:
@@ -87,7 +87,7 @@ def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int) -> Observ
         known_s = min((r["sent_s"] for r in ordered if r["sent_s"] > first_s), default=np.inf)
         at_once = [request for request in ordered if request["sent_s"] < known_s]
         sizes = [(r["num_prompt_tokens"], r["num_tokens"]) for r in at_once]
-        for request, done in zip(at_once, schedule(sizes, max_num_seqs), strict=True):
+        for request, done in zip(at_once, schedule(sizes, max_num_seqs, shares_prompts=shares_prompts), strict=True):
             if request["answered_s"] < known_s:
                 units.append(done)
                 seconds.append(request["answered_s"] - start_s)
@@ -95,14 +95,16 @@ def observed(requests: Iterable[Mapping[str, Any]], max_num_seqs: int) -> Observ
     return Observations(np.array(units, float).reshape(-1, len(COSTS)), np.array(seconds), np.array(batch))
 
 
-def schedule(requests: Sequence[tuple[int, Sequence[int]]], max_num_seqs: int) -> list[tuple[int, int, int, int]]:
+def schedule(
+    requests: Sequence[tuple[int, Sequence[int]]], max_num_seqs: int, *, shares_prompts: bool = True
+) -> list[tuple[int, int, int, int]]:
     """Return the units of each of COSTS that the engine has done when each request ends.
 
-    Each request is (prompt tokens, response lengths), and all arrive at once. A prompt's KV cache counts for the first
-    of its responses, as in `modelled_engine.py`.
+    Each request is (prompt tokens, response lengths), and all arrive at once. A KV cache of the prompt that its
+    responses share counts for the first of them, as in `modelled_engine.py`.
     """
     flat = np.array([length for _, lengths in requests for length in lengths])
-    prompt = np.array([num * (i == 0) for num, lengths in requests for i in range(len(lengths))])
+    prompt = np.array([num * (i == 0 or not shares_prompts) for num, lengths in requests for i in range(len(lengths))])
     starts, running = np.zeros_like(flat), [0] * max_num_seqs
     for index, length in enumerate(flat):
         starts[index] = heapq.heappop(running)

@@ -55,6 +55,8 @@ class EngineModel:
     """Cores, of those shared with the trainer, that the engine keeps busy during generation."""
     state_tokens: float = 0.0
     """Tokens whose room in the KV cache a running sequence needs beside its own tokens."""
+    shares_prompts: bool = True
+    """Whether the responses of a request share the KV cache of its prompt."""
 
 
 def countdown(lengths: np.ndarray) -> Policy:
@@ -88,7 +90,7 @@ class _Sequence:
     arrival: int
     call: _Call
     num_context: int
-    """Prompt tokens for the first of a prompt's responses, else 0: they share the prompt's KV cache."""
+    """Prompt tokens that it adds to the KV cache: 0 for one that shares those of the request's first sequence."""
     full: Completion
     """The full response, which it reaches unless it is aborted."""
     num_done: int = 0
@@ -141,7 +143,7 @@ class ModelledEngine:
         call = _Call(request, asyncio.get_running_loop().create_future())
         for position in range(request.n):
             full = self._policy(request, position, self.version)
-            num_context = request.num_prompt_tokens if position == 0 else 0
+            num_context = 0 if position > 0 and self._model.shares_prompts else request.num_prompt_tokens
             call.sequences.append(_Sequence(0, next(self._arrivals), call, num_context, full))
         self._calls[request.request_id] = call
         self._waiting.extend(call.sequences)

@@ -182,6 +182,7 @@ def test_a_planned_workload_has_the_plans_times_and_the_requested_lengths():
 
     assert workload.lengths.mean() == pytest.approx(16_000, rel=0.01)
     assert workload.engine.kv_tokens == plan.engine.kv_tokens
+    assert workload.engine.shares_prompts
     assert workload.train_s < plan.time.training  # the plan assumes a mean of half the longest response
     with pytest.raises(UserError, match="--mean-response"):
         planned_workload(plan, mean_response=70_000, sigma=1.0)

@@ -6,10 +6,12 @@ import pytest
 from megatron_bapo.simulation.engine_costs import COSTS, MeasuredDecode, Observations, fitted, observed, schedule
 
 
-def literal_schedule(requests: list[tuple[int, list[int]]], max_num_seqs: int) -> list[tuple[int, int, int, int]]:
+def literal_schedule(
+    requests: list[tuple[int, list[int]]], max_num_seqs: int, *, shares_prompts: bool
+) -> list[tuple[int, int, int, int]]:
     """Compute the schedule step by step."""
     waiting = [
-        (request, length, prompt * (i == 0))
+        (request, length, 0 if shares_prompts and i > 0 else prompt)
         for request, (prompt, lengths) in enumerate(requests)
         for i, length in enumerate(lengths)
     ]
@@ -31,12 +33,14 @@ def literal_schedule(requests: list[tuple[int, list[int]]], max_num_seqs: int) -
     return [done[request] for request in range(len(requests))]
 
 
+@pytest.mark.parametrize("shares_prompts", [True, False])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 4, 100])
-def test_the_work_done_when_each_request_ends_follows_from_the_lengths(max_num_seqs: int):
+def test_the_work_done_when_each_request_ends_follows_from_the_lengths(max_num_seqs: int, shares_prompts: bool):
     lengths = np.random.default_rng(0).integers(1, 30, (6, 2)).tolist()
     requests = [(5 + i, each) for i, each in enumerate(lengths)]
 
-    assert schedule(requests, max_num_seqs) == literal_schedule(requests, max_num_seqs)
+    expected = literal_schedule(requests, max_num_seqs, shares_prompts=shares_prompts)
+    assert schedule(requests, max_num_seqs, shares_prompts=shares_prompts) == expected
 
 
 def test_measured_steps_cost_the_sum_of_single_steps():

@@ -14,10 +14,17 @@ OVERHEAD, PER_TOKEN, PER_SEQUENCE = 1.0, 0.01, 0.1
 
 
 def engine(
-    *lengths: int, kv_tokens: int = 10**6, max_num_seqs: int = 100, prefill_s: float = 0.0, sequence_s: float = 0.0
+    *lengths: int,
+    kv_tokens: int = 10**6,
+    max_num_seqs: int = 100,
+    prefill_s: float = 0.0,
+    sequence_s: float = 0.0,
+    shares_prompts: bool = True,
 ) -> ModelledEngine:
     decode = DecodeCost(OVERHEAD, 0.0, PER_TOKEN, PER_SEQUENCE, waits=True)
-    model = EngineModel(decode, prefill_s, sequence_s, kv_tokens, max_num_seqs, load_s=3.0)
+    model = EngineModel(
+        decode, prefill_s, sequence_s, kv_tokens, max_num_seqs, load_s=3.0, shares_prompts=shares_prompts
+    )
     return ModelledEngine("engine 0", model, countdown(np.array(lengths, np.int32)))
 
 
@@ -54,6 +61,20 @@ def test_responses_take_as_long_as_a_step_by_step_simulation(max_num_seqs: int):
         return one.busy_s
 
     assert run_in_virtual_time(main()) == pytest.approx(literal_seconds(lengths, 4, max_num_seqs))
+
+
+@pytest.mark.parametrize(("shares_prompts", "num_prompts"), [(True, 1), (False, 3)])
+def test_only_an_engine_that_shares_prompts_reads_one_for_all_responses(shares_prompts: bool, num_prompts: int):
+    length, prefill_s = 6, 2.0
+    prompt = np.array([PROMPT_TOKEN] * 49 + [length], np.int32)
+
+    async def main() -> float:
+        one = engine(1, prefill_s=prefill_s, shares_prompts=shares_prompts)
+        await one.generate(request(n=3, prompt=prompt))
+        return one.busy_s
+
+    steps = sum(step_s(3, 50 * num_prompts + 3 * step) for step in range(length))
+    assert run_in_virtual_time(main()) == pytest.approx(50 * num_prompts * prefill_s + steps)
 
 
 def test_a_later_request_joins_after_the_current_step():
