@@ -8,7 +8,7 @@ FROM ubuntu:24.04
 # NCCL uses InfiniBand if it finds libibverbs, and TCP without a word if not. KubeRay 1.5 probes its pods with wget, and
 # launch/ray_node.sh calls ip and pkill.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates g++ gcc git make python3.12-dev python3.12-venv \
+    && apt-get install --yes --no-install-recommends bubblewrap ca-certificates g++ gcc git make python3.12-dev python3.12-venv \
        ibverbs-providers iproute2 libibverbs1 librdmacm1 procps wget \
     && rm -rf /var/lib/apt/lists/*
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs the system packages that tests need from Debian's or Ubuntu's archive: Slurm with its daemons, munge and iproute2
-# for tests/cluster, and Chromium for tests/unit/viewer. It needs root, and no time or network if all are installed.
+# for tests/cluster, Chromium for tests/unit/viewer, and bubblewrap for the sandbox of programs. It needs root, and no time or
+# network if all are installed.
 set -euo pipefail
 
-packages=(slurmctld slurmd slurm-client munge iproute2 procps)
+packages=(slurmctld slurmd slurm-client munge iproute2 procps bubblewrap)
 # Ubuntu's package is a stub of a snap, which does not run in containers.
 grep -qx 'ID=debian' /etc/os-release && packages+=(chromium)
 if dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/dev/null | grep -cx installed |
@@ -11,7 +12,7 @@ if dpkg-query --show --showformat='${db:Status-Status}\n' "${packages[@]}" 2>/de
     exit 0
 fi
 if ((EUID != 0)); then
-    echo "tests/cluster and tests/unit/viewer/test_*page.py will be skipped: they need root and the packages ${packages[*]}" >&2
+    echo "tests/cluster, tests/unit/viewer/test_*page.py and those of the sandbox will be skipped: they need root and the packages ${packages[*]}" >&2
     exit 0
 fi
 command -v apt-get >/dev/null || { echo "no apt-get: install ${packages[*]} by hand" >&2; exit 2; }

@@ -26,6 +26,7 @@ from rich.text import Text
 
 from megatron_bapo.commands.doctor_gpu import gpu_findings
 from megatron_bapo.commands.finding import Finding, Status
+from megatron_bapo.functions.sandbox import sandbox_problem
 from megatron_bapo.owned_folder import is_owned
 
 GIB = 1 << 30
@@ -82,6 +83,7 @@ def _machine() -> Iterator[Finding]:
     yield disk_space(Path.cwd())
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield loopback()
+    yield sandbox(is_installed=shutil.which("bwrap") is not None)
 
 
 def _installed() -> dict[str, str]:
@@ -247,6 +249,15 @@ def main_memory(available: int, total: int, limit: int | None) -> Finding:
     if usable < 6 * GIB:
         return Finding("memory", "warning", found, "6 GiB or more: trainer, engine and Ray load torch once each")
     return Finding("memory", "ok", found)
+
+
+def sandbox(*, is_installed: bool) -> Finding:
+    """Check that programs of the policy can run, where bubblewrap is installed."""
+    if not is_installed:
+        return Finding("sandbox", "ok", "no bwrap; only reward.type=code and environment.type=python need it")
+    if (problem := sandbox_problem()) is not None:
+        return Finding("sandbox", "warning", "reward.type=code and environment.type=python cannot run", problem)
+    return Finding("sandbox", "ok", "bubblewrap runs programs of the policy")
 
 
 def cgroup_memory_limit(cgroups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")) -> int | None:

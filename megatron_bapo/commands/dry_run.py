@@ -125,6 +125,8 @@ def _responses(reward: RewardConfig, prompt: Prompt) -> Iterator[tuple[str, str]
     """Yield names and texts of the responses to score."""
     if reward.type == "math_verify":
         yield "the ground truth in \\boxed{}", _boxed(prompt.ground_truth)
+    elif reward.type == "code":
+        yield "a program without statements", "```python\n```"
     else:
         yield "the ground truth", prompt.ground_truth
     yield "an empty response", ""
@@ -160,7 +162,7 @@ def _judged(reward: RewardConfig, scores: list[tuple[str, Score]]) -> tuple[str,
             f"gets reward.timeout_reward={reward.timeout_reward}; make the function faster, or raise timeout_s"
         )
     best, empty = (score.reward for _, score in scores if isinstance(score, RewardResult))
-    if best > empty:
+    if best > empty or reward.type == "code":  # whose ground truths are tests, and no response to be preferred
         return shown, None
     partial = "" if reward.partial_credit else " (reward.partial_credit=false counts only full scores)"
     return shown, (

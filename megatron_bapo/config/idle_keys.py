@@ -75,6 +75,12 @@ _CONDITIONS = (
         lambda c: c.data.curriculum is not None and c.data.curriculum.weighting == "band",
         "data.curriculum.weighting=band",
     ),
+    _Condition(("reward.sandbox", "reward.max_tests"), lambda c: c.reward.type == "code", "reward.type=code"),
+    _Condition(
+        ("environment.sandbox",),
+        lambda c: c.environment is None or c.environment.type == "python",
+        "environment.type=python",
+    ),
     _Condition(("weight_sync.lora",), lambda c: c.model.lora is not None, "model.lora"),
     _Condition(("evaluation",), lambda c: c.data.validation is not None, "data.validation"),
     _Condition(

@@ -58,20 +58,33 @@ class RemoteRewardConfig(Section):
         return (self.max_retries + 1) * timeout_s + sum(waits) + REMOTE_MARGIN_S
 
 
+class SandboxConfig(Section):
+    """Limits of a Python program that the policy wrote. Each of its processes has them for itself."""
+
+    cpu_s: PositiveFloat = 6.0
+    """CPU seconds of one run of the program, rounded up to whole seconds."""
+    memory_gib: PositiveFloat = 1.0
+    """Address space in GiB."""
+
+
 class RewardConfig(Section):
     """Scoring of responses."""
 
-    type: Literal["reasoning_gym", "math_verify", "function", "remote", "none"] = "math_verify"
-    """Reward function: reasoning-gym's scorer of the task, math-verify's comparison with the ground truth, the user's
-    own function, or a server. `none` gives every response 0, for algorithm.objective=distill without a reward."""
+    type: Literal["reasoning_gym", "math_verify", "code", "function", "remote", "none"] = "math_verify"
+    """Reward function: reasoning-gym's scorer of the task, math-verify's comparison with the ground truth, tests of a
+    Python program in a sandbox, the user's own function, or a server. `none` gives every response 0, for
+    algorithm.objective=distill without a reward."""
     function: str | None = None
     """The user's function, `path.to.module:function`, with the arguments (data_source, solution_str, ground_truth,
     extra_info), `def` or `async def`; required by `type=function`. It may also take `prompt` and `turns` (the chat
     messages of the prompt and of the response) and `finish_reason` (`length` for a truncated response, else `stop`)."""
     remote: RemoteRewardConfig | None = None
+    sandbox: SandboxConfig = SandboxConfig()
+    max_tests: PositiveInt | None = None
+    """Number of tests of a program, the first ones, with `type=code`; null: all."""
     partial_credit: bool = True
-    """Keep scores between 0 and 1, which some reasoning-gym scorers give to near misses. `false` gives 1 for a score of
-    1 or more, and 0 otherwise."""
+    """Keep scores between 0 and 1, which some reasoning-gym scorers give to near misses, and `type=code` to programs
+    that pass a share of the tests. `false` gives 1 for a score of 1 or more, and 0 otherwise."""
     timeout_s: PositiveFloat = 10.0
     """Timeout of one response in seconds (with `type=remote`, of one attempt). A call that exceeds it is killed and
     counted, and the response gets `timeout_reward`."""
@@ -83,7 +96,8 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 1
     """Number of worker processes."""
     concurrency: PositiveInt = 32
-    """Number of responses that one process scores at a time if the function is `async def`, as with `type=remote`."""
+    """Number of responses that one process scores at a time if the function is `async def`, as with `type=remote`
+    and `type=code`."""
     worker_memory_gib: PositiveFloat | None = 4.0
     """Limit of the private writable memory of a worker process, and of each process that it starts, in GiB (Linux's
     RLIMIT_DATA). A function that exceeds it gets a MemoryError; null: no limit."""
@@ -113,9 +127,10 @@ class EnvironmentConfig(Section):
     A turn ends with the end-of-sequence token. The tokens of replies are context: they are not trained on.
     """
 
-    type: Literal["calculator", "function"] = "calculator"
-    """Environment: `calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn; `function` is the
-    user's own."""
+    type: Literal["calculator", "python", "function"] = "calculator"
+    """Environment: `calculator` replies to the last `<calculator>2 + 3</calculator>` of a turn, `python` with what the
+    program in the last `<python>print(2 + 3)</python>` prints in a sandbox; `function` is the user's own."""
+    sandbox: SandboxConfig = SandboxConfig()
     function: str | None = None
     """The user's function, `path.to.module:function`, with the arguments (messages, data_source, ground_truth,
     extra_info), `def` or `async def`; required by `type=function`. It returns the reply to the last message, or None to

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from megatron_bapo.environments.tool_call import last_call
+
 MAX_CHARACTERS = 200
 MAX_POWER_BITS = 2048
 """Maximum bits of a result and of each intermediate power. Other operations cannot get slow within 200 characters."""
 
-_OPEN, _CLOSE = "<calculator>", "</calculator>"
 _ARITHMETIC = re.compile(r"[\d\s.+*/%()-]+")
 """Text that may contain an expression."""
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -37,7 +38,7 @@ def reply(
     messages: list[dict[str, str]], data_source: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> str | None:
     """Return the result or an error text; None if the last message has no calculator call."""
-    call = last_call(messages[-1]["content"])
+    call = last_call(messages[-1]["content"], "calculator")
     if call is None:
         return None
     try:
@@ -55,21 +56,6 @@ def demonstration(
     """
     problem = longest_expression(messages[-1]["content"])
     return [f"<calculator>{problem}</calculator>", _shown(calculate(problem)), ground_truth]
-
-
-def last_call(text: str) -> str | None:
-    """Return the expression of the last call, which ends at the first closing tag; None if there is no call.
-
-    The time is linear in the length of the text, which a lazy regular expression would not be.
-    """
-    call, end = None, 0
-    while (start := text.find(_OPEN, end)) >= 0:
-        start += len(_OPEN)
-        stop = text.find(_CLOSE, start)
-        if stop < 0:
-            break
-        call, end = text[start:stop], stop + len(_CLOSE)
-    return call
 
 
 def longest_expression(text: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_bapo.config.reward import RewardConfig
+from megatron_bapo.functions.sandbox import check_sandbox
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import FinishReason
@@ -19,6 +20,7 @@ reason, `stop` or `length` (truncated)."""
 BUILT_IN = {
     "math_verify": "megatron_bapo.rewards.math_answer:compute_score",
     "reasoning_gym": "megatron_bapo.rewards.reasoning_gym_answer:compute_score",
+    "code": "megatron_bapo.rewards.code_answer:compute_score",
     "remote": "megatron_bapo.rewards.remote:compute_score",
     "none": "megatron_bapo.rewards.unscored:compute_score",
 }
@@ -55,8 +57,13 @@ class Scorer:
     """Scores any number of responses concurrently; a slow one delays only its own group."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start the worker processes. Raises UserError if the reward function cannot be loaded."""
+        """Start the worker processes.
+
+        Raises UserError if the reward function cannot be loaded, or needs a sandbox that this machine cannot make.
+        """
         self._config = config
+        if config.type == "code":
+            check_sandbox()
         self._pool = FunctionPool(
             reward_target(config),
             num_workers=config.num_workers,
@@ -94,6 +101,9 @@ def reward_target(config: RewardConfig) -> Target:
     settings: dict[str, Any] = {}
     if config.remote is not None:
         settings = {"timeout_s": config.timeout_s, **config.remote.model_dump(mode="json")}
+    elif config.type == "code":
+        settings = {"max_tests": config.max_tests, "all_tests": not config.partial_credit}
+        settings |= config.sandbox.model_dump(mode="json")
     return Target(
         name=f"reward.type={config.type}" if config.function is None else f"reward.function={config.function}",
         spec=config.function or BUILT_IN[config.type],

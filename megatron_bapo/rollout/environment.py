@@ -18,6 +18,7 @@ import numpy as np
 from megatron_bapo.config.data import DataConfig
 from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.errors import UserError
+from megatron_bapo.functions.sandbox import check_sandbox
 from megatron_bapo.functions.user_function import Target
 from megatron_bapo.functions.worker_pool import FunctionPool
 from megatron_bapo.records import Prompt
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ARGUMENTS = ("messages", "data_source", "ground_truth", "extra_info")
-BUILT_IN = {"calculator": "megatron_bapo.environments.calculator:reply"}
+BUILT_IN = {
+    "calculator": "megatron_bapo.environments.calculator:reply",
+    "python": "megatron_bapo.environments.python_tool:reply",
+}
 _TURN, _CONTENT = "0turn0", "0content0"
 """Placeholder texts for rendering a chat template; no template changes plain letters and digits."""
 _SUPPORTED_ROLE = "Set environment.role to the role that it supports, tool or user"
@@ -46,8 +50,11 @@ class FunctionEnvironment:
     ) -> None:
         """`withheld` names environment variables that are hidden from the function.
 
-        Raises UserError if the function cannot be loaded, or the chat template has no place for replies.
+        Raises UserError if the function cannot be loaded, the chat template has no place for replies, or the machine
+        cannot make a sandbox that the function needs.
         """
+        if config.type == "python":
+            check_sandbox()
         self._config = config
         self.num_timeouts = 0
         """Number of calls that timed out since the start."""
@@ -132,6 +139,7 @@ def environment_target(config: EnvironmentConfig, withheld: tuple[str, ...]) -> 
         spec=config.function or BUILT_IN[config.type],
         arguments=ARGUMENTS,
         returns="reply",
+        settings=config.sandbox.model_dump(mode="json") if config.type == "python" else {},
         withheld=withheld,
         memory_key="environment.worker_memory_gib",
         memory_gib=config.worker_memory_gib,

@@ -8,6 +8,7 @@ from rich.console import Console
 from megatron_bapo.commands import doctor
 from megatron_bapo.commands.finding import Finding
 from megatron_bapo.owned_folder import OwnedFolder
+from tests.sandboxes import needs_sandbox
 
 GIB = doctor.GIB
 CPU = {
@@ -165,6 +166,14 @@ def test_the_memory_limit_of_the_control_group_is_read(
     limit.parent.mkdir(parents=True)
     limit.write_text(text)
     assert doctor.cgroup_memory_limit(tmp_path / "cgroup", tmp_path / "mounts") == expected
+
+
+@needs_sandbox
+def test_the_sandbox_is_checked_where_bubblewrap_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor.sandbox(is_installed=True).status == "ok"
+    assert doctor.sandbox(is_installed=False).status == "ok"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.sandbox(is_installed=True).status == "warning"
 
 
 def test_loopback_connections_work_here() -> None:

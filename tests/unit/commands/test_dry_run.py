@@ -12,6 +12,7 @@ import pytest
 from megatron_bapo.commands.dry_run import MAX_PROMPT_CHARACTERS, DryRun, dry_run
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
+from tests.sandboxes import needs_sandbox
 
 REWARDS = """
 import os, time
@@ -104,6 +105,27 @@ def test_math_verify_gets_the_ground_truth_as_a_final_answer(folder: Path) -> No
     shown = found(config(folder, reward={"type": "math_verify"}))
     assert shown.facts[-1] == "reward of the ground truth in \\boxed{} 1.0, of an empty response 0.0"
     assert shown.warnings == []
+
+
+@pytest.fixture
+def tests_of_programs(folder: Path) -> None:
+    row = {"prompt": "?", "answer": {"inputs": ["1", "2"], "outputs": ["", "2"]}}
+    (folder / "prompts.jsonl").write_text(4 * f"{json.dumps(row)}\n")
+
+
+@needs_sandbox
+@pytest.mark.usefixtures("tests_of_programs")
+def test_an_empty_program_runs_in_the_sandbox_and_tests_are_no_response_to_prefer(folder: Path) -> None:
+    shown = found(config(folder, reward={"type": "code"}))
+    assert shown.facts[-1] == "reward of a program without statements 0.5, of an empty response 0.0"
+    assert shown.warnings == []
+
+
+@pytest.mark.usefixtures("tests_of_programs")
+def test_a_machine_without_a_sandbox_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(UserError, match="the sandbox needs bwrap"):
+        found(config(folder, reward={"type": "code"}))
 
 
 @pytest.mark.parametrize(("name", "scores"), [("constant", ("0.5", "0.5")), ("inverted", ("0.0", "1.0"))])

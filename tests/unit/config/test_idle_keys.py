@@ -22,6 +22,16 @@ CONFIGS = Path(__file__).parents[3] / "configs"
             "bounds are algorithm.clip_bounds); set that, or remove it",
         ),
         (
+            {"reward__max_tests": 3, "reward__sandbox": {"cpu_s": 2.0}},
+            {"reward__type": "code"},
+            "reward.sandbox.cpu_s=2.0, reward.max_tests=3 have no effect without reward.type=code; set that, or remove",
+        ),
+        (
+            {"environment__sandbox": {"memory_gib": 2.0}},
+            {"environment__type": "python"},
+            "environment.sandbox.memory_gib=2.0 has no effect without environment.type=python; set that, or remove it",
+        ),
+        (
             {"parallel__recompute_modules": ("mlp",)},
             {"parallel__recompute_granularity": "selective"},
             "parallel.recompute_modules=['mlp'] has no effect without parallel.recompute_granularity=selective; set",

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_bapo.config.loading import load_config
 from megatron_bapo.data.prompts import load_prompts
-from megatron_bapo.environments.calculator import calculate, demonstration, last_call, longest_expression, reply
+from megatron_bapo.environments.calculator import calculate, demonstration, longest_expression, reply
 from megatron_bapo.functions.user_function import load
 from megatron_bapo.rewards.scorer import reward_target
 
@@ -69,21 +69,6 @@ def test_time_grows_no_faster_than_the_length_of_a_message(function, unit):
 
     cpu_s(1000)
     assert cpu_s(60_000) < 80 * max(cpu_s(3000), 0.001)
-
-
-@pytest.mark.parametrize(
-    ("text", "call"),
-    [
-        ("<calculator>1<calculator>2</calculator>3</calculator>", "1<calculator>2"),
-        ("<calculator>1</calculator></calculator><calculator>2", "1"),
-        ("</calculator><calculator>\n1 + 1\n</calculator>", "\n1 + 1\n"),
-        ("<calculator></calculator>", ""),
-        ("<calculator>1</calculator", None),
-        ("", None),
-    ],
-)
-def test_the_last_call_runs_from_the_first_opening_tag_to_the_next_closing_tag(text, call):
-    assert last_call(text) == call
 
 
 @pytest.mark.parametrize(

@@ -31,3 +31,12 @@ def test_the_first_unreadable_ground_truth_is_named_and_all_are_counted() -> Non
 
 def test_other_rewards_are_not_called() -> None:
     check_ground_truths(NEVER_CALLED, prompts(""))
+
+
+def test_the_tests_of_programs_are_read_and_no_program_runs() -> None:
+    config = RewardConfig(type="code")
+    good = '{"inputs": ["1"], "outputs": ["2"]}'
+    check_ground_truths(config, prompts(good, good))
+    check_ground_truths(config, prompts(good, "[]"), allowed=1)
+    with pytest.raises(UserError, match=r"reward\.type=code cannot read 2 of 3 .* prompt train:1, .* write them as \{"):
+        check_ground_truths(config, prompts(good, "[]", "42"))
