@@ -255,7 +255,9 @@ def parsed_architecture(fields: dict[str, Any], file: Path) -> Architecture:
         )
     # Published checkpoints have num_experts; transformers 5 writes num_local_experts.
     fields = {"num_experts": fields.get("num_local_experts"), "decoder_sparse_step": 1} | fields
-    if (family := FAMILIES[fields["model_type"]]).sigmoid_router:
+    family = FAMILIES[fields["model_type"]]
+    fields = {"norm_topk_prob": family.default_norm_topk_prob} | fields
+    if family.sigmoid_router:
         defaults = {} if family.latent_attention else SIGMOID_ROUTER_DEFAULTS
         fields = defaults | fields | {"num_experts": fields.get(family.expert_field)}
     if family.stacked_experts:

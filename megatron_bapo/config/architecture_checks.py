@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_bapo.config.families import FAMILIES
+from megatron_bapo.config.families import FAMILIES, Family
 from megatron_bapo.config.field_values import expected, is_number, size_problems
 from megatron_bapo.config.linear_attention_fields import LINEAR_ROPE_KEYS, linear_attention_problems
 
@@ -26,7 +26,6 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "logit_scale": (1,),
     "partial_rotary_factor": (1, None),
-    "use_qk_norm": (False, None),
     "use_mrope": (False, None),
     "shared_expert_intermediate_size": (0, None),
     "n_shared_experts": (0, None),
@@ -75,7 +74,6 @@ SIGMOID_ROUTER_DEFAULTS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
 }
 """Values of missing fields, as in transformers' configuration of GLM-4.5."""
 _LATENT_ROPE_KEYS = {
@@ -147,7 +145,7 @@ def field_problems(fields: dict[str, Any]) -> Iterator[str]:
     epsilon = fields.get("rms_norm_eps")
     if epsilon is None or not is_number(epsilon) or epsilon <= 0:
         yield expected("rms_norm_eps", epsilon, "a positive number")
-    for name, supported in _SUPPORTED_VALUES.items():
+    for name, supported in _supported_values(family).items():
         if name not in family.own_fields and fields.get(name, supported[0]) not in supported:
             value = reprlib.repr(fields[name])
             yield f"{name} is {value}, which the trainer does not support; it must be {supported[0]!r}"
@@ -245,6 +243,12 @@ def _expert_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield from _sigmoid_router_problems(fields)
 
 
+def _supported_values(family: Family) -> dict[str, tuple[Any, ...]]:
+    """Return `_SUPPORTED_VALUES` with those that depend on the family, whose model no library changes by them."""
+    values = _SUPPORTED_VALUES | {"use_qk_norm": (family.qk_norm, None)}
+    return values if family.reads_norm_topk_prob else values | {"norm_topk_prob": (True,)}
+
+
 def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
     selected, groups, chosen = fields["num_experts_per_tok"], fields["n_group"], fields["topk_group"]
     if selected > 1 and not fields.get("norm_topk_prob"):
@@ -252,7 +256,7 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"norm_topk_prob is {fields.get('norm_topk_prob')!r} with num_experts_per_tok={selected}, but Megatron's "
             "sigmoid router scales the weights of the selected experts to sum to one; it must be True"
         )
-    scale, dense = fields["routed_scaling_factor"], fields["first_k_dense_replace"]
+    scale, dense = fields.get("routed_scaling_factor"), fields.get("first_k_dense_replace")
     if not is_number(scale) or scale <= 0:
         yield expected("routed_scaling_factor", scale, "a positive number")
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
@@ -308,7 +312,7 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
         keys = LINEAR_ROPE_KEYS
     if family.alternating_windows and not (rope.get("rope_theta") or fields.get("rope_theta")):
         yield expected("rope_theta", None, "a positive number")
-    if rope_type(rope) not in keys:
+    if rope_type(rope) not in [*keys]:  # it may be of a type that no key can have
         yield (
             f"{name} has the type {rope_type(rope)!r}, which the trainer does not support; it must be one of "
             f"{', '.join(keys)}"
@@ -324,6 +328,12 @@ def _rope_problems(fields: dict[str, Any]) -> Iterator[str]:
     if not isinstance(given.get("truncate", True), bool):
         yield expected(f"{name}.truncate", given["truncate"], "true or false")
     for key in sorted(given.keys() - {*required, *optional}):
+        if key == "attn_factor":
+            yield (
+                f"{name}.attn_factor is {given[key]!r}, which neither transformers nor vLLM reads; remove it to train "
+                "the model that they compute, or give attention_factor, which they read"
+            )
+            continue
         yield f"{name}.{key} is not supported with the RoPE type {rope_type(rope)!r}; use a model without it"
     factor = rope.get("partial_rotary_factor", 1)
     if "partial_rotary_factor" in family.own_fields:

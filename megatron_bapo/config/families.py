@@ -18,6 +18,10 @@ class Family:
     """Name, in the tensors' names, of the expert that every token passes; None: the family has none."""
     shared_expert_gate: bool = False
     """Whether each token weights the output of the shared expert by the sigmoid of a gate."""
+    default_norm_topk_prob: bool = False
+    """Whether the weights of the selected experts are divided by their sum if config.json does not say it."""
+    reads_norm_topk_prob: bool = True
+    """Whether transformers reads that from config.json."""
     sigmoid_router: bool = False
     """Whether the router scores experts by sigmoids, and chooses among them with a bias, instead of by a softmax."""
     latent_attention: bool = False
@@ -61,6 +65,7 @@ class Family:
 _DEEPSEEK_V3 = Family(
     experts=True,
     shared_expert="shared_experts",
+    default_norm_topk_prob=True,
     sigmoid_router=True,
     latent_attention=True,
     ties_embeddings=False,
@@ -85,6 +90,7 @@ _SHARED_EXPERT = {
     "experts": True,
     "shared_expert": "shared_expert",
     "shared_expert_gate": True,
+    "default_norm_topk_prob": True,
     "own_fields": _QWEN3_5.own_fields | {"shared_expert_intermediate_size"},
 }
 
@@ -110,10 +116,11 @@ FAMILIES = {
     ),
     "qwen3_next": replace(_QWEN3_5, **_SHARED_EXPERT, grouped_projections=True, ties_embeddings=False),
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": replace(_QWEN3_5, **_SHARED_EXPERT, dense_layers=False),
+    "qwen3_5_moe_text": replace(_QWEN3_5, **_SHARED_EXPERT, dense_layers=False, reads_norm_topk_prob=False),
     "glm4_moe": Family(
         experts=True,
         shared_expert="shared_experts",
+        default_norm_topk_prob=True,
         sigmoid_router=True,
         partial_rotary_factor=0.5,
         null_key_value_heads=False,

@@ -39,14 +39,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-_MOE = {
+_EXPERTS = {
     "head_dim": 16,
     "tie_word_embeddings": False,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
 }
+_MOE = _EXPERTS | {"norm_topk_prob": True}
 _LATENT = {
     **_SHAPE,
     "num_key_value_heads": 4,
@@ -120,7 +120,7 @@ MODELS: dict[str, PretrainedConfig] = {
         **_SHAPE | _MOE | _DELTA_NET, shared_expert_intermediate_size=24, mlp_only_layers=[1]
     ),
     "qwen3_5_text": Qwen3_5TextConfig(**_SHAPE | _DELTA_NET, tie_word_embeddings=True),
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**_SHAPE | _MOE | _DELTA_NET, shared_expert_intermediate_size=24),
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig(**_SHAPE | _EXPERTS | _DELTA_NET, shared_expert_intermediate_size=24),
     "qwen3-61-layers": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 61}, head_dim=16, tie_word_embeddings=True),
     "qwen3_moe-94-layers": Qwen3MoeConfig(**{**_SHAPE, "num_hidden_layers": 94}, **_MOE),
 }

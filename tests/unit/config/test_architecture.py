@@ -292,6 +292,27 @@ def test_fields_that_glms_config_leaves_out_have_the_values_of_transformers(tmp_
     assert min(architecture.moe_layers) == theirs.first_k_dense_replace
 
 
+@pytest.mark.parametrize(("name", "has"), [("qwen3_moe", True), ("qwen3", True), ("llama", False), ("qwen2", False)])
+def test_norms_of_queries_that_the_family_has_whatever_the_field_says_are_accepted(tmp_path, name, has):
+    """Qwen3-Coder's config.json has `use_qk_norm`, which neither transformers nor vLLM reads."""
+    for value in (has, None):
+        assert read(tmp_path, CONFIGS[name], use_qk_norm=value).family.qk_norm == has
+    with pytest.raises(UserError, match=f"use_qk_norm is {not has}, .* it must be {has}"):
+        read(tmp_path, CONFIGS[name], use_qk_norm=not has)
+
+
+@pytest.mark.parametrize("field", ["first_k_dense_replace", "routed_scaling_factor"])
+def test_a_field_that_deepseeks_config_lacks_is_named(tmp_path, field):
+    with pytest.raises(UserError, match=f"{field} is missing"):
+        read(tmp_path, CONFIGS["deepseek_v3"], absent=(field,))
+
+
+@pytest.mark.parametrize("kind", [["yarn"], {"yarn": 1}, 1])
+def test_a_rope_type_that_is_no_text_is_named(tmp_path, kind):
+    with pytest.raises(UserError, match=r"rope_parameters has the type .*; it must be one of default"):
+        read(tmp_path, CONFIGS["llama"], rope_parameters={"rope_type": kind, "rope_theta": 1e4})
+
+
 @pytest.mark.parametrize(("name", "value"), [("llama", True), ("mistral", True), ("qwen3", True), ("qwen2", False)])
 def test_biases_that_the_family_has_not_are_refused(tmp_path, name, value):
     assert read(tmp_path, CONFIGS[name], qkv_bias=not value).family == FAMILIES[name]
@@ -379,6 +400,7 @@ def test_yarn_multiplies_the_original_context_length(tmp_path):
         ({"rope_type": "longrope", "short_factor": [1.0]}, "rope_scaling has the type 'longrope'"),
         ({"rope_type": "yarn", "factor": 4.0}, r"rope_scaling\.original_max_position_embeddings is missing"),
         ({**LLAMA3, "low_freq_factor": None}, r"rope_scaling\.low_freq_factor is missing"),
+        ({**YARN, "attn_factor": 0.8}, "attn_factor is 0.8, which neither transformers nor vLLM reads; remove it to"),
         ({**YARN, "mrope_section": [1, 2]}, r"rope_scaling\.mrope_section is not supported with the RoPE type 'yarn'"),
         ({**LLAMA3, "attention_factor": 2.0}, r"rope_scaling\.attention_factor is not supported with .*'llama3'"),
         ({"type": "default", "mrope_section": [1]}, r"rope_scaling\.mrope_section is not supported"),
