@@ -3,8 +3,9 @@
 SHELL := bash
 VENV := .venv
 BIN := $(VENV)/bin
-# `make setup HAS_GPU=yes` installs the GPU lock on a machine without a GPU, as the Dockerfile does.
-HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# `make setup HAS_GPU=yes` installs the GPU lock on a machine without a GPU, as the Dockerfile does. An environment of the GPU
+# lock stays one on machines without a GPU, such as the login node of a cluster.
+HAS_GPU := $(shell (nvidia-smi -L || test -e $(VENV)/.gpu) >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 PYTHON ?= $(if $(HAS_GPU),python3.12,python3.11)
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
@@ -40,6 +41,7 @@ $(STAMP):
 ifeq ($(HAS_GPU),yes)
 	@grep -v '^transformer-engine' $(LOCK) > $(VENV)/first.txt && $(PIP) --no-deps -r $(VENV)/first.txt
 	@tools/install_transformer_engine.sh $(BIN)/python $(LOCK)
+	@touch $(VENV)/.gpu
 else
 	@# The CPU build if pip's indexes have it, else the default build with its CUDA libraries.
 	@$(PIP) --no-deps torch==2.13.0+cpu || $(PIP) torch==2.13.0

@@ -126,7 +126,7 @@ def plan(
 ) -> None:
     """Estimate memory and step time of CONFIG without a GPU, and say whether it fits.
 
-    Only the model's config.json is read; many published Qwen, DeepSeek and
+    Only the model's config.json is read; about forty published Qwen, DeepSeek and
     GLM models are known by name. Without --search and --weights, the memory
     of every pipeline stage, engine and host is shown.
     """

@@ -138,7 +138,8 @@ def test_a_documented_command_runs(line: str, monkeypatch: pytest.MonkeyPatch) -
     words = shlex.split(line, comments=True)
     assert is_ours(line), "an example in a help text can be pasted"
     if words[0] == "make":
-        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in words[1:])
+        targets = [word for word in words[1:] if "=" not in word]
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets)
     elif words[0] == "megatron-bapo":
         run(words[1:]) if words[1].startswith("-") else check_program(words[1:])
     else:

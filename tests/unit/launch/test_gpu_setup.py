@@ -36,6 +36,16 @@ def test_only_the_gpu_lock_builds_transformer_engine(tmp_path: Path) -> None:
     assert "requirements-cpu.txt" not in on_gpu
 
 
+def test_an_environment_of_the_gpu_lock_is_not_replaced_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    if subprocess.run("nvidia-smi -L", shell=True, capture_output=True).returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert "requirements-cpu.txt" in make(folder=tmp_path)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / ".gpu").touch()
+    assert "requirements-cpu.txt" not in make(folder=tmp_path)
+    assert f"touch {tmp_path}/venv/.gpu" in make(folder=tmp_path)
+
+
 def test_the_image_is_set_up_by_the_same_target_and_fails_without_transformer_engine() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("RUN make")] == [

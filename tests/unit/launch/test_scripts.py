@@ -106,7 +106,8 @@ def test_the_kuberay_job_has_token_authentication_and_the_number_of_nodes_it_wai
     num_nodes = 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
     *_, config, option, waited_for = job["spec"]["entrypoint"].split()
     assert (option, int(waited_for)) == ("--num-nodes", num_nodes)
-    assert (ROOT / config).is_file()
+    assert (ROOT / config.removeprefix("/opt/megatron-bapo/")).is_file()
+    assert "WORKDIR /opt/megatron-bapo" in (ROOT / "Dockerfile").read_text()
     versions = (ROOT / "requirements.txt").read_text()
     assert f"ray[default]=={cluster['rayVersion']}" in versions or f"ray=={cluster['rayVersion']}" in versions
 
