@@ -48,14 +48,19 @@ def rollout_correction(
     counted_T3 = torch.stack([weights_T, ratio_T > settings.rollout_is_threshold, rejected_T], dim=1)
     return RolloutCorrection(
         weights_T=weights_T.masked_fill(rejected_T, 0.0),
-        sums_B3=torch.stack([part.sum(dim=0) for part in counted_T3.split(lengths_B.tolist())]),
+        sums_B3=_sums(counted_T3, lengths_B),
     )
 
 
 def _ratios(log_ratio_T: Tensor, lengths_B: Tensor, level: CorrectionLevel) -> Tensor:
     """Return the ratio of each token, or of its sequence: the product or the geometric mean of its token ratios."""
     if level != "token":
-        sums_B = torch.stack([part.sum() for part in log_ratio_T.split(lengths_B.tolist())])
+        sums_B = _sums(log_ratio_T, lengths_B)
         sums_B = sums_B / lengths_B if level == "geometric" else sums_B
         log_ratio_T = sums_B.repeat_interleave(lengths_B)
     return clamped_log_ratio(log_ratio_T).exp()
+
+
+def _sums(values_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return the sum of the values [T, ...] of each sequence, [B, ...]; there may be none."""
+    return torch.cat([values_T[:0], *(part.sum(dim=0, keepdim=True) for part in values_T.split(lengths_B.tolist()))])

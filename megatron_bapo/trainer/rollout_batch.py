@@ -184,7 +184,7 @@ def _corrected(worker: Worker, examples: Sequence[Example]) -> tuple[list[Exampl
     correction = rollout_correction(
         _cat([example.ratio_log_probs for example in found]),
         _cat([example.trajectory.behaviour_log_probs for example in found]),
-        torch.tensor([example.trajectory.num_sampled for example in found]),
+        torch.tensor([example.trajectory.num_sampled for example in found], dtype=torch.int64),
         worker.config.algorithm.rollout_correction,
     )
     weights = dict(zip(own, _split(correction.weights_T, [example.trajectory for example in found]), strict=True))
@@ -284,20 +284,20 @@ def _penalties(worker: Worker, examples: Sequence[Example]) -> tuple[torch.Tenso
     penalties_T = algorithm.kl_reward_coef * kl_T
     lengths = [example.trajectory.num_sampled for example in found]
     by_trajectory = zip(penalties_T.split(lengths), kl_T.split(lengths), dropped_T.split(lengths), strict=True)
-    sums_B3 = torch.stack([torch.stack([part.sum().double() for part in parts]) for parts in by_trajectory])
-    sums_B3 = on_every_rank(sums_B3, own, len(examples), worker.groups)
+    sums = [[part.sum().item() for part in parts] for parts in by_trajectory]
+    sums_B3 = on_every_rank(torch.tensor(sums, dtype=torch.float64).view(-1, 3), own, len(examples), worker.groups)
     _, kl_sum, num_dropped = sums_B3.sum(dim=0).tolist()
     penalties = penalties_T if algorithm.has_token_advantages else sums_B3[:, 0]
     return penalties, kl_sum, int(num_dropped)
 
 
 def _cat(values: Sequence[np.ndarray | None]) -> torch.Tensor:
-    """Concatenate arrays of the trajectories to a tensor, float64 [T]."""
+    """Concatenate arrays of the trajectories, of which a rank may have none, to a tensor, float64 [T]."""
     assert all(value is not None for value in values), "every trajectory must have been scored"
-    return torch.from_numpy(np.concatenate([np.asarray(value, np.float64) for value in values]))
+    return torch.from_numpy(np.concatenate([np.zeros(0), *(np.asarray(value, np.float64) for value in values)]))
 
 
 def _split(values_T: torch.Tensor, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
     """Split values [T] into one array [S] per trajectory."""
     lengths = [trajectory.num_sampled for trajectory in trajectories]
-    return np.split(values_T.numpy(), np.cumsum(lengths)[:-1])
+    return np.split(values_T.numpy(), np.cumsum(lengths))[:-1]

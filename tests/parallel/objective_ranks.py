@@ -1,10 +1,11 @@
 """Run by `launch`: two updates on one rollout batch under each objective.
 
 A case is {"name", "model", "reference", "teacher", "scored", "parallel", "algorithm", "fault"}, and may have "trainer"
-settings and the "rewards" of the trajectories. The main rank shares the batch out. The algorithm's section
-`distillation` gets the teacher; if it has engines, trajectories get the log-probs that are in the file `scored`.
-`out/NAME/` gets which trajectories' tokens each rank then has (`held-RANK.json`), what the batch was found to be
-(`examples.safetensors`), the first update's gradients, the parameters after the second, and metrics.
+settings, the "rewards" of the trajectories and the length "num_prompt_tokens" of their prompts. The main rank shares
+the batch out. The algorithm's section `distillation` gets the teacher; if it has engines, trajectories get the
+log-probs that are in the file `scored`. `out/NAME/` gets which trajectories' tokens each rank then has
+(`held-RANK.json`), what the batch was found to be (`examples.safetensors`), the first update's gradients, the
+parameters after the second, and metrics.
 """
 
 import json
@@ -73,6 +74,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
     given, batches = None, []
     if groups.is_main:
         given = make_trajectories(worker.model.architecture.vocab_size, case.get("rewards"))
+        if (num := case.get("num_prompt_tokens")) is not None:
+            given = [replace(each, prompt_token_ids=np.resize(each.prompt_token_ids, num)) for each in given]
         if config.algorithm.teacher_engines is not None:
             scored = load_file(case["scored"])
             given = [replace(each, teacher_log_probs=scored[str(i)].numpy()) for i, each in enumerate(given)]

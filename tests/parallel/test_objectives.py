@@ -75,6 +75,9 @@ EQUAL_REWARDS = {
     "equal-groups": [*[0.1] * 4, *[0.7] * 4, *[1.0] * 4],
 }
 """Rewards that give trajectories advantage 0."""
+IDLE = "whole-groups"
+LONG_PROMPTS = {"num_prompt_tokens": 40, "trainer": {"max_tokens_per_gpu": 128}}
+"""Whole groups on three of four ranks compute fewer tokens than parts of the groups on all four."""
 CASES = {
     **{f"{a}-{layout}": case(a, layout) for layout in ("one-process", *SEVERAL_RANKS) for a in ALGORITHMS},
     **{f"{EXPERTS}-{layout}": case("distill", layout) | {"student": EXPERTS} for layout in ("one-process", "ep2")},
@@ -94,6 +97,7 @@ CASES = {
         for layout in ("one-process", *SEVERAL_RANKS)
         for skip in ((False, True) if layout == "one-process" else (True,))
     },
+    **{f"{IDLE}-{layout}": case("corrected-grpo", layout) | LONG_PROMPTS for layout in ("one-process", "dp4-distopt")},
     FAULTY: case("gspo", "cp2", FAULTS[FAULTY]),
 }
 
@@ -205,6 +209,17 @@ def test_updates_without_trajectories_of_advantage_0_match_updates_on_all(result
             for name in ("actor/loss", "actor/grad_norm", "actor/bapo_clip_low", "actor/bapo_clip_high"):
                 assert ours[update][name] == pytest.approx(theirs[update][name], rel=1e-4, abs=1e-7), name
             assert ours[update]["perf/model_flops"] < theirs[update]["perf/model_flops"]
+
+
+def test_a_rank_without_trajectories_takes_part_in_the_updates(results: Path) -> None:
+    name, one = f"{IDLE}-dp4-distopt", f"{IDLE}-one-process"
+    held = [json.loads(file.read_text())["held"] for file in (results / name).glob("held-*.json")]
+    assert sorted(held) == [[], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert gradient_difference(results, name, IDLE) < GRADIENT
+    assert largest_difference(load_folder(results / name / "final"), load_folder(results / one / "final")) < PARAMETER
+    ours, theirs = metrics(results, name), metrics(results, one)
+    for part in theirs:
+        assert without_flops(ours[part]) == pytest.approx(without_flops(theirs[part]), rel=1e-4, abs=1e-6, nan_ok=True)
 
 
 def test_a_trace_has_no_update_of_trajectories_with_advantage_0(results: Path) -> None:

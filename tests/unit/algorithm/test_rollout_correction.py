@@ -85,3 +85,11 @@ def test_a_sequence_of_extreme_ratios_stays_finite() -> None:
     settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_threshold=1e30)
     correction = rollout_correction(torch.zeros(3), torch.full((3,), -900.0), torch.tensor([3]), settings)
     assert correction.weights_T.tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_a_rank_without_trajectories_has_no_weights(level: str) -> None:
+    settings = RolloutCorrectionConfig.model_validate({"rollout_is": "token", "rollout_rs": level})
+    correction = rollout_correction(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), settings)
+    assert correction.weights_T.shape == (0,)
+    assert correction.sums_B3.shape == (0, 3)
