@@ -59,23 +59,7 @@ def train(run: Run) -> None:
     if evaluation_is_due(run):  # a resumed run repeats an evaluation that was interrupted
         evaluate(run)
     for step in run.remaining_steps():
-        timer = Timer()
-        with profiling(run, step), timer.phase("step"):
-            scored, trajectories = take_groups(run, timer)
-            run.colocation.to_trainer()
-            start_cpu_s = family_cpu_s() if run.recorder else 0.0
-            with timer.phase("update"), snapshot(run, step):
-                metrics, updates, tokens = update_on_batch(run, scored, trajectories)
-            if run.recorder is not None:
-                metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
-            with timer.phase("weight_sync"):
-                metrics |= update_engine_weights(run)
-            run.state.step = step
-        metrics |= gpu_step_metrics(run.telemetry, run.worker.groups) | run.checkpoints.metrics()
-        record_step(run, scored, metrics, timer)
-        if run.recorder is not None:
-            run.recorder.write_updates(step, updates)
-            run.recorder.write_tokens(step, tokens)
+        train_step(run, step)
         if checkpoint_is_due(run):
             checkpoint(run)
         if evaluation_is_due(run):
@@ -89,6 +73,27 @@ def train(run: Run) -> None:
         export(run.worker, run.directory.export, run.directory.adapter)
     run.checkpoints.finish()
     run.announce(FINISHED)
+
+
+def train_step(run: Run, step: int) -> None:
+    """Train on the next rollout batch, and record the step. The batch is freed before the next one arrives."""
+    timer = Timer()
+    with profiling(run, step), timer.phase("step"):
+        scored, trajectories = take_groups(run, timer)
+        run.colocation.to_trainer()
+        start_cpu_s = family_cpu_s() if run.recorder else 0.0
+        with timer.phase("update"), snapshot(run, step):
+            metrics, updates, tokens = update_on_batch(run, scored, trajectories)
+        if run.recorder is not None:
+            metrics["perf/cpu_s/update"] = Last(family_cpu_s() - start_cpu_s)
+        with timer.phase("weight_sync"):
+            metrics |= update_engine_weights(run)
+        run.state.step = step
+    metrics |= gpu_step_metrics(run.telemetry, run.worker.groups) | run.checkpoints.metrics()
+    record_step(run, scored, metrics, timer)
+    if run.recorder is not None:
+        run.recorder.write_updates(step, updates)
+        run.recorder.write_tokens(step, tokens)
 
 
 def prepare_engines(run: Run) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from megatron_bapo.config.loading import dump_config
 from megatron_bapo.config.schema import Config, CreateModelConfig
+from megatron_bapo.controller import training_loop
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.launcher import report_end
@@ -35,6 +37,7 @@ from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_create import create_checkpoint
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
+from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.tokenization import load_tokenizer
 from megatron_bapo.run_directory import FINISHED, RunDirectory
 from megatron_bapo.trainer.checkpoint import load_checkpoint
@@ -230,6 +233,25 @@ def test_a_stop_request_before_the_last_step_ends_the_run_as_interrupted(tmp_pat
     run = start(make_config(tmp_path), groups, {}, [0, 1, 2])
     run.directory.stop_request.touch()
     assert end_of_run(run) == INTERRUPTED
+
+
+@pytest.mark.parametrize("dump", [False, True])
+def test_a_rollout_batch_is_freed_before_the_next_one_arrives(
+    tmp_path: Path, groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch, dump: bool
+) -> None:
+    taken, num_kept = list[weakref.ref[np.ndarray]](), list[int]()
+
+    def take(run: Run, timer: Timer) -> tuple[ScoredGroups | None, list[Trajectory]]:
+        num_kept.append(sum(each() is not None for each in taken))
+        scored, trajectories = take_groups(run, timer)
+        assert scored is not None
+        in_groups = [each for group in scored.groups for each in group.trajectories]
+        taken.extend(weakref.ref(each.response_token_ids) for each in [*in_groups, *trajectories])
+        return scored, trajectories
+
+    monkeypatch.setattr(training_loop, "take_groups", take)
+    end_of_run(start(make_config(tmp_path, logging={"dump_rollouts": dump}), groups, {}, [0, 1, 2]))
+    assert num_kept == [0] * NUM_STEPS
 
 
 class SlowRollouts(RecordedRollouts):
