@@ -95,8 +95,10 @@ class Optimizer:
         for group in self._chain.param_groups:
             # Megatron sets this in its scheduler, which is not used here. Norms and biases are not decayed.
             group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
-        # NCCL needs all ranks of a group in its first operation, and `read` involves only some of them.
-        sum_over(groups.data_context, groups.expert_data)(torch.zeros(1, device=local_device()))
+        # NCCL needs all ranks of a group in its first operation. `read` involves only some of them, and so do exchanges
+        # over the data axis (`token_values.py`), whose group is not that of the data and context axes even without
+        # context parallelism.
+        sum_over(groups.data, groups.data_context, groups.expert_data)(torch.zeros(1, device=local_device()))
         self.reset_moments()
 
     @property

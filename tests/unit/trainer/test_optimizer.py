@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,6 +163,16 @@ def test_reset_moments_equal_those_of_a_new_optimizer(groups: ParallelGroups, wa
         assert not moment.any()
     assert main is not None
     assert torch.equal(case.parameters[0], main)
+
+
+def test_all_ranks_take_part_in_the_first_operation_of_the_data_parallel_group(
+    groups: ParallelGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL needs that, and a rank may have nothing to exchange in `for_own_trajectories`."""
+    reduced = list[torch.distributed.ProcessGroup]()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _, group: reduced.append(group))
+    Case(replace(groups, data=replace(groups.data, size=2)), "plain")
+    assert reduced == [groups.data.group]
 
 
 def test_a_tensor_of_another_shape_is_refused(groups: ParallelGroups) -> None:
