@@ -15,7 +15,7 @@ def rollout_problems(config: Config) -> Iterator[str]:
         yield (
             f"trainer.collective_timeout_s={config.trainer.collective_timeout_s:g} must exceed "
             f"rollout.start_timeout_s={rollout.start_timeout_s:g}, because ranks wait in collectives while rank 0 "
-            "commits weights and checkpoints; raise collective_timeout_s, or lower start_timeout_s"
+            "commits weights; raise collective_timeout_s, or lower start_timeout_s"
         )
     if rollout.ranks_per_engine % rollout.nodes_per_engine:
         yield (

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,9 @@ import torch.distributed as dist
 from megatron_bapo.errors import RunError
 from megatron_bapo.files import storage_failure
 from megatron_bapo.metrics.values import Last, Metric
-from megatron_bapo.parallel.groups import through
+from megatron_bapo.parallel.collectives import gather_objects
+from megatron_bapo.parallel.groups import Axis, through
+from megatron_bapo.parallel.main_calls import NUM_SIGNS
 from megatron_bapo.parallel.platform import host_process_group, now_s
 from megatron_bapo.trainer.checkpoint import Draft, RolloutFiles, begin, commit, save_checkpoint, write_tensors
 from megatron_bapo.trainer.snapshot import Snapshot
@@ -48,8 +51,9 @@ class CheckpointWriter:
         self._worker, self._folder, self._keep, self._rollouts = worker, folder, config.checkpoint.keep, rollouts
         self._snapshot = None
         if config.checkpoint.async_save:
-            self._group = host_process_group(config.trainer.collective_timeout_s)
-            self._groups = through(self._group, worker.groups)
+            group = host_process_group(config.trainer.collective_timeout_s)
+            self._groups = through(group, worker.groups)
+            self._all_ranks = Axis(group, dist.get_rank(), dist.get_world_size())
             self._snapshot = Snapshot(worker.optimizer, self._groups)
         self._thread: threading.Thread | None = None
         self._failure: RunError | None = None
@@ -113,11 +117,27 @@ class CheckpointWriter:
             model, read = self._worker.model, self._snapshot.read
             self._failure = self._on_any(self._attempt(partial(write_tensors, draft, model, self._groups, read)))
             if self._failure is None:
-                commits = partial(commit, draft, self._keep)
-                self._failure = self._on_any(self._attempt(commits) if self._worker.groups.is_main else None)
+                self._failure = self._commit(draft)
         except Exception as error:  # of the ranks' communication, for example because one of them has died
             self._failure = self._failure_of(error)
         self._write_s = time.perf_counter() - start_s
+
+    def _commit(self, draft: Draft) -> RunError | None:
+        """Commit on rank 0, and return its failure on all ranks.
+
+        It may take any time, so all ranks meet several times in the timeout of a collective until it is done.
+        """
+        is_main, committed = self._worker.groups.is_main, Future[RunError | None]()
+        if is_main:
+            commits = partial(self._attempt, partial(commit, draft, self._keep))
+            threading.Thread(target=lambda: committed.set_result(commits()), name="commit", daemon=True).start()
+        own, interval_s = [committed] if is_main else [], self._worker.config.trainer.collective_timeout_s / NUM_SIGNS
+        try:
+            while not any(gather_objects(committed.done(), self._all_ranks)):
+                wait(own, interval_s)
+        finally:
+            wait(own)  # even if another rank has died meanwhile
+        return self._on_any(committed.result() if is_main else None)
 
     def _attempt(self, part: Callable[[], None]) -> RunError | None:
         try:
@@ -137,6 +157,5 @@ class CheckpointWriter:
 
     def _on_any(self, own: RunError | None) -> RunError | None:
         """Return the failure of the first rank that has one."""
-        failures: list[RunError | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(failures, own, group=self._group)
+        failures = gather_objects(own, self._all_ranks)
         return own or next((failure for failure in failures if failure is not None), None)

@@ -1,13 +1,17 @@
 """Run by `launch`: saves two states in a row with and without `async_save`, training in between, and resumes.
 
-A case is {"name", "model", "parallel", "dtype", "optimizer"}. `out/NAME/sync` and `out/NAME/async` get the checkpoints,
-`continued` the parameters after a third update, and `resumed` those after the same update from the second asynchronous
-checkpoint.
+A case is {"name", "model", "parallel", "dtype", "optimizer"}, and may have "timeout_s". `out/NAME/sync` and
+`out/NAME/async` get the checkpoints, `continued` the parameters after a third update, and `resumed` those after the
+same update from the second asynchronous checkpoint. `slow` gets a checkpoint whose commit takes twice the timeout of
+collectives, `timeout_s`.
 """
 
 import json
+import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from examples import LEARNING_RATE, make_config, make_examples
 from optimizer_ranks import on_all_ranks, same_bits
@@ -35,6 +39,27 @@ def with_async_save(worker: Worker, value: bool) -> Worker:
     return Worker(
         worker.config.model_copy(update={"checkpoint": settings}), worker.groups, worker.model, worker.optimizer
     )
+
+
+class SlowRollouts:
+    """Rollouts without files, which are complete after twice the timeout of a collective."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def begin_saving(self, folder: Path) -> dict[str, Any]:
+        return {"folder": folder.name}
+
+    def finish_saving(self) -> None:
+        time.sleep(2 * self._timeout_s)
+
+
+def save_slowly(worker: Worker, folder: Path, timeout_s: float) -> None:
+    settings = worker.config.trainer.model_copy(update={"collective_timeout_s": timeout_s})
+    limited = replace(worker, config=worker.config.model_copy(update={"trainer": settings}))
+    writer = CheckpointWriter(limited, folder, SlowRollouts(timeout_s))
+    writer.save(1, {})
+    writer.finish()
 
 
 def snapshot_keeps_its_values(worker: Worker) -> bool:
@@ -86,6 +111,8 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         "snapshot_keeps_its_values": snapshot_keeps_its_values(worker),
         "copy_is_as_planned": copy_is_as_planned(worker),
     }
+    if "timeout_s" in case:
+        save_slowly(worker, out / "slow", case["timeout_s"])
     if groups.is_main:
         (out / "facts.json").write_text(json.dumps(facts))
 

@@ -17,7 +17,7 @@ from tests.parallel.test_optimizer import BF16, EP2, OFFLOAD, PLAIN, PP2, SPREAD
 
 CASES = {
     "one": case(1, PLAIN),
-    "dp2": case(2, SPREAD),
+    "dp2": case(2, SPREAD, timeout_s=4.0),
     "dp2-offload-bf16": case(2, OFFLOAD, **BF16),
     "pp2": case(2, SPREAD, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "tp2-dp2": case(4, SPREAD, TP2),
@@ -73,6 +73,10 @@ def test_both_ways_of_saving_report_their_seconds(results: Path, name: str) -> N
         assert set(found) == {"checkpoint/blocked_s", "checkpoint/wait_s", "checkpoint/write_s"}
         assert found["checkpoint/wait_s"] < found["checkpoint/blocked_s"]
     assert metrics["sync"]["checkpoint/write_s"] <= metrics["sync"]["checkpoint/blocked_s"]
+
+
+def test_a_commit_may_take_longer_than_a_collective(results: Path) -> None:
+    assert [path.name for path in (results / "dp2" / "slow").iterdir()] == ["step-00000001"]
 
 
 KILLED = {
