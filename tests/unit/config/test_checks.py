@@ -20,10 +20,10 @@ FIXED_ON_RESUME = (
     *("rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.min_p", "rollout.n"),
     *("rollout.max_response_length", "rollout.mode", "rollout.max_staleness", "rollout.max_reuse", "rollout.on_stale"),
     *("rollout.partial_rollout", "rollout.filter_groups"),
-    *("reward.type", "reward.function", "reward.partial_credit"),
+    *("reward.type", "reward.function", "reward.partial_credit", "reward.max_tests", "reward.sandbox"),
     *("reward.timeout_reward", "reward.truncated_reward"),
     *("environment.type", "environment.function", "environment.max_turns", "environment.role"),
-    "environment.timeout_reply",
+    *("environment.timeout_reply", "environment.sandbox"),
 )
 BUT_FREE = ("algorithm.clip_bounds.method", "optimizer.cpu_offload")
 
