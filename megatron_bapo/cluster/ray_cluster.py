@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -60,6 +61,9 @@ START_TIMEOUT = "timed out during startup"
 """Part of Ray's message when a node's processes have not started in time."""
 _END_TIMEOUT_S = 10.0
 """Time for killed processes to end, which frees their ports."""
+_MEMORY = re.compile(r"\(IP: (\S+), .*\) was ([\d.]+)GB used / ([\d.]+)GB limit")
+_THRESHOLD = re.compile(r"exceeded threshold of \d+B \(([\d.]+)% of")
+"""Memory of the node in the message of Ray's OutOfMemoryError, as of Ray 2.60, whose GB are GiB."""
 MAX_CALLS = 100_000
 """Concurrent calls of one actor whose methods are coroutines."""
 
@@ -295,11 +299,26 @@ def _cause(error: RayError, who: str) -> Exception:
         if isinstance(error.cause, UserError | RunError):
             return error.cause
         return RunError(f"{who} failed with {type(error.cause).__name__}: {error.cause}; see the run's logs folder")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = f"{lines[-1] if lines else 'no reason given'}; see the run's logs folder"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    reason = _out_of_memory(lines) if isinstance(error, OutOfMemoryError) else lines[-1]
+    reason += "; see the run's logs folder"
     if isinstance(error, ObjectLostError):
         return ActorDied(f"the reply of {who} was lost: {reason}")
     if isinstance(error, DIED):
         state = "cannot be reached" if isinstance(error, ActorUnavailableError | RpcError) else "died"
         return ActorDied(f"{who} {state}: {reason}")
     return RunError(f"Ray failed to call {who} ({type(error).__name__}): {reason}")
+
+
+def _out_of_memory(lines: list[str]) -> str:
+    """Return which node ran out of memory and the way out; the first line if Ray's message has no figures."""
+    memory, threshold = (pattern.search(" ".join(lines)) for pattern in (_MEMORY, _THRESHOLD))
+    if memory is None:
+        return lines[0]
+    address, used, limit = memory.groups()
+    above = f", more than Ray's threshold of {threshold[1]} %" if threshold else ""
+    return (
+        f"Ray killed it, because {used} of {limit} GiB of memory were in use on node {address}{above}. End other "
+        "processes on the node, give it more memory, or raise RAY_memory_usage_threshold in the environment in which "
+        "Ray starts"
+    )

@@ -28,6 +28,19 @@ OTHERS = (
     ray_errors.ObjectStoreFullError("the object store is full"),
     ray_errors.PendingCallsLimitExceeded("too many calls"),
 )
+OUT_OF_MEMORY = """\
+1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, ID: b97588616256) \
+was 22.81GB used / 23.54GB limit (0.968989)
+OOM kill reason: Memory usage 24492032000B exceeded threshold of 24012684697B (95.0% of 25276510208B limit)
+Object store memory usage: [- objects spillable: 0
+]
+Ray killed 1 worker(s) based on the killing policy
+Considered workers: [
+Selected to kill: (Actor(7dfae037f15ce731f4b232c301000000): job ID=01000000, task name=A.__init__, pid=8121)
+]
+Refer to the documentation on how to address the out of memory issue: https://docs.ray.io/. Consider provisioning more \
+memory on this node or reducing task parallelism by requesting more CPUs per task."""
+"""Text of Ray 2.60, shortened."""
 
 
 def error_of(error: BaseException) -> RunError:
@@ -59,3 +72,20 @@ def test_an_error_that_the_engine_raises_keeps_its_type_and_message():
     assert error_of(ray_errors.RayTaskError("load_weights", "traceback", refused)) is refused
     unexpected = error_of(ray_errors.RayTaskError("load_weights", "traceback", KeyError("a")))
     assert "engine 3 failed with KeyError: 'a'" in str(unexpected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            OUT_OF_MEMORY,
+            "engine 3 died: Ray killed it, because 22.81 of 23.54 GiB of memory were in use on node 192.0.2.2, more "
+            "than Ray's threshold of 95.0 %. End other processes on the node, give it more memory, or raise "
+            "RAY_memory_usage_threshold in the environment in which Ray starts; see the run's logs folder",
+        ),
+        ("Killed for memory.\nRefer to …", "engine 3 died: Killed for memory.; see the run's logs folder"),
+    ],
+    ids=["Ray 2.60", "another version"],
+)
+def test_the_message_of_a_process_killed_for_memory_has_the_figures_of_its_node(text: str, expected: str):
+    assert str(error_of(ray_errors.OutOfMemoryError(text))) == expected
