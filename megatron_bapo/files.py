@@ -36,6 +36,21 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def replace_folder(folder: Path, complete: Path) -> None:
+    """Rename the complete folder to `folder`. A folder that has this name is renamed and then deleted.
+
+    So a folder with this name is complete, wherever the replacement is interrupted. The next one removes what is left.
+    """
+    old = folder.with_name(folder.name + ".old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    complete.rename(folder)
+    if old.exists():
+        flush(folder.parent)  # the new name, before the old folder is deleted
+        shutil.rmtree(old, ignore_errors=True)
+
+
 def make_folder(folder: Path, label: str) -> None:
     """Create a folder and its parents unless they exist. Raises UserError if the folder cannot be written to.
 

@@ -249,9 +249,9 @@ class RunDirectory:
             make_folder(folder, f"run_dir={self.root}")
 
     def remove_partial_folders(self) -> None:
-        """Remove the checkpoints and exports that were not completed."""
+        """Remove the checkpoints and exports that were not completed, or were being deleted."""
         exports = (self.export, self.adapter, self.reference)
-        partial_exports = (folder.with_name(folder.name + ".partial") for folder in exports)
+        partial_exports = (partial for folder in exports for partial in folder.parent.glob(f"{folder.name}*.partial"))
         for partial in (*self.checkpoints.glob("*.partial"), *partial_exports):
             shutil.rmtree(partial, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_bapo.config.schema import CreateModelConfig
+from megatron_bapo.files import replace_folder
 from megatron_bapo.garbage_collection import collector_paused
 
 END_OF_SEQUENCE = "<|endoftext|>"
@@ -70,5 +71,4 @@ def create_checkpoint(folder: Path, settings: CreateModelConfig, prompts: Sequen
     disable_progress_bar()
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    replace_folder(folder, partial)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture
-from megatron_bapo.files import flush, read_json_object
+from megatron_bapo.files import flush, read_json_object, replace_folder
 from megatron_bapo.model.build import Chunk, PolicyModel, finish_param_gather
 from megatron_bapo.model.hf_import import SafetensorsFolder
 from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, frozen_tensors, lookup
@@ -257,8 +257,7 @@ def save_hugging_face(model: PolicyModel, groups: ParallelGroups, source: Path, 
     if groups.is_main:
         complete_folder(partial, model.architecture, model.config.params_dtype, source)
         flush_to_disk(partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        replace_folder(target, partial)
     barrier(groups)
 
 

@@ -20,7 +20,7 @@ import torch
 from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import read_json_object
+from megatron_bapo.files import read_json_object, replace_folder
 from megatron_bapo.model.build import PolicyModel
 from megatron_bapo.model.hf_export import flush_to_disk, write_safetensors, write_stage
 from megatron_bapo.model.hf_import import SafetensorsFolder, Write, load_tensors
@@ -186,8 +186,7 @@ def save_adapters(model: PolicyModel, lora: LoraConfig, groups: ParallelGroups, 
         with SafetensorsFolder(stages) as folder:
             write_peft_folder(partial, folder, lora, base, model.config.params_dtype)
         shutil.rmtree(stages)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        replace_folder(target, partial)
     barrier(groups)
 
 

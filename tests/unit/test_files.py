@@ -1,12 +1,14 @@
+import contextlib
 import errno
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import make_folder, read_json_object, storage_failure
+from megatron_bapo.files import make_folder, read_json_object, replace_folder, storage_failure
 
 
 def test_a_folder_is_made_with_those_above_it_and_kept(tmp_path: Path) -> None:
@@ -25,6 +27,30 @@ def test_a_file_in_place_of_the_folder_is_named_with_the_systems_reason(tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=rf"^--output x cannot be written to \(File exists: {tmp_path}/file\); choose"):
         make_folder(tmp_path / "file", "--output x")
+
+
+def test_a_folder_whose_replacement_is_interrupted_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, complete = tmp_path / "hf", tmp_path / "hf.partial"
+    files = ("a", "b")
+
+    def write(content: str) -> None:
+        complete.mkdir()
+        for name in files:
+            (complete / name).write_text(content)
+
+    def half_deleted(old: Path, *, ignore_errors: bool) -> None:
+        if old.exists():
+            (old / "a").unlink()
+            raise KeyboardInterrupt
+
+    for content in ("first", "second", "third"):
+        write(content)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            if content == "second":
+                patch.setattr(shutil, "rmtree", half_deleted)
+            replace_folder(folder, complete)
+        assert {name: (folder / name).read_text() for name in files} == dict.fromkeys(files, content)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

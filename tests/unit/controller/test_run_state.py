@@ -109,7 +109,7 @@ def _fail_on_a_full_disk(directory: RunDirectory, partial: Path) -> None:
         raise StorageFailed(failure["message"])
 
 
-@pytest.mark.parametrize("name", ["checkpoints/step-00000004", "hf", "adapter", "reference"])
+@pytest.mark.parametrize("name", ["checkpoints/step-00000004", "hf", "hf.old", "adapter", "reference"])
 def test_the_reserved_space_suffices_to_report_a_full_disk(tmp_path, name):
     with small_disk(tmp_path / "disk", mib=4) as disk:
         directory = RunDirectory(disk / "run")

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,3 +262,26 @@ def test_every_file_of_an_export_is_flushed_once_before_its_folder_gets_the_fina
 
     assert sorted(flushed[:-1]) == sorted((path.name, path.stat().st_size) for path in target.iterdir())
     assert flushed[-1] == ("hf.partial", None)
+
+
+def test_an_export_that_is_killed_while_it_deletes_the_one_before_it_is_complete(
+    checkpoint, tmp_path, groups, monkeypatch
+):
+    model, target = loaded(checkpoint, "float32", groups), tmp_path / "hf"
+    save_hugging_face(model, groups, checkpoint, target)
+    names = {path.name for path in target.iterdir()}
+
+    def killed(folder: Path, *, ignore_errors: bool = False) -> None:
+        if not folder.exists() or not any(path.suffix == ".safetensors" for path in folder.iterdir()):
+            return
+        next(folder.iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_hugging_face(model, groups, checkpoint, target)
+
+    assert {path.name for path in target.iterdir()} == names
+    save_hugging_face(model, groups, checkpoint, target)
+    assert sorted(tmp_path.glob("hf*")) == [target]
