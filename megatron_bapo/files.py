@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
-from errno import EDQUOT, ENOSPC, EROFS
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,18 @@ def make_folder(folder: Path, label: str) -> None:
 
 def unwritable(label: str, error: OSError) -> UserError:
     """Return the error for a file or folder that the system refused to write, with the system's reason."""
-    place = "" if error.filename is None else f": {error.filename}"
-    return UserError(f"{label} cannot be written to ({error.strerror or error}{place}); {_WAY_OUT}")
+    name = error.filename2 or error.filename  # of a copy, the second file is the one that is written
+    place = "" if name is None else f": {name}"
+    way_out = _WAYS_OUT.get(error.errno or 0, _WAY_OUT)
+    return UserError(f"{label} cannot be written to ({error.strerror or error}{place}); {way_out}")
 
 
 _WAY_OUT = "choose another folder, or make this one writable"
+_WAYS_OUT = {
+    ENOSPC: "free disk space, or choose a folder on another disk",
+    EDQUOT: "delete other files, or choose a folder with another quota",
+    EFBIG: "raise the limit on the size of a file (ulimit -f), or choose a folder on another file system",
+}
 
 
 def reserve(path: Path, size: int) -> None:

@@ -11,7 +11,8 @@ verifies it.
 
 `convert_megatron_to_hf.py OUTPUT --origin-hf-dir SOURCE` converts it back, bit for bit.
 
-Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input, 130 interrupted.
+Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input or an output that
+cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ the tokenizer's files. config.json has no quantization_config. Every file is ver
 The output is written atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On
 a finished output the command only verifies it.
 
-Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input, 130 interrupted.
+Exit codes: 0 written and verified, 1 the written files are damaged, 2 invalid input or an output that
+cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations

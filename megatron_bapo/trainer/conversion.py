@@ -18,7 +18,7 @@ import torch
 
 from megatron_bapo.config.architecture import Architecture, parsed_architecture, read_architecture
 from megatron_bapo.errors import UserError
-from megatron_bapo.files import make_folder, read_json_object
+from megatron_bapo.files import make_folder, read_json_object, unwritable
 from megatron_bapo.model.hf_export import complete_folder, flush_to_disk
 from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors
 from megatron_bapo.model.hf_mapping import Shape, expected_shapes, frozen_tensors, trained_shapes
@@ -223,14 +223,11 @@ def peft_from_checkpoint(checkpoint: Path, origin: Path, target: Path, dtype: to
         raise UserError(f"{checkpoint} has no adapters: model.lora was not set; convert it without --adapter")
     if target.exists():
         raise UserError(f"{target} already exists; choose another --output or delete it")
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial, f"--output {target}")
-    with SafetensorsFolder(checkpoint / WEIGHTS) as tensors:
+    with _written(target) as partial, SafetensorsFolder(checkpoint / WEIGHTS) as tensors:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial, f"--output {target}")
         write_peft_folder(partial, tensors, read_adapter_config(checkpoint), origin, dtype)
-        num_tensors = len(tensors.shapes())
-    partial.rename(target)
-    return num_tensors
+        return len(tensors.shapes())
 
 
 def _convert(
@@ -246,16 +243,32 @@ def _convert(
 ) -> CopyResult:
     if target.exists():
         return _check_existing(target, weights, tensors, shapes, dtype, advance, in_fp32)
-    partial = target.with_name(target.name + ".partial")
-    make_folder(partial / weights, f"--output {target}")
-    _check_room(partial, total_bytes(shapes, dtype, in_fp32))
-    copied = copy_tensors(
-        tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance, in_fp32=in_fp32
-    )
-    complete(partial)
-    flush_to_disk(partial)
-    partial.rename(target)
+    with _written(target) as partial:
+        make_folder(partial / weights, f"--output {target}")
+        _check_room(partial, total_bytes(shapes, dtype, in_fp32))
+        copied = copy_tensors(
+            tensors, shapes, partial / weights, dtype, max_file_bytes=max_file_bytes, advance=advance, in_fp32=in_fp32
+        )
+        complete(partial)
     return copied
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[Path]:
+    """Yield the folder to write, which is renamed to `target` when it is complete.
+
+    Raises UserError if the system refuses to write it.
+    """
+    partial = target.with_name(target.name + ".partial")
+    try:
+        yield partial
+        flush_to_disk(partial)
+        partial.rename(target)
+    except OSError as error:
+        names = [Path(name) for name in (error.filename, error.filename2) if name is not None]
+        if names and not any(name.is_relative_to(partial) for name in names):
+            raise  # a file of the source cannot be read
+        raise unwritable(f"--output {target}", error) from None
 
 
 def _check_existing(

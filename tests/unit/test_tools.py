@@ -1,6 +1,7 @@
 """The command lines of tools/: what they print and how they end."""
 
 import json
+import resource
 import runpy
 import sys
 from pathlib import Path
@@ -63,6 +64,21 @@ def test_a_wrong_input_is_named_with_exit_code_2(monkeypatch, capsys, tmp_path, 
     assert run(monkeypatch, name, missing, "--output", tmp_path / "out.jsonl") == 2
     assert str(missing) in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_the_system_refuses_to_write_is_named_with_exit_code_2(monkeypatch, capsys, tmp_path, model):
+    arguments = (model, "--output", tmp_path / "out")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    try:
+        assert run(monkeypatch, "convert_hf_to_megatron", *arguments) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    message = f"error: --output {tmp_path / 'out'} cannot be written to (File too large); raise the limit on the size"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(monkeypatch, "convert_hf_to_megatron", *arguments) == 0
 
 
 def test_a_model_goes_to_a_checkpoint_and_back(monkeypatch, capsys, tmp_path, model):
