@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_bapo.config.schema import Config, Section
+from megatron_bapo.config.section import alternatives
 from megatron_bapo.config.yaml_text import parse_yaml, text_after
 from megatron_bapo.errors import UserError
 from megatron_bapo.text import without_credentials
@@ -225,33 +226,56 @@ def _refuse_other_command(section: type[Section], path: str | Path, document: Ma
 
 def problems_of(error: ValidationError, root: type[Section], document: Mapping[str, Any]) -> list[str]:
     """Return one line each, with dotted key, value, rule and way out."""
-    problems: list[str] = []
+    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        location = tuple(map(str, details["loc"]))
-        if details["type"] == "extra_forbidden":
-            problems += _unknown_key(location, details["input"], root, document)
-        else:
-            problems.append(_broken_rule(".".join(location), details))
+        found.setdefault(_location(details["loc"], root), []).append(details)
+    problems: list[str] = []
+    for location, errors in found.items():
+        if errors[0]["type"] == "extra_forbidden":
+            problems += _unknown_key(location, errors[0]["input"], root, document)
+        elif not any(other[: len(location)] == location != other for other in found):
+            # With an error below, the value has one of the field's types, and only this type's error is of use.
+            problems.append(_broken_rule(".".join(location), errors))
     return problems
 
 
-def _broken_rule(key: str, error: ErrorDetails) -> str:
-    kind, value = error["type"], error["input"]
-    if kind == "missing":
+def _location(parts: Sequence[str | int], root: type[Section]) -> tuple[str, ...]:
+    """Return the keys that lead to an error, without the type as which pydantic tried a value that may be of several.
+
+    Pydantic names this type behind the field.
+    """
+    remaining, location, section = map(str, parts), list[str](), root
+    for name in remaining:
+        location.append(name)
+        field = section.model_fields.get(name) if section is not None else None
+        if field is not None and len(alternatives(field.annotation)) > 1:
+            next(remaining, None)
+        section = _subsection(section, name) if section is not None else None
+    return tuple(location)
+
+
+def _broken_rule(key: str, errors: Sequence[ErrorDetails]) -> str:
+    """Return the problem with one value; a value that may be of several types has an error for each of them."""
+    value = errors[0]["input"]
+    if errors[0]["type"] == "missing":
         return f"{key}: {_RULES['missing']}; set it"
     if value == TO_SET:
         return f"{key}={TO_SET}: is still to be set; `translate` writes {TO_SET} for a value that it cannot know"
+    rules = ", or ".join(_rule(key, error) for error in errors)
+    return f"{key}={_shown(value)}: {rules}" + ("; remove the key to use its default" if value is None else "")
+
+
+def _rule(key: str, error: ErrorDetails) -> str:
+    kind = error["type"]
     if kind == "value_error":
-        rule = str(error.get("ctx", {}).get("error", error["msg"]))
-    elif kind == "literal_error":
+        return str(error.get("ctx", {}).get("error", error["msg"]))
+    if kind == "literal_error":
         # Imported here: it is slow, and a key is seldom wrong.
         from megatron_bapo.config.foreign_hints import value_hint
 
-        hint = value_hint(key, value)
-        rule = f"must be {error.get('ctx', {}).get('expected')}" + (f"; {hint}" if hint else "")
-    else:
-        rule = _RULES.get(kind.split("_")[0]) or error["msg"].replace("Input should be", "must be")
-    return f"{key}={_shown(value)}: {rule}" + ("; remove the key to use its default" if value is None else "")
+        hint = value_hint(key, error["input"])
+        return f"must be {error.get('ctx', {}).get('expected')}" + (f"; {hint}" if hint else "")
+    return _RULES.get(kind.split("_")[0]) or error["msg"].replace("Input should be", "must be")
 
 
 def _unknown_key(

@@ -28,10 +28,13 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for numbers, which pydantic would read as 1 and 0."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation) if isinstance(value, bool) else set()
-        if kinds & {int, float} and bool not in kinds:
+        """Refuse true and false for numbers, also in lists of them, which pydantic would read as 1 and 0."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and _has_only_numbers(_kinds(annotation)):
             raise ValueError("must be a number")
+        has_bool = isinstance(value, list | tuple) and any(isinstance(entry, bool) for entry in value)
+        if has_bool and _has_only_numbers(_entry_kinds(annotation)):
+            raise ValueError("must be a list of numbers")
         return value
 
     @field_validator("*", mode="before")
@@ -43,6 +46,22 @@ class Section(BaseModel):
         if not value or "\0" in value or max(len(os.fsencode(name)) for name in value.split("/")) > _LONGEST_NAME:
             raise ValueError(f"must be a path: not empty, no NUL character, no name of over {_LONGEST_NAME} bytes")
         return os.path.expanduser(value)
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of which a field's value may be one, besides None."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(kind for kind in kinds if kind is not type(None))
+
+
+def _entry_kinds(annotation: Any) -> set[type]:
+    """Return the types of the entries of a field that may be a list."""
+    lists = (kind for kind in alternatives(annotation) if get_origin(kind) is tuple)
+    return set().union(*(_kinds(entry) for kind in lists for entry in get_args(kind)))
+
+
+def _has_only_numbers(kinds: set[type]) -> bool:
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 def _kinds(annotation: Any) -> set[type]:

@@ -129,10 +129,37 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("reward.type=function", "reward={type: function}: reward.function is required by reward.type=function"),
         ("model.path=m", "model={create: {}, path: m}: give exactly one of model.path"),
         ("trainer.total_steps=null", "trainer.total_steps: is required; set it"),
+        ("logging.profile_ranks=[true, 1]", "logging.profile_ranks=[true, 1]: must be a list of numbers"),
+        (
+            "parallel.pipeline_model_parallel_layout=[true,3]",
+            "parallel.pipeline_model_parallel_layout=[true, 3]: must be a list of numbers",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_rule(tmp_path: Path, override: str, expected: str) -> None:
     assert expected in problems(write(tmp_path, BASE), override)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "parallel.pipeline_model_parallel_layout=foo",
+            "parallel.pipeline_model_parallel_layout=foo: must be 'auto', or must be a list, such as [a, b]",
+        ),
+        (
+            "parallel.pipeline_model_parallel_layout=[1,x]",
+            "parallel.pipeline_model_parallel_layout.1=x: must be a whole number",
+        ),
+        (
+            "data.train.choices_key=3",
+            "data.train.choices_key=3: must be text; put it in quotes, or must be a list, such as [a, b]",
+        ),
+    ],
+)
+def test_a_wrong_value_of_a_key_of_several_types_is_one_problem(tmp_path: Path, override: str, expected: str) -> None:
+    _, *lines = problems(write(tmp_path, BASE), override).splitlines()
+    assert lines == [f"  {expected}"]
 
 
 def test_all_problems_of_a_file_are_reported_at_once_one_per_line_in_plain_words(tmp_path: Path) -> None:
