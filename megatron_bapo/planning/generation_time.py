@@ -14,7 +14,7 @@ from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import num_active_parameters
-from megatron_bapo.planning.precision import DTYPE_BYTES, engine_matrix_bytes, engine_speedup
+from megatron_bapo.planning.precision import DTYPE_BYTES, engine_architecture, engine_matrix_bytes, engine_speedup
 from megatron_bapo.planning.response_lengths import Lengths, lengths_of, mean_length
 from megatron_bapo.planning.rollout_memory import EngineMemory
 
@@ -93,7 +93,8 @@ def decode_cost(
     """
     rollout, arch = config.rollout, architecture
     size, num_stages = rollout.tensor_parallel_size, rollout.pipeline_parallel_size
-    experts = len(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * arch.moe_intermediate_size
+    width = engine_architecture(config, arch, gpu).moe_intermediate_size
+    experts = len(arch.moe_layers) * arch.num_experts * 3 * arch.hidden_size * width
     expert_bytes = experts // size * engine_matrix_bytes(config)
     unrouted = (1.0 - arch.num_experts_per_tok / arch.num_experts) ** (1 / num_stages) if arch.num_experts else 0.0
     bytes_per_s = gpu.memory_tb_s * 1e12 * assumptions.memory_efficiency

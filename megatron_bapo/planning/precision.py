@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_bapo.config.architecture import Architecture
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions, Gpu
@@ -9,6 +11,10 @@ from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements,
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FP8_BYTES = 1
+EXPERT_BLOCK = 128
+"""vLLM rounds the width of an expert's part on one GPU up to a multiple of this where its kernels need it."""
+BLACKWELL = 10
+"""Major compute capability."""
 
 
 def quantised_elements(config: Config, architecture: Architecture, stage: int) -> int:
@@ -27,6 +33,20 @@ def fp8_speedup(gpu: Gpu, assumptions: Assumptions) -> float:
     """Return the speedup of FP8 over bfloat16 matrix products, quantization included; at least 1."""
     fp8 = gpu.fp8_tflops * assumptions.fp8_efficiency
     return max(1.0, fp8 / (gpu.bf16_tflops * assumptions.compute_efficiency))
+
+
+def engine_architecture(config: Config, architecture: Architecture, gpu: Gpu) -> Architecture:
+    """Return the architecture with experts as wide as vLLM allocates them in an engine.
+
+    vLLM 0.32 rounds their width for quantization in blocks (quantization/online/fp8.py), and for the unquantized
+    kernels that it prefers on Blackwell and that compute only SiLU (fused_moe/oracle/unquantized.py).
+    """
+    rollout = config.rollout
+    on_blackwell = gpu.capability[0] == BLACKWELL and not architecture.family.clamped_swiglu
+    if rollout.quantization is None and not on_blackwell:
+        return architecture
+    block = EXPERT_BLOCK * (1 if rollout.enable_expert_parallel else rollout.tensor_parallel_size)
+    return replace(architecture, moe_intermediate_size=-(-architecture.moe_intermediate_size // block) * block)
 
 
 def engine_weight_bytes(config: Config, architecture: Architecture, num_parameters: int) -> int:

@@ -14,7 +14,7 @@ from megatron_bapo.planning.delta_net import state_bytes
 from megatron_bapo.planning.hardware import GIB, Assumptions, Gpu
 from megatron_bapo.planning.known_models import teacher_of
 from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements
-from megatron_bapo.planning.precision import DTYPE_BYTES, engine_weight_bytes, key_value_bytes
+from megatron_bapo.planning.precision import DTYPE_BYTES, engine_architecture, engine_weight_bytes, key_value_bytes
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def engine_memory(config: Config, architecture: Architecture, gpu: Gpu, assumpti
     """Return the memory of one engine. Like vLLM, give the KV cache what weights and workspace leave of its share."""
     rollout = config.rollout
     num_stages = rollout.pipeline_parallel_size
-    own_parameters = engine_parameters(architecture, rollout.tensor_parallel_size, num_stages)
-    weights = engine_weight_bytes(config, architecture, own_parameters)
+    allocated = engine_architecture(config, architecture, gpu)
+    own_parameters = engine_parameters(allocated, rollout.tensor_parallel_size, num_stages)
+    weights = engine_weight_bytes(config, allocated, own_parameters)
     if (lora := sent_adapters(config, architecture)) is not None:
         num_own = engine_adapter_parameters(architecture, lora, rollout.tensor_parallel_size, num_stages)
         weights += num_own * DTYPE_BYTES[config.model.dtype]

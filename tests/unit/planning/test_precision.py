@@ -4,6 +4,7 @@ import pytest
 
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.planning.activations import MicroBatch, layer_activations, without_recompute
+from megatron_bapo.planning.generation_time import decode_cost
 from megatron_bapo.planning.hardware import GPUS, Assumptions
 from megatron_bapo.planning.parameters import LayerKind
 from megatron_bapo.planning.precision import engine_weight_bytes, fp8_speedup, quantised_elements
@@ -11,6 +12,7 @@ from tests.unit.config.examples import config
 from tests.unit.planning.examples import Plan, recipe
 
 BF16, FP8, ROLLOUTS = "qwen2.5-7b_8gpus", "qwen2.5-7b_8gpus_fp8", "qwen2.5-7b_8gpus_fp8_rollouts"
+FP8_ENGINES = ("rollout.quantization=fp8_per_block",)
 # Of Qwen2.5-7B: 28 layers, hidden size 3584, 28 + 2 x 4 heads of 128, MLP 18944.
 LAYER = 3584 * (36 * 128 + 28 * 128 + 3 * 18944)
 
@@ -89,6 +91,23 @@ def test_an_fp8_engine_has_half_the_layer_bytes_and_a_smaller_kv_cache() -> None
     quantised = recipe(ROLLOUTS, "rollout.kv_cache_dtype=fp8_e4m3").engine
     assert quantised.kv_per_token * 2 == fp8.engine.kv_per_token
     assert engine_weight_bytes(bf16.config, bf16.architecture, 10) == 20
+
+
+@pytest.mark.parametrize(("gpu", "overrides", "num_bytes"), [("H100", FP8_ENGINES, 1), ("B200", (), 2)])
+def test_an_engine_has_experts_as_wide_as_vllm_allocates_them(
+    gpu: str, overrides: tuple[str, ...], num_bytes: int
+) -> None:
+    """Qwen3-235B has 94 layers with 128 experts of width 1536. A part of 192 is 256 wide, and a whole one 1536."""
+    name = ("qwen3-235b-a22b_128gpus", "rollout.tensor_parallel_size=8", *overrides)
+    parts, whole = (
+        recipe(*name, f"rollout.enable_expert_parallel={is_whole}", gpu=gpu) for is_whole in ("false", "true")
+    )
+    added = num_bytes * 94 * 128 * 3 * 4096 * (256 - 192)
+    assert parts.engine.weights - whole.engine.weights == pytest.approx(added, rel=1e-4)
+    assert parts.engine.kv_cache - whole.engine.kv_cache == pytest.approx(-added, rel=1e-4)
+    one, other = (decode_cost(p.config, p.architecture, p.gpu, p.engine, p.assumptions) for p in (parts, whole))
+    assert one.experts == pytest.approx(other.experts * 256 / 192)
+    assert one.weights == pytest.approx(other.weights, rel=1e-2)
 
 
 @pytest.mark.parametrize(
