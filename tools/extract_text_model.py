@@ -3,8 +3,11 @@
 python tools/extract_text_model.py Qwen3.5-27B --output Qwen3.5-27B-text
 
 The trainer and its engines read the written folder; transformers and vLLM load it as a text model. The vision model and
-the layers that predict further tokens are left out, and the tokenizer's files are copied. Every file is verified bit by
-bit against the source.
+the layers that predict further tokens are left out, and the tokenizer's files are copied. Every file is verified
+against the source.
+
+All tensors are written in --dtype. Published folders have linear_attn.A_log and linear_attn.norm.weight in float32. In
+bfloat16 they are rounded, as the trainer with model.dtype=bfloat16 rounds them for itself and for its engines.
 
 The output is written atomically. An interrupted conversion leaves OUTPUT.partial, which the same command continues. On
 a finished output the command only verifies it.
@@ -52,7 +55,9 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
             max_file_bytes=arguments.max_file_bytes,
             advance=advance,
         )
-    console.print(summary(copied, arguments.dtype, arguments.output), soft_wrap=True)
+    is_exact = dtype == torch.float32
+    verified = "bit by bit against the source" if is_exact else f"against the source, rounded to {arguments.dtype}"
+    console.print(summary(copied, f"to {arguments.dtype}", arguments.output, verified), soft_wrap=True)
     return 0
 
 

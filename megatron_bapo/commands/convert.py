@@ -130,11 +130,11 @@ def byte_progress(console: Console, what: str, num_bytes: int) -> Iterator[Advan
         yield lambda size: progress.advance(task, size)
 
 
-def summary(copied: CopyResult, dtypes: str, target: Path) -> str:
+def summary(copied: CopyResult, dtypes: str, target: Path, verified: str = "bit by bit against the source") -> str:
     """Return one line about the written files and how they were verified."""
     kept = f", {copied.num_kept_files} existed already" if copied.num_kept_files else ""
     files = f"{copied.num_files} file{'s' if copied.num_files > 1 else ''}{kept}"
     return (
         f"{target}: {copied.num_tensors} tensors ({dtypes}), {copied.num_bytes / 2**20:.1f} MiB in {files}; "
-        "verified bit by bit against the source"
+        f"verified {verified}"
     )

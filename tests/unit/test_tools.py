@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_bapo.model.hf_create import byte_tokenizer
+from tests.unit.trainer.test_conversion import save_multimodal
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NEW_TOOLS = (
@@ -92,6 +93,21 @@ def test_a_model_goes_to_a_checkpoint_and_back(monkeypatch, capsys, tmp_path, mo
     assert f"{checkpoint}: 14 tensors (to float32)" in printed
     assert f"{back}: 14 tensors (float32 to float32)" in printed
     assert "1 file, 1 existed already; verified bit by bit against the source" in printed
+
+
+def test_an_extracted_model_says_that_it_is_rounded(monkeypatch, capsys, tmp_path):
+    source = save_multimodal(tmp_path / "source", "qwen3_5", stacked=False)
+    verified = {"bfloat16": "against the source, rounded to bfloat16", "float32": "bit by bit against the source"}
+    for dtype, how in verified.items():
+        assert run(monkeypatch, "extract_text_model", source, "--output", tmp_path / dtype, "--dtype", dtype) == 0
+        assert f" tensors (to {dtype}), " in (printed := capsys.readouterr().out)
+        assert printed.endswith(f"; verified {how}\n")
+
+    rounded, exact = (load_file(next((tmp_path / dtype).glob("*.safetensors"))) for dtype in verified)
+    for name in ("A_log", "norm.weight"):
+        name = f"model.layers.0.linear_attn.{name}"
+        assert exact[name].dtype == torch.float32
+        assert torch.equal(rounded[name], exact[name].bfloat16())
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
