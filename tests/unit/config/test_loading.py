@@ -124,7 +124,7 @@ def test_unknown_key_names_the_nearest_known_key(tmp_path: Path, line: str, expe
         ("fp8.recip=null", "fp8.recip=null: unknown key; did you mean fp8.recipe?"),
         (
             "reward.type=exact",
-            "reward.type=exact: must be 'reasoning_gym', 'math_verify', 'function', 'remote' or 'none'",
+            "reward.type=exact: must be 'reasoning_gym', 'math_verify', 'code', 'function', 'remote' or 'none'",
         ),
         ("reward.type=function", "reward={type: function}: reward.function is required by reward.type=function"),
         ("model.path=m", "model={create: {}, path: m}: give exactly one of model.path"),
