@@ -33,18 +33,16 @@ for _module in (
 ):
     _module.eval = ast.literal_eval  # pyright: ignore[reportAttributeAccessIssue]
 
-# reasoning-gym 0.1.25: these scorers pass text to sympy.parse_expr or eval(), both of which execute code. Remove when
-# upstream no longer does.
-EVALUATING_TASKS = frozenset(
-    {
-        "bitwise_arithmetic",
-        "countdown",
-        "intermediate_integration",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-    }
-)
+# reasoning-gym 0.1.25: these scorers pass the response to sympy.parse_expr or eval(), both of which execute code, and
+# with it the named texts of the entry. Remove when upstream no longer does.
+EVALUATED_TEXTS = {
+    "bitwise_arithmetic": ("problem",),
+    "countdown": (),
+    "intermediate_integration": ("integrand",),
+    "polynomial_multiplication": ("answer",),
+    "puzzle24": (),
+    "simple_integration": ("integrand",),
+}
 _MATH_CHARACTERS = re.compile(r"[\w\s+\-*/^().,&|~<>]*", re.ASCII)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+\.?\d*(?:[eE][+-]?\d+)?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -72,7 +70,7 @@ def compute_score(
     score = _scorer(task)
     tagged = extract_answer(solution_str)
     answer = solution_str.strip() if tagged is None else tagged
-    if task in EVALUATING_TASKS and not _is_harmless(answer, extra_info):
+    if not all(map(_is_harmless, _evaluated_texts(task, answer, extra_info))):
         return {"score": 0.0, "pred": answer}
     try:
         return {"score": float(score(answer, extra_info)), "pred": answer}
@@ -85,12 +83,18 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     return get_score_answer_fn(task)  # pyright: ignore[reportReturnType]
 
 
-def _is_harmless(answer: str, entry: dict[str, Any]) -> bool:
-    """Return whether all evaluated text is arithmetic: numbers, one-letter variables and known functions."""
-    metadata = entry["metadata"]
-    return all(
+def _evaluated_texts(task: str, answer: str, entry: dict[str, Any]) -> list[str]:
+    """Return the texts that the task's scorer would execute as code."""
+    if task not in EVALUATED_TEXTS:
+        return []
+    given = entry["metadata"] | {"answer": entry["answer"]}
+    return [answer, *(str(given.get(name, "")) for name in EVALUATED_TEXTS[task])]
+
+
+def _is_harmless(text: str) -> bool:
+    """Return whether a text is arithmetic: numbers, one-letter variables and known functions."""
+    return bool(
         _MATH_CHARACTERS.fullmatch(text)
         and not _ATTRIBUTE.search(text)
         and all(len(name) == 1 or _FUNCTION.fullmatch(name) for name in _NAME.findall(_NUMBER.sub(" ", text)))
-        for text in (answer, str(entry["answer"]), metadata.get("integrand", ""), metadata.get("problem", ""))
     )

@@ -76,6 +76,34 @@ def test_an_answer_is_never_executed_as_code(task, form, tmp_path):
     assert not created.exists()
 
 
+@pytest.mark.parametrize(
+    ("task", "field"), [("intermediate_integration", "integrand"), ("bitwise_arithmetic", "problem")]
+)
+def test_a_prompt_is_never_executed_as_code(task, field, tmp_path):
+    created = tmp_path / "created"
+    metadata = {"variable": "x", field: f"open({str(created)!r}, 'w')"}
+    assert score(task, "1", {"question": "?", "answer": "1", "metadata": metadata}) == 0.0
+    assert not created.exists()
+
+
+def test_a_ground_truth_that_is_evaluated_is_never_executed_as_code(tmp_path):
+    created = tmp_path / "created"
+    entry = {"question": "?", "answer": f"open({str(created)!r}, 'w')", "metadata": {"answer": "1"}}
+    assert score("polynomial_multiplication", "1", entry) == 0.0
+    assert not created.exists()
+
+
+def test_an_integral_is_right_where_the_generator_wrote_none():
+    entry = {
+        "question": "?",
+        "answer": "-x*cos(x) + Integral(cos(x), x) + C",
+        "metadata": {"integrand": "x*sin(x)", "variable": "x"},
+    }
+    assert score("intermediate_integration", "-x*cos(x) + sin(x) + C", entry) == 1.0
+    assert score("intermediate_integration", "-x*cos(x) + C", entry) == 0.0
+    assert score("intermediate_integration", "Integral(x*sin(x), x)", entry) == 0.0
+
+
 def test_an_answer_its_scorer_cannot_parse_scores_zero():
     assert score("prime_factorization", "two times three", entry_of("prime_factorization")) == 0.0
 
