@@ -35,16 +35,17 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 # Spellings that math-verify 0.9 misreads or cannot read.
 _CORRECTIONS = [
+    (r"\\(?:bf|bm|boldsymbol|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:text|script)style)(?![A-Za-z])", ""),
     (r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{(\d{1,99})\}", repeating_decimal),  # 0.\overline{3}
     (r"\\varnothing(?![A-Za-z])|∅|\\\{\s*\\\}", r"\\emptyset"),
     (r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|\s)\d{3}(?!\d))+", lambda match: re.sub(r"\D", "", match[0])),  # 12\,345
     (r"(?<![A-Za-z0-9.\\])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d+)(?![\d.A-Za-z])", r"\1 \\times 10^{\2}"),  # 3e8
     (r"\\pmod\s*(?:\d+|\{[^{}]*\})|\((?:\\?[bp]?mod|\\text\{mod\s*\})[^()]*\)", ""),  # 46 \pmod{100}
-    (r"^\s*(?:\\approx|≈)", ""),
+    (r"^(?:\\approx|≈|[\s*])+", ""),
     (r"(?<!\^)°", r"^\\circ"),
     (r"[·•]", r"\\cdot "),
     (r"(?s)^.*\\begin\{(?:align|gather|split)\w*\*?\}.*=(.*)\\end\{\w+\*?\}", r"\1"),
-    (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s])+$", ""),  # math-verify reads "2 ." as "2 0."
+    (r"(?:\\[,;:! ]|(?<=[\d}])\s0\.|[.\s]|(?<!\^)\*)+$", ""),  # math-verify reads "2 ." as "2 0."
 ]
 _EMPTY_BOX = re.compile(r"\\boxed\s*\{\s*\}")
 _MAX_DEPTH = 10

@@ -33,7 +33,7 @@ TASKS = {
         \frac{46x}{x}  46(\sin^2 1+\cos^2 1)  12+34=12+34  46=12+34  12+34+0i  \left(12+34\right)  12+34 \text{ cm}
         12+34^\circ  x=12+34  y = 2\cdot 23  f(2)=12+34  a+b=12+34  x \in \{12+34\}  \{12+34\}  x=12+34 \approx 46
         12+34 \approx 46  12+34 \pmod{100}  x \equiv 12+34 \pmod{100}  \boxed{12+34}  (12+34, 12+34)  \frac{12+34}{1}
-        4600\%+0
+        4600\%+0  **12+34**  \bf 12+34.  \large 12+34  \bm{12+34}
     """,
     "6": r"""
         \gcd(12,18)  \text{gcd}(12,18)  3!  \binom{4}{2}  \tbinom{4}{2}  {4 \choose 2}  \Gamma(4)  \lcm(2,3)
@@ -153,7 +153,8 @@ GENUINE = {
         204  204.  204.0  +204  (204)  {204}  0204  \text{204}  \mathbf{204}  m+n=204  x = 204  f(2)=204
         12 \cdot 17 = 204  x = 200+4 = 204  \frac{408}{2}=204  \approx 204  x \approx 204  x_1 \approx 204
         N \equiv 204 \pmod{1000}  204 \text{ minutes}  204\ \text{minutes}  204 minutes  \text{Area} = 204  AB = 204
-        204_{10}  \displaystyle 204  \boxed{204}  2.04 \times 10^2  \$204  204^\circ  204^{\circ}  20400\%
+        204_{10}  \displaystyle 204  \bf 204  {\bf 204}  \bf{204}  \large 204  \textstyle 204  \boldsymbol{204}  **204**
+        \boxed{204}  2.04 \times 10^2  \$204  204^\circ  204^{\circ}  20400\%
     """,
     "025": r"25  025  25 \text{ cm}^2  25\,\text{cm}  25 \text{ square units}  25 \mathrm{~cm}  m + n = 25",
     "-7": "-7  -7.0  x=-7  (-7)  −7  3-10=-7",
@@ -197,6 +198,7 @@ GENUINE = {
     """,
     r"\arctan 2": r"\arctan 2  \arctan(2)  \tan^{-1} 2",
     "3+4i": "3+4i  4i+3",
+    "z^*": "z^*",
     "2^{10}": "2^{10}  2^10  1024  4^5",
     r"\binom{5}{2}": r"\binom{5}{2}  10",
     "5!": "5!  120",
@@ -246,7 +248,7 @@ GENUINE = {
         \begin{pmatrix} \frac{1}{5} & \frac{2}{5} \\ \frac{3}{5} & \frac{4}{5} \end{pmatrix}
         \frac{1}{5}\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
     """,
-    r"\text{(C)}": r"\text{(C)}  C  \text{C}  (C)  \textbf{(C)}",
+    r"\text{(C)}": r"\text{(C)}  C  \bf C  \text{C}  (C)  \textbf{(C)}",
     "E": r"E  \text{E}  \text{(E)}",
     r"\text{even}": r"\text{even}  even",
     r"\text{Tuesday}": r"\text{Tuesday}",
@@ -276,6 +278,15 @@ WRONG = {
 }
 
 WRAPPINGS = (r"So we have \[ x = %s \]", "The final answer is $%s$. I hope it is correct.", "The result is $%s$.")
+BOLD = (
+    "The answer is **%s**.",
+    "**Answer: %s**",
+    "**Answer**: **%s**",
+    "So **n = %s.**\n\nThis completes the proof.",
+    "There are **%s** such paths.",
+    "*Answer: %s*",
+    "* The answer is %s\n* That is all",
+)
 
 
 def table(text):
@@ -299,6 +310,12 @@ def test_a_boxed_task_scores_zero(response, ground_truth):
 @pytest.mark.parametrize("task", table(TASKS["46"])[::8])
 def test_a_task_without_a_box_scores_zero(wrapping, task):
     assert score(wrapping % task, "46") == 0.0
+
+
+@pytest.mark.parametrize("wrapping", BOLD)
+def test_a_bold_answer_without_a_box_counts(wrapping):
+    scores = [score(wrapping % answer, "204") for answer in ("204", "204.0", "$204$", "205", "12*17", "12+192")]
+    assert scores == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("response", "ground_truth"), boxed(GENUINE))
