@@ -202,6 +202,12 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             "optimizer.cpu_offload=true needs parallel.use_distributed_optimizer=true, because Megatron offloads only "
             "the distributed optimizer; set use_distributed_optimizer=true, or cpu_offload=false"
         )
+    for key in ("grads_dtype", "moments_dtype"):
+        if optimizer.cpu_offload and getattr(optimizer, key) == "bfloat16":
+            yield (
+                f"optimizer.{key}=bfloat16 with optimizer.cpu_offload=true: the offloaded Adam takes gradients and "
+                f"moments in fp32; set {key}=float32, or cpu_offload=false"
+            )
     if optimizer.grads_dtype == "bfloat16" and config.model.dtype != "bfloat16":
         yield (
             f"optimizer.grads_dtype=bfloat16 with model.dtype={config.model.dtype}: gradients would be "

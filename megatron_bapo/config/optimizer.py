@@ -54,12 +54,6 @@ class OptimizerConfig(Section):
     def _consistent(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"need min_lr <= lr, got {self.min_lr}, {self.lr}")
-        for key, taken in ("grads_dtype", "fp32 gradients"), ("moments_dtype", "fp32 moments"):
-            if getattr(self, key) == "bfloat16" and self.cpu_offload:
-                raise ValueError(
-                    f"{key}=bfloat16 with cpu_offload=true: the offloaded Adam takes {taken}; set {key}=float32, or "
-                    "cpu_offload=false"
-                )
         for key in ("adam_beta1", "adam_beta2"):
             if self.moments_dtype == "bfloat16" and (beta := getattr(self, key)) > BFLOAT16_MAX_BETA:
                 raise ValueError(

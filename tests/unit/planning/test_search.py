@@ -143,6 +143,22 @@ def test_sizes_that_are_no_powers_of_two_are_tried_where_they_divide_the_gpus() 
     assert {each.config.parallel.pipeline_model_parallel_size for each in found} >= {1, 2, 3, 6}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [["optimizer.grads_dtype=bfloat16"], ["optimizer.moments_dtype=bfloat16", "optimizer.adam_beta2=0.99"]],
+    ids=str,
+)
+@pytest.mark.slow
+def test_an_adam_with_bfloat16_is_not_offloaded(overrides: list[str]) -> None:
+    layout = ("optimizer.cpu_offload=false", "parallel.world_size=4")  # no small change fits
+    plan = recipe("qwen3-8b_8gpus", *layout, *overrides)
+    assert "parallel.world_size=8" in advice(plan)
+    assert not any(each.config.optimizer.cpu_offload for each in search(plan, 8))
+    near, _ = obstacles(plan, 1)
+    assert near is not None
+    assert not near.config.optimizer.cpu_offload
+
+
 @pytest.mark.slow
 def test_larger_sizes_are_tried_where_the_usual_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_bapo.planning.search.USUAL_SIZE", 1)
