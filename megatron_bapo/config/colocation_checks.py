@@ -65,41 +65,12 @@ def host_problems(config: Config, num_hosts: int) -> Iterator[str]:
 
 def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> Iterator[str]:
     """Yield the rules that are broken on a machine with `num_gpus` GPUs; `engines` says whether engines are started."""
-    rollout, sync = config.rollout, config.weight_sync
+    if num_gpus == 0:
+        yield from _cpu_engine_problems(config) if engines else ()
+        return
+    rollout = config.rollout
     num_trainer, num_engine = config.parallel.world_size, config.num_engine_ranks if engines else 0
     num_teacher = config.num_teacher_ranks if engines else 0
-    if num_gpus == 0:
-        if not engines:
-            return
-        if rollout.sleep_level:
-            yield (
-                f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees no "
-                "memory when it sleeps; set sleep_level=0"
-            )
-        if sync.transport == "cuda_ipc":
-            yield (
-                "weight_sync.transport=cuda_ipc on a machine without a GPU: it shares GPU memory; set transport=store"
-            )
-        if rollout.quantization is not None:
-            yield (
-                f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM supports it only on "
-                "GPUs; remove it"
-            )
-        if rollout.batch_invariant:
-            yield "rollout.batch_invariant=true on a machine without a GPU, which has no such kernels; remove it"
-        if not rollout.enforce_eager:
-            yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; remove it"
-        if config.logging.memory_snapshot_step is not None:
-            yield (
-                f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "
-                "records GPU memory; remove it"
-            )
-        if rollout.kv_cache_dtype != "auto":
-            yield (
-                f"rollout.kv_cache_dtype={rollout.kv_cache_dtype} on a machine without a GPU: vLLM supports an FP8 KV "
-                "cache only on GPUs; set kv_cache_dtype=auto"
-            )
-        return
     required = rollout.num_gpus(num_trainer, num_engine) + num_teacher
     if required > num_gpus:
         teacher = f", with {num_teacher} for the teacher (algorithm.distillation.engines)" if num_teacher else ""
@@ -109,6 +80,44 @@ def device_problems(config: Config, num_gpus: int, *, engines: bool = True) -> I
             f"{str(rollout.colocate).lower()}{teacher}, but this machine has {num_gpus}; lower one of them, or set "
             "colocate=true"
         )
+
+
+def _cpu_engine_problems(config: Config) -> Iterator[str]:
+    """Yield the rules that a run with engines breaks on a machine without a GPU."""
+    rollout, sync = config.rollout, config.weight_sync
+    if rollout.sleep_level:
+        yield (
+            f"rollout.sleep_level={rollout.sleep_level} on a machine without a GPU: vLLM's CPU build frees no "
+            "memory when it sleeps; set sleep_level=0"
+        )
+    if sync.transport == "cuda_ipc":
+        yield ("weight_sync.transport=cuda_ipc on a machine without a GPU: it shares GPU memory; set transport=store")
+    if rollout.quantization is not None:
+        yield (
+            f"rollout.quantization={rollout.quantization} on a machine without a GPU: vLLM supports it only on "
+            "GPUs; remove it"
+        )
+    if rollout.batch_invariant:
+        yield "rollout.batch_invariant=true on a machine without a GPU, which has no such kernels; remove it"
+    if not rollout.enforce_eager:
+        yield "rollout.enforce_eager=false on a machine without a GPU: CUDA graphs need one; remove it"
+    if config.logging.memory_snapshot_step is not None:
+        yield (
+            f"logging.memory_snapshot_step={config.logging.memory_snapshot_step} on a machine without a GPU: it "
+            "records GPU memory; remove it"
+        )
+    if rollout.kv_cache_dtype != "auto":
+        yield (
+            f"rollout.kv_cache_dtype={rollout.kv_cache_dtype} on a machine without a GPU: vLLM supports an FP8 KV "
+            "cache only on GPUs; set kv_cache_dtype=auto"
+        )
+    sections = {"rollout": rollout, "algorithm.distillation.engines": config.algorithm.teacher_engines}
+    for section, engines in sections.items():
+        if engines is not None and engines.enable_expert_parallel:
+            yield (
+                f"{section}.enable_expert_parallel=true on a machine without a GPU: vLLM's kernels of experts for CPUs "
+                "need all experts on each rank; remove it"
+            )
 
 
 def allocator_problems(config: Config, environment: Mapping[str, str]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from megatron_bapo.config.linear_attention_checks import (
 from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.pipeline_layers import division_problems
+from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.schema import Config, CreateModelConfig, ParallelConfig
 from megatron_bapo.config.sink_checks import engine_sink_problems, policy_sink_problems, trainer_sink_problems
 from megatron_bapo.errors import UserError
@@ -156,6 +157,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     yield from engine_split_problems(architecture, where, "rollout.tensor_parallel_size", size)
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
+        yield from _missing_engine_expert_problems("rollout", config.rollout, where)
     yield from lora_transfer_problems(config, architecture)
     if architecture.family.attention_sinks:
         yield from policy_sink_problems(config, where)
@@ -173,6 +175,8 @@ def teacher_shape_problems(
     if (engines := config.algorithm.teacher_engines) is not None:
         key, size = f"{TEACHER_ENGINES}.tensor_parallel_size", engines.tensor_parallel_size
         yield from engine_split_problems(teacher, where, key, size)
+        if not teacher.moe_layers:
+            yield from _missing_engine_expert_problems(TEACHER_ENGINES, engines, where)
         if teacher.family.attention_sinks:
             yield from engine_sink_problems(teacher, where, TEACHER_ENGINES, engines)
         if teacher.linear_layers:
@@ -288,6 +292,14 @@ def _missing_expert_problems(config: Config, where: str) -> Iterator[str]:
         yield (
             f"parallel.expert_model_parallel_size={ep} splits a layer's experts, but the model has none ({where}); "
             "set it to 1"
+        )
+
+
+def _missing_engine_expert_problems(section: str, engines: EngineSizeConfig, where: str) -> Iterator[str]:
+    if engines.enable_expert_parallel:
+        yield (
+            f"{section}.enable_expert_parallel=true places whole experts on an engine's ranks, but the model has none "
+            f"({where}); remove it"
         )
 
 

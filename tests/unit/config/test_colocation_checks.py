@@ -65,6 +65,11 @@ def test_placements_that_cannot_work_on_any_machine_are_refused(
         ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0, "vLLM supports an FP8 KV cache only on GPUs"),
         ({"rollout__batch_invariant": True}, 0, "rollout.batch_invariant=true on a machine without a GPU"),
         ({"rollout__enforce_eager": False}, 0, "rollout.enforce_eager=false on a machine without a GPU"),
+        (
+            {"algorithm__distillation": ENGINES_OF_TEACHER | {"engines": {"enable_expert_parallel": True}}},
+            0,
+            "algorithm.distillation.engines.enable_expert_parallel=true on a machine without a GPU",
+        ),
         ({"logging__memory_snapshot_step": 2}, 0, "logging.memory_snapshot_step=2 on a machine without a GPU"),
         (
             {"parallel__world_size": 4, "rollout__num_engines": 2, "rollout__tensor_parallel_size": 2},
@@ -111,6 +116,13 @@ def test_valid_placements_are_allowed(values: dict[str, Any], num_gpus: int) -> 
     checked = config(**values)
     assert check_config(checked) == []
     refuse(device_problems(checked, num_gpus))
+
+
+def test_engines_on_cpus_have_all_experts_on_each_rank() -> None:
+    checked = config(rollout__enable_expert_parallel=True)
+    (problem,) = device_problems(checked, 0)
+    assert problem.startswith("rollout.enable_expert_parallel=true on a machine without a GPU")
+    assert [*device_problems(checked, 8), *device_problems(checked, 0, engines=False)] == []
 
 
 def test_without_engines_only_the_trainer_must_fit() -> None:

@@ -169,6 +169,14 @@ def test_a_teacher_on_engines_that_cannot_score_the_policys_samples_is_refused(
     assert expected in found
 
 
+def test_expert_parallelism_of_a_teachers_engines_needs_experts(tmp_path: Path) -> None:
+    engines = {"enable_expert_parallel": True}
+    (problem,) = problems(served(hf_folder(tmp_path / "dense", **WIDE_VOCABULARY), engines))
+    assert "algorithm.distillation.engines.enable_expert_parallel=true places whole experts" in problem
+    assert "dense/config.json" in problem
+    assert check_config(served(hf_folder(tmp_path / "experts", **EXPERTS, **WIDE_VOCABULARY), engines)) == []
+
+
 def test_the_teachers_engines_have_their_own_size_and_the_policys_temperature_and_timeouts(tmp_path: Path) -> None:
     rollout = {"num_engines": 3, "colocate": True, "sleep_level": 2, "temperature": 0.7, "request_timeout_s": 99.0}
     checked = served(tmp_path, {"num_engines": 2, "tensor_parallel_size": 4, "kv_cache_gib": 1.0}, rollout=rollout)

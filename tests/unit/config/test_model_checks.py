@@ -219,6 +219,10 @@ def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Pat
     (problem,) = problems(of(hf_folder(tmp_path), **layout(2, expert_model_parallel_size=2)))
     assert "parallel.expert_model_parallel_size=2 splits a layer's experts, but the model has none" in problem
     assert "set it to 1" in problem
+    (problem,) = problems(of(hf_folder(tmp_path), rollout__enable_expert_parallel=True))
+    assert "rollout.enable_expert_parallel=true places whole experts on an engine's ranks, but the model has" in problem
+    experts = of(hf_folder(tmp_path / "experts", **EXPERTS), rollout__enable_expert_parallel=True)
+    assert check_config(experts) == []
 
 
 def test_a_complete_checkpoint_folder_passes(tmp_path: Path) -> None:
