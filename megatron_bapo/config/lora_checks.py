@@ -25,11 +25,26 @@ def lora_problems(config: Config) -> Iterator[str]:
         )
 
 
-def lora_shape_problems(config: Config, architecture: Architecture) -> Iterator[str]:
-    """Yield the broken rules that depend on the architecture."""
+def modules_of(architecture: Architecture) -> tuple[str, ...]:
+    """Return the names of the model's linear layers that may have adapters."""
+    if architecture.kv_lora_rank:
+        queries = ("q_a_proj", "q_b_proj") if architecture.q_lora_rank else ("q_proj",)
+        inputs = (*queries, "kv_a_proj_with_mqa", "kv_b_proj")
+    else:
+        inputs = ("q_proj", "k_proj", "v_proj")
+    return (*inputs, "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def lora_shape_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
+    """Yield the broken rules that depend on the policy's architecture; `where` names its source in messages."""
     parallel, lora = config.parallel, config.model.lora
     if lora is None:
         return
+    if set(lora.target_modules).isdisjoint(modules := modules_of(architecture)):
+        yield (
+            f"model.lora.target_modules=[{', '.join(lora.target_modules)}] names no linear layer of the model "
+            f"({where}), so nothing would be trained; choose from {', '.join(modules)}"
+        )
     tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
     if architecture.moe_layers and etp is not None and tp % etp:
         yield (

@@ -158,6 +158,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
         yield from _missing_engine_expert_problems("rollout", config.rollout, where)
+    yield from lora_shape_problems(config, architecture, where)
     yield from lora_transfer_problems(config, architecture)
     if architecture.family.attention_sinks:
         yield from policy_sink_problems(config, where)
@@ -201,7 +202,6 @@ def _trainer_shape_problems(
     if architecture.moe_layers:
         yield from _expert_problems(parallel, architecture, where)
     yield from transformer_engine_shape_problems(config, architecture, where)
-    yield from lora_shape_problems(config, architecture)
     if architecture.family.attention_sinks:
         yield from trainer_sink_problems(config, parallel, where)
     if architecture.linear_layers:

@@ -1,15 +1,19 @@
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from megatron_bapo.config.architecture import FAMILIES
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.colocation_checks import layer_problems
 from megatron_bapo.config.foreign_keys import find
-from megatron_bapo.config.lora import LoraConfig
-from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems
+from megatron_bapo.config.lora import LoraConfig, TargetModule
+from megatron_bapo.config.lora_checks import lora_shape_problems, lora_transfer_problems, modules_of
 from megatron_bapo.config.lora_transfer import engine_rank, reason_to_merge, sent_adapters
+from megatron_bapo.planning.parameters import num_trained_parameters
 from tests.unit.config.examples import config, problems
+from tests.unit.config.test_model_checks import LATENT, hf_folder
 from tests.unit.model.shards import architecture
 
 
@@ -116,8 +120,32 @@ def test_tensor_parallel_experts_must_divide_the_tensor_parallel_size() -> None:
         for size in (4, 1)
     )
     arch = architecture("qwen3_moe")
-    assert "choose a divisor" in next(lora_shape_problems(refused, arch))
-    assert list(lora_shape_problems(accepted, arch)) == []
+    assert "choose a divisor" in next(lora_shape_problems(refused, arch, "config.json"))
+    assert list(lora_shape_problems(accepted, arch, "config.json")) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_linear_layers_of_a_model_are_those_that_may_have_adapters(family: str) -> None:
+    arch, names = architecture(family), get_args(TargetModule)
+    trained = {name for name in names if num_trained_parameters(arch, LoraConfig(target_modules=(name,)))}
+    assert trained == set(modules_of(arch))
+
+
+def test_target_modules_of_which_the_model_has_none_are_refused() -> None:
+    (problem,) = problems(config(**lora(target_modules=("q_a_proj", "kv_b_proj"))))
+    assert "target_modules=[q_a_proj, kv_b_proj] names no linear layer of the model (model.create)" in problem
+    assert problem.endswith("choose from q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj")
+
+
+def test_target_modules_that_the_model_does_not_have_are_warned_about() -> None:
+    (warning,) = check_config(config(**BF16 | lora(target_modules=("q_a_proj", "q_proj", "kv_b_proj"))))
+    assert warning.startswith("model.lora.target_modules has q_a_proj, kv_b_proj, without effect on this model")
+
+
+def test_a_teacher_has_no_adapters(tmp_path: Path) -> None:
+    teacher = hf_folder(tmp_path / "teacher", **LATENT, first_k_dense_replace=1, vocab_size=512)
+    distillation = {"objective": "distill", "distillation": {"teacher": teacher}}
+    assert check_config(config(**BF16 | lora(target_modules=("k_proj",)), algorithm=distillation)) == []
 
 
 def test_a_reference_copy_is_needed_only_if_the_adapters_do_not_start_at_zero() -> None:
