@@ -305,18 +305,13 @@ def _file(foreign: Foreign) -> Converted:
     if len(paths) > 1:
         names = " ".join(map(str, paths))
         raise ByHand(f"one file holds all prompts: python tools/prepare_data.py {names} --output ALL.parquet")
-    return _path(foreign, str(paths[0]))
-
-
-def _path(foreign: Foreign, path: str) -> Converted:
-    to_do = "write ~ out: it is not expanded here" if path.startswith("~") else ""
-    return _all(foreign, path)._replace(to_do=to_do)
+    return _all(foreign, str(paths[0]))
 
 
 def _model(foreign: Foreign) -> Converted:
     path = str(foreign.value)
     if not is_hub_id(path):
-        return _path(foreign, path)
+        return _all(foreign, path)
     folder = f"models/{path.partition('/')[2]}"
     return _all(foreign, folder)._replace(to_do=f"hf download {path} --local-dir {folder}")
 

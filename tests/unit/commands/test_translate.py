@@ -358,6 +358,16 @@ def test_the_note_of_a_converted_value_is_told(tmp_path: Path) -> None:
     assert any(line.startswith(told) for line in result.converted)
 
 
+def test_paths_in_the_home_directory_need_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    overrides = ["data.train_files=~/data/train.parquet", "actor_rollout_ref.model.path=~/Qwen3-8B"]
+    result = translate(write(tmp_path, VERL), overrides)
+    config = loaded(tmp_path, result)
+    assert result.to_set == {}
+    assert config.data.train.path == tmp_path / "data" / "train.parquet"
+    assert config.model.path == tmp_path / "Qwen3-8B"
+
+
 def test_overrides_are_those_of_the_other_project(tmp_path: Path) -> None:
     overrides = [
         "actor_rollout_ref.rollout.n=8",
