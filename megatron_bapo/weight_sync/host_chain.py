@@ -69,8 +69,11 @@ class Chain:
 
     def links(self, plan: WeightPlan, host: int) -> Iterator[Link]:
         """Iterate over the buckets that a host sends or receives, in plan order."""
+        receivers = frozenset(self.receivers)
         for number, bucket in enumerate(plan.buckets):
-            path = plan.chain(bucket, self.receivers)
+            if host != plan.sender_hosts[bucket.sender] and host not in bucket.hosts:
+                continue  # most buckets of a large transfer are those of other hosts
+            path = plan.chain(bucket, receivers)
             if host in path and len(path) > 1:
                 place, ranks = path.index(host), [self.ranks[other] for other in path]
                 yield Link(number, ranks[place - 1] if place else None, (ranks[place + 1 :] or [None])[0])

@@ -126,13 +126,13 @@ class WeightPlan:
         """Return the numbers of the buckets that an engine rank reads from its host's store."""
         return [i for i in self.needed_on(host) if reader in self.buckets[i].readers]
 
-    def chain(self, bucket: Bucket, receivers: Sequence[int]) -> list[int]:
+    def chain(self, bucket: Bucket, receivers: frozenset[int]) -> list[int]:
         """Return the hosts that pass a bucket on to each other: the sender's, then those of `receivers` that need it.
 
         They start with the one after the sender's, so that all hosts pass on about the same number of bytes.
         """
         source = self.sender_hosts[bucket.sender]
-        needing = [host for host in receivers if host in bucket.hosts and host != source]
+        needing = receivers.intersection(bucket.hosts) - {source}
         return [source, *sorted(needing, key=lambda host: (host < source, host))]
 
     def num_bytes(self, buckets: Sequence[int]) -> int:

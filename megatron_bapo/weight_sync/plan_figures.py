@@ -36,7 +36,7 @@ def store_figures(plan: WeightPlan, trainer_shards: Shards, reader_hosts: Sequen
     incoming: Counter[int] = Counter()
     for bucket in plan.buckets:
         written[bucket.sender] += bucket.num_bytes
-        for sending, receiving in pairwise(plan.chain(bucket, bucket.hosts)):
+        for sending, receiving in pairwise(plan.chain(bucket, frozenset(bucket.hosts))):
             outgoing[sending] += bucket.num_bytes
             incoming[receiving] += bucket.num_bytes
         for host in bucket.hosts:
@@ -73,7 +73,7 @@ def direct_figures(plan: WeightPlan, trainer_shards: Shards, gpus_per_host: int,
     for layer, buckets in groupby(plan.buckets, key=lambda bucket: bucket.layer):
         pairs: Counter[tuple[int, int]] = Counter()
         for bucket in buckets:
-            chain = plan.chain(bucket, bucket.hosts)
+            chain = plan.chain(bucket, frozenset(bucket.hosts))
             for pair in pairwise(chain) if passes_on else ((chain[0], host) for host in bucket.hosts):
                 pairs[pair] += bucket.num_bytes
         between = {pair: num_bytes for pair, num_bytes in pairs.items() if crosses(pair)}

@@ -1,6 +1,6 @@
 """Slices that travel along chains of ranks. Every rank is a thread with a gloo process group of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import Any
@@ -145,6 +145,25 @@ def test_no_rank_waits_for_a_later_bucket_even_if_every_message_waits_for_its_re
         for pair in meeting:
             for place in pair:
                 steps[place].pop(0)
+
+
+def test_a_rank_finds_its_links_with_one_pass_over_the_receivers() -> None:
+    """Engines stop while every rank finds its links, and a large run has 27,000 buckets and hundreds of receivers."""
+    plan = LAYOUTS[2].plan(bucket_bytes=2048)
+    receivers = _Receivers(range(plan.num_senders, plan.num_senders + 4))
+    chain = Chain(_NoGroup(), {place: place for place in range(plan.num_senders + 4)}, receivers)
+    assert len(list(chain.links(plan, receivers[0]))) > 10
+    assert receivers.num_passes == 1
+
+
+class _Receivers(tuple[int, ...]):
+    """Receivers that count how often they are read."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_passes += 1
+        return super().__iter__()
 
 
 def _steps(chain: Chain, plan: WeightPlan, place: int) -> list[tuple[str, int, int]]:
