@@ -27,6 +27,8 @@ NUM_THREADS = 2
 """Number of buckets that a process works on at a time."""
 NUM_BUFFERS = 2
 """Number of buckets that a rank has in memory while it sends or receives from GPU to GPU."""
+FINGERPRINT_WORDS = 4 << 20
+"""Number of 4-byte words that a fingerprint has in memory at a time as int64, beside as many positions."""
 
 
 @dataclass(frozen=True)

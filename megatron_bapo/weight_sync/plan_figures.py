@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from megatron_bapo.planning.weight_transfer import Traffic
-from megatron_bapo.weight_sync.plan import ITEM_BYTES, NUM_BUFFERS, NUM_THREADS, Shards, WeightPlan
+from megatron_bapo.weight_sync.plan import FINGERPRINT_WORDS, ITEM_BYTES, NUM_BUFFERS, NUM_THREADS, Shards, WeightPlan
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class PlanFigures:
     reads: dict[tuple[int, int], int]
     """(host, engine rank) -> bytes that the engine rank on this host reads from the host's store."""
     peak_bytes: tuple[int, ...]
-    """Peak memory of each trainer rank: its parameters plus the buckets that it fills at a time."""
+    """Peak memory of each trainer rank: its parameters, the buckets that it fills at a time, and without a store what a
+    fingerprint needs."""
     network_bytes: int
     """Total bytes between hosts."""
     traffic: Traffic
@@ -84,7 +85,7 @@ def direct_figures(plan: WeightPlan, trainer_shards: Shards, gpus_per_host: int,
     return PlanFigures(
         links=dict(sorted(links.items())),
         reads={},
-        peak_bytes=_peak_bytes(plan, trainer_shards, NUM_BUFFERS if passes_on else 0),
+        peak_bytes=_peak_bytes(plan, trainer_shards, NUM_BUFFERS if passes_on else 0, FINGERPRINT_WORDS),
         network_bytes=sum(num_bytes for pair, num_bytes in links.items() if crosses(pair)),
         traffic=Traffic(linked=linked, sent=sent, num_layers=num_layers),
     )
@@ -99,8 +100,13 @@ def _busiest(pairs: Mapping[tuple[int, int], int]) -> int:
     return max([*outgoing.values(), *incoming.values(), 0])
 
 
-def _peak_bytes(plan: WeightPlan, trainer_shards: Shards, num_buckets: int) -> tuple[int, ...]:
-    """Return the bytes of each trainer rank's parameters and `num_buckets` buckets of the largest size."""
+def _peak_bytes(
+    plan: WeightPlan, trainer_shards: Shards, num_buckets: int, fingerprint_words: int = 0
+) -> tuple[int, ...]:
+    """Return the bytes of each trainer rank's parameters, `num_buckets` of its largest buckets and a fingerprint.
+
+    A fingerprint has two int64 of memory for each of at most `fingerprint_words` 4-byte words of a bucket.
+    """
     num_bytes, largest_bucket = ([0] * len(plan.sender_hosts) for _ in range(2))
     for shards in trainer_shards.values():
         for shard in shards:
@@ -108,4 +114,7 @@ def _peak_bytes(plan: WeightPlan, trainer_shards: Shards, num_buckets: int) -> t
                 num_bytes[rank] += shard.box.size * ITEM_BYTES[plan.dtype]
     for bucket in plan.buckets:
         largest_bucket[bucket.sender] = max(largest_bucket[bucket.sender], bucket.num_bytes)
-    return tuple(own + num_buckets * bucket for own, bucket in zip(num_bytes, largest_bucket, strict=True))
+    return tuple(
+        own + num_buckets * bucket + 16 * min(bucket // 4, fingerprint_words)
+        for own, bucket in zip(num_bytes, largest_bucket, strict=True)
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron_bapo.weight_sync.plan import Slice, WeightPlan
+from megatron_bapo.weight_sync.plan import FINGERPRINT_WORDS, Slice, WeightPlan
 from megatron_bapo.weight_sync.version_file import view_of
 
 
@@ -34,11 +34,21 @@ def whole_tensors(
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return two sums over a tensor's bytes in row-major order, int64 [2], computed on the tensor's device.
 
-    The second sum weights each word by its position, as in Fletcher's checksum. These sums do on a GPU what BLAKE3 does
-    in host memory: they detect lost, changed and swapped words, and slices read from a wrong location.
+    The second sum weights each word by its position, as in Fletcher's checksum. These sums do on a GPU what XXH3 does
+    in host memory: they detect lost, changed and swapped words, and slices read from a wrong location. Both wrap around
+    at 2^64, so that they are the same for any number of words at a time.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = torch.cat([data, data.new_zeros(-len(data) % 4)]) if len(data) % 4 else data
-    values = words.view(torch.int32).to(torch.int64)
-    positions = torch.arange(1, len(values) + 1, device=values.device)
-    return torch.stack([values.sum(), (values * positions).sum()])
+    parts = words.view(torch.int32).split(FINGERPRINT_WORDS)
+    positions = torch.arange(1, len(parts[0]) + 1, device=words.device)
+    sums = torch.stack([_sums(part, positions[: len(part)]) for part in parts])
+    starts = FINGERPRINT_WORDS * torch.arange(len(parts), device=words.device)
+    sums[:, 1] += starts * sums[:, 0]
+    return sums.sum(dim=0)
+
+
+def _sums(words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the sum of words and the sum of words times positions, int64 [2]; one copy of the words is in memory."""
+    values = words.to(torch.int64)
+    return torch.stack([values.sum(), values.mul_(positions).sum()])

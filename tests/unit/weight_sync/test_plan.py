@@ -15,7 +15,7 @@ from megatron_bapo.config.schema import ParallelConfig
 from megatron_bapo.model.weight_layouts import EngineLayout, Placement, many_hosts, trainer_shards, weight_plan
 from megatron_bapo.planning.weight_transfer import Traffic
 from megatron_bapo.weight_sync.plan import Box, Shard, Slice, WeightPlan, make_plan
-from megatron_bapo.weight_sync.plan_figures import store_figures
+from megatron_bapo.weight_sync.plan_figures import direct_figures, store_figures
 
 BUCKET_BYTES = 100
 """Bucket size smaller than a row of `wide`."""
@@ -199,6 +199,18 @@ def test_memory_is_the_parameters_and_two_buckets_at_a_time():
     plan = on_one_host(shapes, trainer_shards)
     figures = store_figures(plan, trainer_shards, [[0]])
     assert figures.peak_bytes == (8 * 400 + 2 * 2 * 400,)
+
+
+@pytest.mark.parametrize(("passes_on", "num_buckets"), [(True, 2), (False, 0)])
+def test_memory_without_a_store_includes_a_fingerprint(passes_on: bool, num_buckets: int):
+    shapes = {"t": (1 << 13, 1 << 12)}  # 128 MiB in float32, of which a fingerprint sums 16 MiB at a time
+    shards = {"t": whole(shapes["t"], 0)}
+    plan = make_plan(
+        shapes, "float32", shards, shards,
+        sender_hosts=[0], reader_hosts=[[1]], reader_layout="", bucket_bytes=256 << 20,
+    )  # fmt: skip
+    figures = direct_figures(plan, shards, 8, passes_on=passes_on)
+    assert figures.peak_bytes == ((1 + num_buckets) * (128 << 20) + (64 << 20),)
 
 
 def test_a_tensor_larger_than_a_bucket_is_cut_into_rows():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from bench.live_bytes import count_live_bytes
 from megatron_bapo.errors import RunError
 from megatron_bapo.parallel.platform import DeviceStreams, transfer_group
 from megatron_bapo.weight_sync.host_chain import Chain, Group
-from megatron_bapo.weight_sync.plan import WeightPlan
+from megatron_bapo.weight_sync.plan import FINGERPRINT_WORDS, WeightPlan
 from megatron_bapo.weight_sync.slice_stream import (
     PIECE_BYTES,
     message_bytes,
@@ -250,3 +251,18 @@ def test_a_fingerprint_covers_every_byte_and_does_not_depend_on_the_location_of_
     odd = torch.zeros(5, dtype=torch.uint8)
     odd[4] = 1
     assert fingerprint(odd).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("num_words", [1, 8, 33, 64])
+def test_a_fingerprint_is_the_same_for_any_number_of_words_at_a_time(
+    num_words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = torch.randint(-(1 << 31), 1 << 31, (33,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    whole = fingerprint(words)
+    monkeypatch.setattr("megatron_bapo.weight_sync.whole_tensors.FINGERPRINT_WORDS", num_words)
+    assert torch.equal(fingerprint(words), whole)
+
+
+def test_the_fingerprint_of_a_large_bucket_needs_no_more_memory_than_the_plan_counts() -> None:
+    bucket = torch.empty(256 << 20, dtype=torch.uint8, device="meta")
+    assert count_live_bytes(lambda: fingerprint(bucket)).peak == pytest.approx(16 * FINGERPRINT_WORDS, rel=1e-4)
