@@ -198,7 +198,8 @@ def make_plan(
 
     `sender_hosts` is the host of each trainer rank, and `reader_hosts` lists for each rank of an engine the hosts of
     that rank over all engines. A sender on the destination host is preferred, then the one with the fewest bytes. With
-    `one_sender` a box has the same sender for all hosts, which pass it on to each other.
+    `one_sender` a box has the same sender for all hosts, which pass it on to each other. A sender that sends to the
+    first of them already is preferred, because NCCL creates a communicator for every pair of ranks.
     """
     assignment = _Assignment(sender_hosts, one_sender=one_sender)
     buckets: list[Bucket] = []
@@ -268,11 +269,15 @@ class _Assignment:
         self._host, self._one_sender = sender_hosts, one_sender
         self._rank_bytes = [0] * len(sender_hosts)
         self._host_bytes = dict.fromkeys(sender_hosts, 0)
+        self._pairs: set[tuple[int, int]] = set()
+        """Senders and the first hosts of their boxes, if a box has one sender."""
 
     def senders(self, holders: Sequence[int], hosts: Sequence[int], num_bytes: int) -> dict[int, list[int]]:
         """Return sender -> destination hosts for one box; at most one sender per host is used."""
         if self._one_sender:
-            sender = min(holders, key=lambda rank: (self._rank_bytes[rank], rank))
+            first = hosts[0]
+            sender = min(holders, key=lambda rank: ((rank, first) not in self._pairs, self._rank_bytes[rank], rank))
+            self._pairs.add((sender, first))
             self._rank_bytes[sender] += num_bytes
             return {sender: list(hosts)}
         by_host: dict[int, list[int]] = defaultdict(list)

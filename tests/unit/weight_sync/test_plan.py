@@ -179,6 +179,28 @@ def test_hosts_pass_on_about_as_many_bytes_as_they_receive():
     assert figures.traffic.crossing < 1.1 * 3 / 4 * plan.total_bytes
 
 
+@pytest.mark.parametrize(("tensor", "stages", "engine_tensor"), [(4, 2, 4), (8, 1, 4), (2, 2, 1), (1, 1, 4), (2, 1, 8)])
+def test_a_rank_of_the_first_engine_receives_from_one_replica_of_each_shard(
+    tensor: int, stages: int, engine_tensor: int
+):
+    """NCCL has a communicator for every pair, so each of eight replicas in turn would be eight times as many."""
+    architecture = replace(MODELS["Qwen2.5-32B"], num_hidden_layers=2 * stages)
+    parallel = ParallelConfig(
+        world_size=8 * tensor * stages, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages
+    )
+    engine = EngineLayout(engine_tensor)
+    placement = replace(many_hosts(parallel, engine, 4, 1, colocated=False), one_sender=True)
+    plan = weight_plan(architecture, parallel, engine, placement, dtype="bfloat16", bucket_bytes=256 << 20)
+    pairs = {(bucket.sender, bucket.hosts[0]) for bucket in plan.buckets}
+    shards_per_rank = max(1, tensor // engine_tensor) * stages
+    assert Counter(first for _, first in pairs) == dict.fromkeys(
+        range(parallel.world_size, parallel.world_size + engine_tensor), shards_per_rank
+    )
+    assert len({sender for sender, _ in pairs}) == len(pairs), "a trainer rank sends to one engine rank"
+    received = [plan.num_bytes(plan.needed_on(hosts[0])) for hosts in placement.reader_hosts]
+    assert max(plan.num_bytes(plan.sent_by(rank)) for rank in range(parallel.world_size)) <= max(received)
+
+
 def on_one_host(shapes: dict[str, tuple[int, ...]], trainer_shards: dict[str, list[Shard]]) -> WeightPlan:
     """Return the plan of one trainer rank and one reader, with buckets of 1000 bytes."""
     return make_plan(
