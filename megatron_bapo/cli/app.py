@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_bapo.controller.terminal import discard
 from megatron_bapo.errors import INTERRUPTED, RunError, UserError, code_of
 
 ConfigFile = Annotated[
@@ -49,15 +51,23 @@ def messages() -> Iterator[None]:
             yield
     except (UserError, RunError) as error:
         # echo instead of rich, which would read brackets as markup and wrap lines.
-        typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
+        _print(f"{typer.style('error:', fg='red', bold=True)} {error}")
         raise typer.Exit(code_of(error)) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
+        _print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    typer.echo(f"{typer.style('warning:', fg='yellow')} {message}", err=True)
+    _print(f"{typer.style('warning:', fg='yellow')} {message}")
+
+
+def _print(message: str) -> None:
+    """Print a message on stderr. That its terminal is gone neither ends a run nor changes its exit code."""
+    try:
+        typer.echo(message, err=True)
+    except OSError:
+        discard(sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:

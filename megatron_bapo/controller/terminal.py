@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import IO
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +15,27 @@ Show = Callable[[str], None]
 
 def terminal(*, stderr: bool = False, width: int | None = None) -> Console:
     """Return a console that does not interpret brackets in text as markup; use `rich.text.Text` for styles."""
-    return Console(stderr=stderr, width=width, markup=False, highlight=False)
+    return _Terminal(stderr=stderr, width=width, markup=False, highlight=False)
+
+
+class _Terminal(Console):
+    """A console whose output never ends a run: it is discarded once the terminal or the reader of the pipe is gone."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:  # of a terminal that was closed; rich itself calls on_broken_pipe for a pipe
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        discard(self.file)
+
+
+def discard(stream: IO[str]) -> None:
+    """Discard what is still written to a stream whose reader is gone, so that no later `print` fails either."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextmanager

@@ -31,7 +31,8 @@ def test_what_prints_foreign_text_has_a_console_without_markup():
     folders = {"cli", "commands", "studies", "controller", "cluster", "tools"}
     printing = [path for path in FILES if folders & set(path.parts[len(ROOT.parts) :])]
 
-    assert [name(path) for path in printing if re.search(r"\bConsole\(", path.read_text())] == [
+    made = r"\b(Console|_Terminal)\("
+    assert [name(path) for path in printing if re.search(made, path.read_text())] == [
         "megatron_bapo/controller/terminal.py"
     ]
 

@@ -1,11 +1,17 @@
+import os
+import pty
 import sys
+from collections.abc import Callable
 
 import pytest
+import typer
 from rich.table import Table
 
+from megatron_bapo.cli.app import messages
 from megatron_bapo.commands.convert import byte_progress
+from megatron_bapo.controller.progress import ProgressDisplay
 from megatron_bapo.controller.terminal import activities, terminal
-from megatron_bapo.errors import UserError, exit_code
+from megatron_bapo.errors import RunError, UserError, exit_code
 
 FOREIGN = "[bold]x [/INST] y"
 
@@ -47,3 +53,33 @@ def test_on_a_terminal_a_spinner_shows_the_activity_and_leaves_no_line(
     shown = capsys.readouterr().err
     assert "reading [runs/1] ..." in shown
     assert shown.endswith("\x1b[2K")  # the line is erased
+
+
+@pytest.mark.parametrize("connect", [os.pipe, pty.openpty])
+def test_a_display_goes_on_when_its_terminal_or_the_reader_of_its_pipe_is_gone(
+    connect: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    reader, writer = connect()
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with ProgressDisplay(10) as display:
+            display.phase("generating")
+            os.close(reader)
+            display.phase("stopping")
+            display.warn("entropy is low")
+        terminal().print("Stopped; the state is saved.")
+        print("as are plain lines", flush=True)
+
+
+@pytest.mark.parametrize("connect", [os.pipe, pty.openpty])
+def test_the_exit_code_is_that_of_the_run_though_nobody_reads_its_message(
+    connect: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = connect()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(typer.Exit) as ended, messages():
+            raise RunError("an engine died")
+    assert ended.value.exit_code == 1
