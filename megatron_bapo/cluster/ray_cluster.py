@@ -132,11 +132,17 @@ def _note_ends(pids: Collection[int]) -> None:
 
 
 def _init(**options: Any) -> None:
-    """Call ray.init, and keep this process's handler of SIGTERM, which Ray replaces with one that ends the process."""
+    """Call ray.init, and keep this process's handler of SIGTERM, which Ray replaces with one that ends the process.
+
+    A terminal that is closed sends SIGHUP to the launcher and all that it has started outside of other sessions. Ray's
+    processes and theirs inherit that it is blocked, as Ray does with SIGINT, because the run still saves its state.
+    """
     own = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         ray.init(**options)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if callable(own):
             signal.signal(signal.SIGTERM, own)
 

@@ -110,3 +110,32 @@ with Interrupts() as interrupts, local_cluster(1, 80, "test"):
 def test_ray_leaves_sigterm_to_the_launcher():
     run = subprocess.run([sys.executable, "-c", ASKED_TO_STOP], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout) == (0, "True\n"), run.stderr
+
+
+CLOSED_TERMINAL = """
+import os, signal, subprocess
+import psutil
+from tests.processes import is_alive, title
+from megatron_bapo.cluster.interrupts import Interrupts
+from megatron_bapo.cluster.ray_cluster import create_actor, get_result, local_cluster
+
+class Engine:
+    def start(self):
+        subprocess.Popen(["sleep", "600"])
+
+with Interrupts() as interrupts, local_cluster(1, 80, "test"):
+    engine = create_actor(Engine, name="engine")
+    get_result(engine.start.remote(), "engine", 60.0)
+    processes = psutil.Process().children(recursive=True)
+    assert {"gcs_server", "raylet", "sleep"} <= {title(process) for process in processes}
+    os.killpg(os.getpgrp(), signal.SIGHUP)
+    psutil.wait_procs(processes, timeout=2.0)
+    print(interrupts.requested, [title(process) for process in processes if not is_alive(process)])
+"""
+
+
+@pytest.mark.slow
+def test_when_a_terminal_is_closed_the_launcher_is_asked_to_stop_and_ray_goes_on():
+    command = [sys.executable, "-c", CLOSED_TERMINAL]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, start_new_session=True)
+    assert (run.returncode, run.stdout) == (0, "True []\n"), run.stderr
