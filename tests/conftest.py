@@ -13,6 +13,7 @@ if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, at Triton's first import
 # Shells have what they start in the background ignore it, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` has it ignored
 # The first example of a test, or any example on a loaded machine, may take long.
 hypothesis.settings.register_profile("without-deadline", deadline=None)
 hypothesis.settings.load_profile("without-deadline")

@@ -14,7 +14,8 @@ PR_SET_PDEATHSIG = 1
 class Interrupts:
     """Context manager that handles these signals, and restores the previous handlers at its end.
 
-    The first signal sets `requested`, the second raises KeyboardInterrupt.
+    The first signal sets `requested`, the second raises KeyboardInterrupt. A signal that this process was started to
+    ignore stays ignored: SIGHUP after `nohup`, and SIGINT in the background of a script.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            self._previous[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

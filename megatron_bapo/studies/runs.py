@@ -53,7 +53,7 @@ def run_all(runs: Sequence[StudyRun], jobs: int, console: Console, limit: int | 
                 if interrupts.requested and not stop_sent:
                     stop_sent = True  # a second signal would end the runs immediately
                     for process in running.values():
-                        process.send_signal(signal.SIGINT)
+                        process.terminate()
         finally:
             _end(running)
         if interrupts.requested:
@@ -105,7 +105,7 @@ def _record_exit(run: StudyRun, code: int, console: Console, *, stopping: bool) 
 def _end(running: Mapping[StudyRun, subprocess.Popen[bytes]]) -> None:
     """End the runs immediately; each launcher ends its own processes."""
     for process in running.values():
-        process.send_signal(signal.SIGINT)
+        process.terminate()
     for process in running.values():
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)

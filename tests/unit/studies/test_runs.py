@@ -1,8 +1,14 @@
+import os
+import signal
+import subprocess
+import sys
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
+from megatron_bapo.studies import runs as study_runs
+from megatron_bapo.studies.plan import StudyRun
 from megatron_bapo.studies.runs import run_all
 from tests.unit.studies.studies import make_study, write_run
 
@@ -35,3 +41,29 @@ def test_finished_runs_are_left_alone(tmp_path):
 
     assert run_all(runs, 2, Console(quiet=True)) == []
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+IGNORES_SIGINT = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_study_that_a_script_starts_in_the_background_stops_its_runs(tmp_path, monkeypatch):
+    """Such a study and its runs ignore SIGINT."""
+
+    def launch(_: StudyRun) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", IGNORES_SIGINT], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process.stdout:
+            process.stdout.readline()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(study_runs, "_launch", launch)
+    _, runs = make_study(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_all(runs, 1, Console(quiet=True))
+    assert not runs[0].finished
