@@ -70,12 +70,15 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
         return check_config(config)
     architecture, where = architecture_of(config.model)
     warnings = check_planned(config, architecture, where, teacher_of(config))
-    assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node)
+    host_memory_gib = cluster.memory_gib or Assumptions.host_memory_gib
+    assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node, host_memory_gib=host_memory_gib)
     placement = "colocated" if config.rollout.colocate else "separate"
     plan = Plan(config, architecture, cluster.gpu, placement, assumptions)
     if not plan.fits:
         changes = advice(plan)
         would_fit = [f"this would fit: {' '.join(changes)}"] if changes else ["`plan --search` lists layouts that fit"]
+        if plan.exceeds_host_memory and cluster.memory_gib is not None:
+            would_fit.append(f"memory={cluster.memory} in the cluster's file is what the job gets of a node; raise it")
         raise UserError("\n  ".join([f"it does not fit on {plan.num_gpus} {cluster.gpu}:", *plan.problems, *would_fit]))
     if cluster.python is None and cluster.container is None and not any(distributions(name="vllm")):
         warnings.append(

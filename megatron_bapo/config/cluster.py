@@ -43,6 +43,17 @@ class NodesConfig(Section):
     memory: str | None = None
     """Memory per node in Slurm's notation, such as 900G, or "0" for all of it; null: the partition's default."""
 
+    @property
+    def memory_gib(self) -> float | None:
+        """`memory` as Slurm reads it; None if it is all of a node's, the partition's default or not a size.
+
+        Source: the option --mem in slurm.schedmd.com/sbatch.html.
+        """
+        found = re.fullmatch(r"(\d+)([KMGT]?)", self.memory or "", re.IGNORECASE)
+        if found is None or int(found[1]) == 0:
+            return None
+        return int(found[1]) * 1024.0 ** ("KMGT".index(found[2].upper() or "M") - 2)
+
 
 class ClusterConfig(NodesConfig):
     """The nodes of the trainer, and of the engines too unless `rollout_nodes` is given."""

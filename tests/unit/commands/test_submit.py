@@ -53,6 +53,31 @@ def test_a_run_that_does_not_fit_is_refused_with_a_fitting_change() -> None:
     assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
 
 
+def test_a_run_that_needs_more_host_memory_than_the_job_asks_for_is_refused() -> None:
+    large, elsewhere = load_config(CONFIGS / "recipes" / "qwen3-235b-a22b_128gpus.yaml"), "/opt/python"
+    with pytest.raises(UserError, match=r"GiB of host memory; it is assumed to have 400 GiB\n(.*\n)*.*memory=400G in"):
+        check_fits(large, ClusterConfig(memory="400G", python=elsewhere))
+    for memory in ("2T", "0", None):
+        check_fits(large, ClusterConfig(memory=memory, python=elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("memory", "gib"),
+    [
+        ("900G", 900),
+        ("2t", 2048),
+        ("409600", 400),
+        ("1024M", 1),
+        ("1048576k", 1),
+        ("0", None),
+        (None, None),
+        ("x", None),
+    ],
+)
+def test_memory_without_a_unit_is_in_mebibytes(memory: str | None, gib: float | None) -> None:
+    assert ClusterConfig(memory=memory).memory_gib == gib
+
+
 def test_a_cluster_may_have_every_gpu_that_plan_knows() -> None:
     assert [ClusterConfig(gpu=name).gpu for name in GPUS] == [*GPUS]
 
