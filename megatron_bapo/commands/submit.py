@@ -66,20 +66,21 @@ class Submission:
 
 def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
     """Return warnings about the run. Raises UserError if it breaks a rule or does not fit the cluster's GPUs."""
-    if cluster.gpu is None:
+    engine_gpu = (cluster.rollout_nodes or cluster).gpu
+    if cluster.gpu is None or engine_gpu is None:
         return check_config(config)
     architecture, where = architecture_of(config.model)
     warnings = check_planned(config, architecture, where, teacher_of(config))
     host_memory_gib = cluster.memory_gib or Assumptions.host_memory_gib
     assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node, host_memory_gib=host_memory_gib)
     placement = "colocated" if config.rollout.colocate else "separate"
-    plan = Plan(config, architecture, cluster.gpu, placement, assumptions)
+    plan = Plan(config, architecture, cluster.gpu, placement, assumptions, engine_gpu)
     if not plan.fits:
         changes = advice(plan)
         would_fit = [f"this would fit: {' '.join(changes)}"] if changes else ["`plan --search` lists layouts that fit"]
         if plan.exceeds_host_memory and cluster.memory_gib is not None:
             would_fit.append(f"memory={cluster.memory} in the cluster's file is what the job gets of a node; raise it")
-        raise UserError("\n  ".join([f"it does not fit on {plan.num_gpus} {cluster.gpu}:", *plan.problems, *would_fit]))
+        raise UserError("\n  ".join([f"it does not fit on {plan.gpus}:", *plan.problems, *would_fit]))
     if cluster.python is None and cluster.container is None and not any(distributions(name="vllm")):
         warnings.append(
             f"{sys.executable}, which the nodes will use, has no CUDA packages: run `make setup` on a node with GPUs"

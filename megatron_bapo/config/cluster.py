@@ -14,7 +14,7 @@ from megatron_bapo.config.section import NonNegativeInt, Section
 from megatron_bapo.errors import UserError
 
 SUFFIX = ".yaml"
-GpuName = Literal["A100", "H100", "H200", "B200", "H20"]
+GpuName = Literal["A100", "H100", "H200", "B200", "H20", "L40S"]
 """Types of GPUs that `plan` knows, whose figures are in planning/hardware.py."""
 
 
@@ -38,6 +38,8 @@ class NodesConfig(Section):
     """Slurm partition; null: Slurm's default."""
     gpus_per_node: NonNegativeInt = 8
     """Number of GPUs per node; 0: the job runs on CPUs."""
+    gpu: GpuName | None = "H100"
+    """GPU of the nodes, by its name in `plan`. Runs that do not fit on it are refused; null: the check is skipped."""
     cpus_per_node: PositiveInt | None = None
     """Number of CPU cores per node; null: Slurm's default."""
     memory: str | None = None
@@ -67,8 +69,6 @@ class ClusterConfig(NodesConfig):
     signal_s: Annotated[int, Field(ge=10, validate_default=True)] = 600
     """Seconds before the time limit or a preemption at which the run saves its state and the job queues again. Less
     than the time limit."""
-    gpu: GpuName | None = "H100"
-    """GPU of the nodes, by its name in `plan`. Runs that do not fit on it are refused; null: the check is skipped."""
     num_nodes: PositiveInt | None = None
     """Number of nodes; null: as few as have the GPUs that the run needs."""
     rollout_nodes: NodesConfig | None = None

@@ -25,7 +25,7 @@ class Gpu:
     capability: ComputeCapability
     memory_tb_s: float
     nvlink_gb_s: float
-    """NVLink bandwidth in each direction."""
+    """NVLink bandwidth in each direction, or PCIe's where there is no NVLink."""
     network_gb_s: float
     """One GPU's share of its node's network adapters, in each direction."""
     num_sms: int
@@ -57,6 +57,7 @@ GPUS: dict[GpuName, Gpu] = {
     "H200": Gpu(139.8, 989, 1979, (9, 0), 4.8, 450, 50, 132, "NVIDIA H200 SXM and DGX H200 data sheets"),
     "B200": Gpu(178.4, 2250, 4500, (10, 0), 7.7, 900, 50, 148, "NVIDIA HGX B200 and DGX B200 data sheets"),
     "H20": Gpu(95.0, 148, 296, (9, 0), 4.0, 450, 50, 78, "NVIDIA H20 and HGX H20 data sheets", 1.3),
+    "L40S": Gpu(44.4, 362, 733, (8, 9), 0.864, 32, 25, 142, "NVIDIA L40S data sheet, 200 Gbit/s of network for each"),
 }
 DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA A100-SXM4-40GB": "A100",
@@ -67,6 +68,7 @@ DEVICE_NAMES: dict[str, GpuName] = {
     "NVIDIA H200": "H200",
     "NVIDIA B200": "B200",
     "NVIDIA H20": "H20",
+    "NVIDIA L40S": "L40S",
 }
 """GPU type for each device name that the driver reports. H100 PCIe, H100 NVL, GH200 and MIG slices are left out: their
 peak differs."""

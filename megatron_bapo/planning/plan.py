@@ -50,14 +50,29 @@ class Plan:
     gpu_name: GpuName
     placement: Placement
     assumptions: Assumptions
+    separate_gpu_name: GpuName | None = None
+    """GPU of separate engines if it is not the trainer's."""
 
     @property
     def gpu(self) -> Gpu:
         return GPUS[self.gpu_name]
 
     @property
+    def engine_gpu_name(self) -> GpuName:
+        separate = self.separate_gpu_name if self.placement == "separate" else None
+        return separate or self.gpu_name
+
+    @property
+    def engine_gpu(self) -> Gpu:
+        return GPUS[self.engine_gpu_name]
+
+    @property
     def gpu_bytes(self) -> int:
         return int(self.gpu.memory_gib * GIB)
+
+    @property
+    def engine_gpu_bytes(self) -> int:
+        return int(self.engine_gpu.memory_gib * GIB)
 
     @property
     def num_engine_gpus(self) -> int:
@@ -69,13 +84,21 @@ class Plan:
         policy = trainer + engines if self.placement == "separate" else max(trainer, engines)
         return policy + self.config.num_teacher_ranks
 
+    @property
+    def gpus(self) -> str:
+        """The numbers and types of all GPUs, such as "16 H100 and 4 L40S"."""
+        trainer = self.config.parallel.world_size
+        if self.engine_gpu_name == self.gpu_name:
+            return f"{self.num_gpus} {self.gpu_name}"
+        return f"{trainer} {self.gpu_name} and {self.num_gpus - trainer} {self.engine_gpu_name}"
+
     @cached_property
     def stages(self) -> list[StageMemory]:
         return stage_memory(self.config, self.architecture, self.assumptions)
 
     @cached_property
     def engine(self) -> EngineMemory:
-        return engine_memory(self.config, self.architecture, self.gpu, self.assumptions)
+        return engine_memory(self.config, self.architecture, self.engine_gpu, self.assumptions)
 
     @cached_property
     def concurrency(self) -> float:
@@ -84,7 +107,7 @@ class Plan:
     @cached_property
     def teacher_engine(self) -> EngineMemory | None:
         """The memory of one of the teacher's engines, if it has any."""
-        return teacher_engine_memory(self.config, self.gpu, self.assumptions)
+        return teacher_engine_memory(self.config, self.engine_gpu, self.assumptions)
 
     @cached_property
     def training(self) -> TrainingTime:
@@ -96,6 +119,7 @@ class Plan:
             self.config,
             self.architecture,
             self.gpu,
+            self.engine_gpu,
             self.assumptions,
             self.engine,
             self.training,
@@ -106,7 +130,7 @@ class Plan:
     @property
     def time_warnings(self) -> list[str]:
         """Warns about a limit that requests may exceed; generation may take twice as long as estimated."""
-        parts = self.config, self.architecture, self.gpu, self.engine, self.assumptions
+        parts = self.config, self.architecture, self.engine_gpu, self.engine, self.assumptions
         seconds, limit_s = longest_request_seconds(*parts), self.config.rollout.request_limit_s
         if 2.0 * seconds <= limit_s:
             return []
@@ -275,10 +299,10 @@ class Plan:
         fp8 = self.config.fp8
         if fp8 is not None and (problem := capability_problem(fp8.recipe, self.gpu.capability)):
             yield f"{self.gpu_name}: {problem}"
-        if self.config.rollout.quantization is not None and self.gpu.capability < ENGINE_FP8_CAPABILITY:
+        if self.config.rollout.quantization is not None and self.engine_gpu.capability < ENGINE_FP8_CAPABILITY:
             yield (
-                f"rollout.quantization={self.config.rollout.quantization}: an {self.gpu_name} has no FP8 matrix "
-                "products; remove the key"
+                f"rollout.quantization={self.config.rollout.quantization}: an {self.engine_gpu_name} has no FP8 "
+                "matrix products; remove the key"
             )
 
     def _trainer_problems(self) -> Iterator[str]:
@@ -311,11 +335,11 @@ class Plan:
                     f"{name}'s GPU has room for a KV cache of {engine.kv_tokens:,} tokens, beside "
                     f"{gib(engine.weights)} of weights; the longest prompt and response have {engine.max_model_len:,}"
                 )
-        if self.placement == "separate" and (needed := self.engine_while_loading) > self.gpu_bytes:
+        if self.placement == "separate" and (needed := self.engine_while_loading) > self.engine_gpu_bytes:
             yield (
                 f"an engine's GPU needs {gib(needed)} while it loads new weights, "
                 f"{gib(self.loading_bytes)} of it for the whole tensors of a layer; an "
-                f"{self.gpu_name} has {gib(self.gpu_bytes)}; lower rollout.gpu_memory_utilization="
+                f"{self.engine_gpu_name} has {gib(self.engine_gpu_bytes)}; lower rollout.gpu_memory_utilization="
                 f"{rollout.gpu_memory_utilization} or set weight_sync.transport=store, which keeps them in host memory"
             )
         teacher = self.config.algorithm.teacher_engines

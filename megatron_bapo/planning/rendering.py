@@ -162,7 +162,7 @@ def _model_rows(plan: Plan, where: str) -> Rows:
         (
             "each GPU",
             f"{gpu.memory_gib} GiB, {gpu.bf16_tflops} dense bf16 TFLOP/s ({gpu.fp8_tflops} FP8), {gpu.memory_tb_s} "
-            f"TB/s, NVLink {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
+            f"TB/s, NVLink or PCIe {gpu.nvlink_gb_s} and network {gpu.network_gb_s} GB/s each way ({gpu.source})",
         ),
     ]
 

@@ -85,6 +85,7 @@ def step_time(
     config: Config,
     architecture: Architecture,
     gpu: Gpu,
+    engine_gpu: Gpu,
     assumptions: Assumptions,
     engine: EngineMemory,
     training: TrainingTime,
@@ -94,7 +95,8 @@ def step_time(
 ) -> StepTime:
     """Return the estimated time of one step.
 
-    `states` are those of the pipeline stages; `colocated` says whether the engines share the trainer's GPUs.
+    `engine_gpu` is the engines' GPU, and `states` are those of the pipeline stages; `colocated` says whether the
+    engines share the trainer's GPUs.
     """
     trainer, length = config.trainer, mean_length(config, assumptions)
     square, teacher = lengths_of(config, assumptions).mean_square, teacher_of(config)
@@ -111,15 +113,16 @@ def step_time(
         broadcasts=assumptions.broadcasts_weights,
         receives_parts=assumptions.engines_receive_parts,
     )
+    slower = min(gpu, engine_gpu, key=lambda each: each.network_gb_s)
     return StepTime(
         generation=max(
-            generation_seconds(config, architecture, gpu, engine, assumptions),
-            teacher_seconds(config, gpu, assumptions),
+            generation_seconds(config, architecture, engine_gpu, engine, assumptions),
+            teacher_seconds(config, engine_gpu, assumptions),
         ),
         trainer=training,
         offload=max(_offload_seconds(each, assumptions) for each in states) if colocated and trainer.offload else 0.0,
         between=assumptions.between_phases_s,
-        weight_sync=sent.seconds(TransferSpeed.of(gpu, assumptions)),
+        weight_sync=sent.seconds(TransferSpeed.of(slower, assumptions)),
         model_flops=trainer.train_batch_size * model_flops,
         num_tokens=trainer.train_batch_size * length,
         num_gpus=config.parallel.world_size,

@@ -47,7 +47,7 @@ def planned_workload(plan: Plan, *, mean_response: float, sigma: float) -> Workl
     prompt = plan.config.data.max_prompt_length * plan.assumptions.mean_prompt_fraction
     assumptions = replace(plan.assumptions, mean_response_fraction=mean_response / limit, length_sigma=sigma)
     plan = replace(plan, placement="separate", assumptions=assumptions)
-    setup = (plan.config, plan.architecture, plan.gpu)
+    setup = (plan.config, plan.architecture, plan.engine_gpu)
     if not plan.engine.holds_longest:
         raise UserError("; ".join(plan.problems))
     return Workload(

@@ -53,6 +53,32 @@ def test_a_run_that_does_not_fit_is_refused_with_a_fitting_change() -> None:
     assert isinstance(check_fits(load_config(RECIPE), ClusterConfig()), list)
 
 
+SEPARATE = ("rollout.colocate=false", "rollout.sleep_level=0", "trainer.offload=false", "weight_sync.transport=store")
+OF_32B = ("rollout.num_engines=4", "optimizer.cpu_offload=true", "parallel.recompute_granularity=full")
+
+
+def test_engines_on_nodes_of_their_own_must_fit_on_the_gpus_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(size: int, gpu: str | None) -> list[str]:
+        settings = load_config(
+            CONFIGS / "recipes" / "qwen3-32b_32gpus.yaml", [*SEPARATE, *OF_32B, f"rollout.tensor_parallel_size={size}"]
+        )
+        nodes = {"gpus_per_node": 4, "gpu": gpu}
+        return check_fits(settings, ClusterConfig.model_validate({"rollout_nodes": nodes, "python": "/opt/python"}))
+
+    with pytest.raises(UserError, match=r"it does not fit on 32 H100 and 4 L40S:\n  an engine's GPU has room for"):
+        fits(1, "L40S")
+    fits(1, "H100")
+    fits(4, "L40S")
+    monkeypatch.setattr(submission, "check_config", lambda _: ["not planned"])
+    assert fits(1, None) == ["not planned"]
+
+
+def test_the_shipped_rollout_nodes_have_the_gpu_of_their_name() -> None:
+    nodes = load_cluster("h100_with_l40s_rollouts", CONFIGS / "clusters").rollout_nodes
+    assert nodes is not None
+    assert (nodes.partition, nodes.gpu) == ("l40s", "L40S")
+
+
 def test_a_run_that_needs_more_host_memory_than_the_job_asks_for_is_refused() -> None:
     large, elsewhere = load_config(CONFIGS / "recipes" / "qwen3-235b-a22b_128gpus.yaml"), "/opt/python"
     with pytest.raises(UserError, match=r"GiB of host memory; it is assumed to have 400 GiB\n(.*\n)*.*memory=400G in"):

@@ -277,3 +277,11 @@ def test_the_longest_part_of_a_step_dominates_it() -> None:
     assert time.dominant == ("generation", time.generation)
     overlapped = recipe("r1-distill-qwen-7b_16gpus_async", placement="separate").time
     assert overlapped.dominant[1] <= max(overlapped.generation, overlapped.training)
+
+
+def test_separate_engines_may_have_another_gpu_than_the_trainer() -> None:
+    same = recipe("qwen2.5-7b_8gpus", "rollout.colocate=false", "rollout.sleep_level=0", placement="separate")
+    other = replace(same, separate_gpu_name="L40S")
+    assert other.time.generation > 2 * same.time.generation
+    assert (other.time.training, other.time.mfu) == (same.time.training, same.time.mfu)
+    assert replace(other, placement="colocated").engine == same.engine
