@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_bapo.cluster.interrupts import end_with_parent
 from megatron_bapo.garbage_collection import collector_paused
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports: torchrun may be killed in the seconds that they take
 
 with collector_paused():
     import torch._dynamo  # noqa: F401  (torch's optimizers import it when they are made)
 
-    from megatron_bapo.cluster.interrupts import end_with_parent
     from megatron_bapo.cluster.ray_cluster import connect
     from megatron_bapo.config.loading import load_config
     from megatron_bapo.config.schema import Config
@@ -116,7 +119,6 @@ def main() -> int:
         "--engine-hosts", required=True, type=_numbers, nargs="*", help="numbers of the hosts of an engine's nodes"
     )
     parsed = parser.parse_args()
-    end_with_parent()
     directory = RunDirectory(parsed.run_dir)
     run = None
     try:
