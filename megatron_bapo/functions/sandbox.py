@@ -133,6 +133,8 @@ def _isolation() -> Iterator[str]:
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     for name, value in variables.items():
         yield from ("--setenv", name, value)
+    # Python may be in /tmp itself, where its folder is then mounted.
+    yield from ("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp")
     for folder in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(folder):
             yield from ("--symlink", os.readlink(folder), folder)
@@ -143,7 +145,6 @@ def _isolation() -> Iterator[str]:
     for path in ("/etc/ld.so.cache", "/etc/alternatives"):
         yield from ("--ro-bind-try", path, path)
     yield from ("--dev", "/dev", "--remount-ro", "/dev")
-    yield from ("--size", str(TEMPORARY_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp")
 
 
 def _limited(limits: Limits) -> Iterator[str]:
