@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -214,9 +215,9 @@ def test_a_machine_without_bubblewrap_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_sandbox
-def test_python_may_be_in_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert tmp_path.is_relative_to("/tmp")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=120)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    assert run("import sys\nprint(sys.prefix)").stdout.decode().strip() == str(tmp_path / "venv")
+def test_python_may_be_in_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+        monkeypatch.setattr(sys, "executable", f"{folder}/bin/python")
+        monkeypatch.setattr(sys, "prefix", folder)
+        assert run("import sys\nprint(sys.prefix)").stdout.decode().strip() == folder
