@@ -257,7 +257,7 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
             "sigmoid router scales the weights of the selected experts to sum to one; it must be True"
         )
     scale, dense = fields.get("routed_scaling_factor"), fields.get("first_k_dense_replace")
-    if not is_number(scale) or scale <= 0:
+    if scale is None or not is_number(scale) or scale <= 0:
         yield expected("routed_scaling_factor", scale, "a positive number")
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
         yield expected("first_k_dense_replace", dense, "a whole number of at least 0")
