@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 T = TypeVar("T")
@@ -126,6 +126,17 @@ async def gather_progressing(work: Iterable[Coroutine[Any, Any, T]], limit_s: fl
         for task in tasks:
             task.cancel()
     return [task.result() for task in tasks]
+
+
+async def unless_raised(work: Coroutine[Any, Any, T], failure: Coroutine[Any, Any, NoReturn]) -> T:
+    """Return the result of `work`; if `failure` raises first, `work` is cancelled and that error is raised."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(failure)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def wait_progressing(

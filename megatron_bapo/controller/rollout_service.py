@@ -22,7 +22,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import TaskPrompts, load_task_prompts, prompt_stream
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.errors import FunctionFailed, RunError
-from megatron_bapo.event_loop import LoopClock, gather_progressing
+from megatron_bapo.event_loop import LoopClock, gather_progressing, unless_raised
 from megatron_bapo.freed_memory import FreedMemory, release_freed_memory
 from megatron_bapo.garbage_collection import GarbageCollector
 from megatron_bapo.logs import redirect_output
@@ -195,9 +195,11 @@ class RolloutService:
         """Return what metrics need of the scored responses to every held-out prompt, and references to their parts.
 
         There are parts only with `logging.dump_validation`. Returns None as `take` does. Raises RunError if no prompt
-        is finished for `idle_limit_s`, or if every prompt was quarantined.
+        is finished for `idle_limit_s`, or if every prompt was quarantined, and any error that ends generation.
         """
-        return await self._unless_lacking("validate", lambda: self._validate(seed))
+        return await self._unless_lacking(
+            "validate", lambda: unless_raised(self._validate(seed), self._scheduler.failed())
+        )
 
     async def _validate(self, seed: int) -> tuple[ScoredGroups, list[Any]]:
         n, limits = self._config.evaluation.n, self._config.rollout

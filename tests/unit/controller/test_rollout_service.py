@@ -1,13 +1,22 @@
-"""The rollout service's process imports only what it needs."""
+"""The rollout service without Ray: what its process imports, and how its calls end."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_bapo.cluster.engine_fleet import EngineFleet
+from megatron_bapo.controller.rollout_service import RolloutService
+from megatron_bapo.errors import RunError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.simulation.virtual_time import run_in_virtual_time
+from tests.unit.config.examples import config
+from tests.unit.rollout.world import World, settings
+from tests.unit.simulation.modelled_engines import decode, prompts
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 LOADED = """
@@ -39,3 +48,26 @@ def test_the_rollout_service_loads_the_same_tokenizer_without_torch(tmp_path: Pa
     text = "[user]6 x 7"
     used = f"{type(tokenizer)} {tokenizer.encode(text)} {text}"
     assert done.stdout.splitlines() == [used, "False", "2.0"]
+
+
+class ModelledService(RolloutService):
+    """A service with the scheduler, the router and the engines of a `World`, and with one held-out prompt."""
+
+    def __init__(self, world: World) -> None:
+        self._config = config(data__validation={"reasoning_gym": {"chain_sum": {}}, "size": 1})
+        self._scheduler, self._router, self._validation = world.scheduler, world.router, prompts(1)
+        self._fleet = EngineFleet({}, world.router, world.settings, lambda *_: None, world.scheduler.fail)
+        self._decoder: Any = type("Decoder", (), {"decode": staticmethod(decode)})
+        self._environment, self._waiting = None, {}
+
+
+def test_an_engine_that_does_not_come_back_ends_an_evaluation():
+    async def main() -> None:
+        world = World(settings(), num_engines=0)
+        validating = asyncio.create_task(ModelledService(world).validate(seed=1))
+        await asyncio.sleep(1.0)
+        world.scheduler.fail(RunError("engine 0 did not come back"))
+        with pytest.raises(RunError, match="engine 0 did not come back"):
+            await asyncio.wait_for(validating, 1.0)
+
+    run_in_virtual_time(main())
