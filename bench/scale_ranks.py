@@ -39,6 +39,7 @@ from megatron_bapo.parallel.collectives import barrier, gather_by_rank
 from megatron_bapo.parallel.groups import create_groups
 from megatron_bapo.parallel.platform import start_distributed
 from megatron_bapo.records import Trajectory
+from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.run_directory import RunDirectory
 from megatron_bapo.trainer.checkpoint_writer import CheckpointWriter
 from megatron_bapo.trainer.rollout_batch import make_examples, minibatch, minibatches
@@ -148,6 +149,7 @@ def save_and_load(run: Run, client: RolloutClient, folder: Path) -> dict[str, fl
     saved_s = time.perf_counter() - start
     version = run.state.policy_version = run.state.policy_version + 1
     get_result(get_actor(SERVICE).load_weights.remote(version), SERVICE, TIMEOUT_S)
+    client.probe(WeightProbe(version, np.ones(2, np.int32), np.zeros(1, np.float32), tolerance=1.0))
     return {"saved_s": saved_s, "loaded_s": time.perf_counter() - start - saved_s}
 
 

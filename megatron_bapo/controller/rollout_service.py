@@ -251,7 +251,10 @@ class RolloutService:
         """Show that this process serves calls."""
 
     async def load_weights(self, version: int) -> None:
-        """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version."""
+        """Load a published version on every engine; an engine that is lost meanwhile is replaced with that version.
+
+        No request is sent to engines with a new version before they are probed.
+        """
 
         async def load() -> None:
             release_freed_memory()
@@ -287,13 +290,15 @@ class RolloutService:
             await self._fleet.to_engines()
 
     async def probe(self, probe: WeightProbe) -> list[ProbeDifference]:
-        """Return how far the log-probs of each serving engine are from the trainer's.
+        """Return how far the log-probs of each serving engine are from the trainer's, and let generation continue.
 
         Replacements of lost engines are probed before they serve. Raises ProbeFailed if an engine does not pass.
         """
         self._fleet.require(probe)
         scores = await self._on_every(lambda engine: engine.score(probe.token_ids, probe.num_decoded))
-        return [probe.difference(name, score) for name, score in scores.items()]
+        differences = [probe.difference(name, score) for name, score in scores.items()]
+        self._scheduler.resume()
+        return differences
 
     async def _sample_group(self, prompt: TokenizedPrompt, n: int, seed: int, index: int) -> ScoredGroups:
         """Sample and score `n` responses with the settings of `evaluation`."""

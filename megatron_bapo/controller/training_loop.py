@@ -25,7 +25,7 @@ from megatron_bapo.controller.evaluation import rollout_metrics, samples, valida
 from megatron_bapo.controller.frozen_models import load_frozen_models
 from megatron_bapo.controller.run import Run, Timer, checkpoint, checkpoint_is_due
 from megatron_bapo.controller.warm_start import warm_start
-from megatron_bapo.controller.weight_update import answered, probe, update_weights
+from megatron_bapo.controller.weight_update import answered, probe, score_probe, update_weights
 from megatron_bapo.metrics.cpu_time import family_cpu_s
 from megatron_bapo.metrics.token_table import TokenTable
 from megatron_bapo.metrics.values import Last, Metric, Sum, merge
@@ -110,7 +110,8 @@ def prepare_engines(run: Run) -> None:
     on_main(run.engines and run.engines.wait_for_engines, run.worker.groups)
     run.colocation.manage(run.worker, run.frozen.models)
     if run.state.update == 0:
-        probe(run.worker, run.engines, run.colocation, policy_version=0)
+        scored = score_probe(run.worker, run.engines)
+        probe(run.worker, run.engines, run.colocation, policy_version=0, scored=scored)
     elif run.state.step == 0:
         update_engine_weights(run)
     else:

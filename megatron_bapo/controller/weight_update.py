@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
+
 from megatron_bapo.controller.colocation import ColocationManager
 from megatron_bapo.controller.rollout_client import RolloutClient
 from megatron_bapo.metrics.values import Last, Max, Metric
@@ -24,24 +26,38 @@ def update_weights(
     policy_version: int,
 ) -> dict[str, Metric]:
     """Send the trainer's weights to every engine as `policy_version`, and verify them with the weight probe."""
+    scored = score_probe(worker, rollouts)  # first, because engines on GPUs of their own generate until `deliver`
     colocation.to_weight_sync()
     relay_bytes = transport.deliver(policy_version, rollouts)
-    metrics = probe(worker, rollouts, colocation, policy_version)
+    metrics = probe(worker, rollouts, colocation, policy_version, scored)
     if rollouts is not None:
         metrics["weight_sync/store_bytes"] = Last(transport.plan.total_bytes)
         metrics["weight_sync/relay_bytes"] = Last(relay_bytes)
     return metrics
 
 
-def probe(
-    worker: Worker, rollouts: RolloutClient | None, colocation: ColocationManager, policy_version: int
-) -> dict[str, Metric]:
-    """Give the GPUs to the engines, and compare their log-probs of the probe sequence with the trainer's.
+def score_probe(worker: Worker, rollouts: RolloutClient | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of the probe sequence and the trainer's log-probs of them, in the trainer's turn. Collective.
 
-    `rollouts` is None on all ranks but the main one. Raises ProbeFailed if an engine differs.
+    `rollouts` is None on all ranks but the main one.
     """
     token_ids = broadcast_object(rollouts.probe_token_ids if rollouts else None, worker.groups)
-    log_probs = score_sequence(worker, token_ids)
+    return token_ids, score_sequence(worker, token_ids)
+
+
+def probe(
+    worker: Worker,
+    rollouts: RolloutClient | None,
+    colocation: ColocationManager,
+    policy_version: int,
+    scored: tuple[np.ndarray, np.ndarray],
+) -> dict[str, Metric]:
+    """Give the GPUs to the engines, and compare their log-probs of the probe sequence with those of `score_probe`.
+
+    The engines generate only after that. `rollouts` is None on all ranks but the main one. Raises ProbeFailed if an
+    engine differs.
+    """
+    token_ids, log_probs = scored
     colocation.to_engines()
     if rollouts is None:
         return {}

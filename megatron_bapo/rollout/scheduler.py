@@ -123,7 +123,7 @@ class RolloutScheduler:
         raise self._failure
 
     async def update_weights(self, policy_version: int, load: Callable[[], Awaitable[None]]) -> None:
-        """Have `load` update the engines' weights while no request is in flight.
+        """Have `load` update the engines' weights while no request is in flight; none is sent before `resume`.
 
         Groups whose tokens have become too old are then dropped from the buffer and from those in flight.
         """
@@ -132,7 +132,6 @@ class RolloutScheduler:
         self._policy_version = policy_version
         self._drop_stale()
         self._begin()
-        self.resume()
 
     async def pause(self) -> None:
         """Return when no request is in flight; aborted trajectories keep their tokens and continue at `resume`."""

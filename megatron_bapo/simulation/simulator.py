@@ -280,8 +280,8 @@ class _Run:
             await asyncio.gather(*(engine.load_weights(self._version) for engine in engines))
 
         await scheduler.update_weights(self._version, load)
-        # As in a real run, the probe of the new weights queues behind resumed requests, and the trainer waits for it.
         await asyncio.gather(*(engine.generate(PROBE) for engine in engines))
+        scheduler.resume()
 
 
 async def _decode(token_ids: np.ndarray) -> str:

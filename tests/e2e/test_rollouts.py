@@ -130,6 +130,7 @@ def trained(
 
         async def update_weights(which: int) -> None:
             await scheduler.update_weights(weights.version + 1, lambda: weights.load(which))
+            scheduler.resume()
 
         await update_weights(0)
         for step in range(num_steps):

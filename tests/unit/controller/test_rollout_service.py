@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_bapo.cluster.engine_fleet import EngineFleet
@@ -13,6 +14,7 @@ from megatron_bapo.controller.rollout_service import RolloutService
 from megatron_bapo.errors import RunError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.rollout.tokenization import load_tokenizer
+from megatron_bapo.rollout.weight_probe import WeightProbe
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.config.examples import config
 from tests.unit.rollout.world import World, settings
@@ -69,5 +71,29 @@ def test_an_engine_that_does_not_come_back_ends_an_evaluation():
         world.scheduler.fail(RunError("engine 0 did not come back"))
         with pytest.raises(RunError, match="engine 0 did not come back"):
             await asyncio.wait_for(validating, 1.0)
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("on_weight_update", ["drain", "abort_and_resume", "keep"])
+def test_engines_with_new_weights_get_no_request_before_they_have_passed_the_probe(mode: str, on_weight_update: str):
+    """Partial rollouts leave requests that continue after the update, also with `mode=sync`."""
+    partial = {"token_budget": 5, "over_sampling": 3.0}
+
+    async def main() -> None:
+        world = World(settings(mode=mode, on_weight_update=on_weight_update, max_staleness=2, partial_rollout=partial))
+        service = ModelledService(world)
+        for version in 1, 2:
+            await world.scheduler.take()
+            await service.load_weights(version)
+            num_sent = [len(engine.log) for engine in world.engines]
+            await asyncio.sleep(100.0)
+            probe = WeightProbe(version, np.ones(2, np.int32), np.zeros(1, np.float32), tolerance=1.0)
+            assert len(await service.probe(probe)) == len(world.engines)
+            assert [len(engine.log) for engine in world.engines] == num_sent
+        await world.scheduler.take()
+        assert [engine.in_flight_when_scored for engine in world.engines] == [[0, 0], [0, 0]]
+        await world.scheduler.close()
 
     run_in_virtual_time(main())

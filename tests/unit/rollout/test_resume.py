@@ -87,6 +87,7 @@ async def resumed(one: World, checkpoint: Checkpoint) -> InFlightState:
         await asyncio.gather(*(engine.load_weights(one.version) for engine in one.engines))
 
     await one.scheduler.update_weights(one.version, load)
+    one.scheduler.resume()
     return in_flight
 
 

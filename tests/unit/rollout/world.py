@@ -75,6 +75,7 @@ class World:
 
     async def update_weights(self) -> None:
         await self.scheduler.update_weights(self.version + 1, self.load_weights)
+        self.scheduler.resume()
 
     async def load_weights(self) -> None:
         self.version += 1

@@ -12,7 +12,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.planning.decode_cost import DecodeCost
 from megatron_bapo.records import Prompt
 from megatron_bapo.rollout.in_flight_group import Sampling
-from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest, SequenceScore
 from megatron_bapo.rollout.tokenization import TokenizedPrompt
 from megatron_bapo.simulation.modelled_engine import EngineModel, ModelledEngine, Policy
 
@@ -95,6 +95,8 @@ class FaultyEngine:
     log: list[tuple[float, GenerationRequest]] = field(default_factory=list)
     num_in_flight: int = 0
     most_in_flight: int = 0
+    in_flight_when_scored: list[int] = field(default_factory=list)
+    """Requests in flight at each call of `score`."""
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,11 @@ class FaultyEngine:
 
     async def load_weights(self, version: int) -> None:
         await self._unless_dead(self._engine.load_weights(version), limit_s=LOAD_LIMIT_S)
+
+    async def score(self, token_ids: np.ndarray, num_decoded: int) -> SequenceScore:
+        self.in_flight_when_scored.append(self.num_in_flight)
+        decoded = np.zeros(num_decoded, np.float32)
+        return SequenceScore(self.version, np.zeros(len(token_ids) - 1, np.float32), decoded, decoded)
 
     async def progress(self) -> dict[str, Generated]:
         return await self._unless_dead(self._engine.progress())
