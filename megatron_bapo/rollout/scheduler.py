@@ -215,11 +215,14 @@ class RolloutScheduler:
 
     def _pump(self) -> None:
         """Start prompts as long as `_may_start` allows, after those that a checkpoint had in flight."""
-        while self._failure is None and (self._resumed or self._may_start()) and self._starts.take():
-            if self._resumed:
-                self._launch(self._resumed.popleft())
-            else:
-                self._start()
+        try:
+            while self._failure is None and (self._resumed or self._may_start()) and self._starts.take():
+                if self._resumed:
+                    self._launch(self._resumed.popleft())
+                else:
+                    self._start()
+        except Exception as error:  # the event loop may be the caller; `take` raises the error
+            self.fail(error)
 
     def _may_start(self) -> bool:
         """Return whether one more group would be used, and before its tokens are too old.
@@ -286,12 +289,12 @@ class RolloutScheduler:
         """Generate and score a group, and put it into the buffer or drop it."""
         try:
             await self._generate(serial, group)
+            self._counts.request_failures += group.num_failures
+            if self._settings.filter_groups.enable:
+                still_open = (*self._in_flight, *(each for each, _ in self._returned))
+                self._close_uniform(self._uniform.drop_before(min(still_open, default=math.inf)))
         except Exception as error:  # nobody awaits this task; `take` raises its error
             self.fail(error)
-        self._counts.request_failures += group.num_failures
-        if self._settings.filter_groups.enable:
-            still_open = (*self._in_flight, *(each for each, _ in self._returned))
-            self._close_uniform(self._uniform.drop_before(min(still_open, default=math.inf)))
         self._changed.set()
         self._pump()
 

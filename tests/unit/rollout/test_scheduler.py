@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import reduce
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -415,6 +416,27 @@ def test_an_error_of_the_reward_is_raised_by_take():
         world.score = broken
         with pytest.raises(RunError, match="the reward function is broken"):
             await world.scheduler.take()
+        await world.scheduler.close()
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("broken", ["stream.take", "scheduler._uniform.drop_before"])
+def test_an_error_of_a_call_that_nobody_awaits_is_raised_by_take(monkeypatch: pytest.MonkeyPatch, broken: str):
+    """Groups whose rewards are all equal are dropped and replaced by others when they have been scored."""
+
+    async def main() -> None:
+        world = World(settings(filter_groups={"enable": True}), reward=lambda prompt_id, position: 0.0)
+        taking = asyncio.create_task(world.scheduler.take())
+        await asyncio.sleep(0)  # the first prompts have been started
+
+        def fail(_: Any) -> NoReturn:
+            raise AssertionError(f"{broken} is wrong")
+
+        *path, name = broken.split(".")
+        monkeypatch.setattr(reduce(getattr, path, world), name, fail)
+        with pytest.raises(AssertionError, match=f"{broken} is wrong"):
+            await asyncio.wait_for(taking, 10.0)
         await world.scheduler.close()
 
     run_in_virtual_time(main())
