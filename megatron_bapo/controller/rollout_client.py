@@ -150,7 +150,7 @@ class RolloutClient:
 
     def wake(self, tags: tuple[str, ...]) -> None:
         """Have every engine allocate the memory of `tags`; return when all have."""
-        get_result(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s)
+        get_result(self._service.wake.remote(tags), SERVICE, self._config.rollout.start_timeout_s + _QUICK_S)
 
     def probe(self, probe: WeightProbe) -> list[ProbeDifference]:
         """Return how far the log-probs of each serving engine are from the trainer's.

@@ -113,7 +113,8 @@ class Engine:
         self._asleep: tuple[str, ...] = ()
         self._sleep_level = 0
         self._weights_discarded = False
-        self._is_loading = False
+        self._is_occupied = False
+        """Whether vLLM's core loads weights, falls asleep or wakes up; it replies to other calls only after that."""
         self._failure: str | None = None
         """Why the engine will never serve again."""
         self._num_in_flight = 0
@@ -208,10 +209,10 @@ class Engine:
     async def progress(self) -> dict[str, Generated]:
         """Return, by request id, the tokens of requests in flight since the last call; works as a health check.
 
-        vLLM's processes are probed also while the engine sleeps, but not while weights load. Raises EngineLost if they
-        have ended, or if a load has failed.
+        vLLM's processes are probed also while the engine sleeps, but not while weights load, or it falls asleep or
+        wakes up. Raises EngineLost if they have ended, or if a load has failed.
         """
-        if self._is_loading:
+        if self._is_occupied:
             return {}
         self._refuse_after_failure()
         server = self._server if self._asleep else self._running()[0]
@@ -241,13 +242,10 @@ class Engine:
             )
         self._refuse_in_flight(f"load policy version {version}")
         self._check_complete(self._route, version, group)
-        self._policy_version, self._weights_discarded, self._is_loading = None, False, True
-        try:
-            async with self._must_succeed(f"policy version {version} was not loaded"):
-                num_bytes = await self._verify(server, version, current, group)
-                await server.load(version)
-        finally:
-            self._is_loading = False
+        self._policy_version, self._weights_discarded = None, False
+        async with self._occupied(f"policy version {version} was not loaded"):
+            num_bytes = await self._verify(server, version, current, group)
+            await server.load(version)
         self._policy_version = self._newest_version = version
         self._loaded_bytes = num_bytes
         return num_bytes
@@ -277,7 +275,7 @@ class Engine:
         self._asleep, self._sleep_level = MEMORY, level
         if level == 2:
             self._policy_version, self._weights_discarded = None, True
-        async with self._must_succeed(f"the memory was not freed (sleep level {level})"):
+        async with self._occupied(f"the memory was not freed (sleep level {level})"):
             await server.sleep(level)
 
     async def wake(self, tags: Sequence[str] = MEMORY) -> None:
@@ -288,7 +286,7 @@ class Engine:
         waking = [tag for tag in self._asleep if tag in tags]
         if self._server is None or not waking:
             return
-        async with self._must_succeed(f"the engine did not wake up ({', '.join(waking)})"):
+        async with self._occupied(f"the engine did not wake up ({', '.join(waking)})"):
             await self._server.wake(waking)
         self._asleep = tuple(tag for tag in self._asleep if tag not in waking)
 
@@ -326,6 +324,16 @@ class Engine:
     def _refuse_in_flight(self, purpose: str) -> None:
         if self._num_in_flight:
             raise RunError(f"calls in flight: {self._num_in_flight}; {purpose} after they have returned")
+
+    @asynccontextmanager
+    async def _occupied(self, failure: str) -> AsyncIterator[None]:
+        """Occupy vLLM's core, which nobody probes meanwhile; raises as `_must_succeed`."""
+        self._is_occupied = True
+        try:
+            async with self._must_succeed(failure):
+                yield
+        finally:
+            self._is_occupied = False
 
     @asynccontextmanager
     async def _must_succeed(self, failure: str) -> AsyncIterator[None]:

@@ -1,16 +1,20 @@
+import asyncio
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 
 from megatron_bapo.model.weight_layouts import engine_places, engine_route, one_host_per_gpu, reader_hosts
-from megatron_bapo.rollout.engine import engine_devices, engine_environment
+from megatron_bapo.rollout.engine import Engine, engine_devices, engine_environment
 from megatron_bapo.rollout.engine_nodes import Meeting, own_processes, unlink_shared_memory
+from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from megatron_bapo.weight_sync.route import WeightRoute
 from tests.unit.config.examples import config
 
@@ -42,6 +46,44 @@ def test_an_engine_on_gpus_uses_batch_invariant_kernels_only_if_told_to() -> Non
     for wanted in False, True:
         environment = engine_environment(["0"], batch_invariant=wanted)
         assert environment["VLLM_BATCH_INVARIANT"] == str(int(wanted))
+
+
+class SlowServer:
+    """vLLM's core replies to one call at a time, and takes minutes to fall asleep and to wake up."""
+
+    def __init__(self) -> None:
+        self._core = asyncio.Lock()
+        self.num_checks = 0
+
+    async def sleep(self, level: int) -> None:
+        async with self._core:
+            await asyncio.sleep(300.0)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        await self.sleep(0)
+
+    async def check_health(self) -> None:
+        async with self._core:
+            self.num_checks += 1
+
+    def progress(self) -> dict[str, Any]:
+        return {}
+
+
+def test_an_engine_that_falls_asleep_or_wakes_up_replies_to_probes() -> None:
+    async def main() -> None:
+        engine, server = Engine(), SlowServer()
+        engine._server, engine._policy_version, engine._timeout_s = cast(Any, server), 0, 1000.0
+        for num, change in enumerate((lambda: engine.sleep(1), engine.wake), start=1):
+            changing = asyncio.create_task(change())
+            await asyncio.sleep(60.0)
+            async with asyncio.timeout(1.0):
+                assert await engine.progress() == {}
+            await changing
+            await engine.progress()
+            assert server.num_checks == num
+
+    run_in_virtual_time(main())
 
 
 def test_places_in_the_plan_are_ranks_of_the_transfer_group(tmp_path) -> None:
