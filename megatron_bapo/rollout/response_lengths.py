@@ -5,10 +5,13 @@ from __future__ import annotations
 UNKNOWN_FRACTION = 4
 """Without any finished response, this fraction of the limit is expected: 1 / 4. If responses become longer, an engine
 preempts some; if they are shorter, the first ones end soon and correct the estimate."""
+NUM_AVERAGED = 16384
+"""Completions that the mean covers. More than a batch has, because the short ones of a batch end first, and few enough
+to follow the policy, whose responses may become several times longer during a run."""
 
 
 class ResponseLengths:
-    """Mean length of the completions that have ended."""
+    """Mean length of the completions that have ended, which decays exponentially after `NUM_AVERAGED` of them."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -16,7 +19,10 @@ class ResponseLengths:
 
     def add(self, num_tokens: int) -> None:
         """Count a completion that has ended without being aborted."""
-        self._num += 1
+        if self._num == NUM_AVERAGED:
+            self._num_tokens -= self._num_tokens // NUM_AVERAGED
+        else:
+            self._num += 1
         self._num_tokens += num_tokens
 
     def expected(self, max_tokens: int) -> int:
@@ -29,4 +35,6 @@ class ResponseLengths:
         return {"num": self._num, "num_tokens": self._num_tokens}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._num, self._num_tokens = state["num"], state["num_tokens"]
+        self._num = min(state["num"], NUM_AVERAGED)
+        # Checkpoints of earlier versions have the sum over all completions.
+        self._num_tokens = state["num_tokens"] * self._num // max(1, state["num"])
