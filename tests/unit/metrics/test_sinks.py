@@ -1,5 +1,6 @@
 import json
 import math
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -148,6 +149,8 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path: Path):
     with closing(TensorBoardSink(tmp_path)) as sink:
         for step in (1, 2, 3, 4):
             sink.write(metrics_row(step, metrics={"reward": float(step)}))
+    # TensorBoard reads files in the order of the seconds in their names, and then of a number as text: 10 before 9.
+    time.sleep(1.0)
     with closing(TensorBoardSink(tmp_path, resume_steps={"train": 2})) as sink:
         sink.write(metrics_row(3, metrics={"reward": 30.0}))
     assert tensorboard_scalars(tmp_path / "train", "reward") == [(1, 1.0), (2, 2.0), (3, 30.0)]
