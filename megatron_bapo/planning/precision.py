@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions, Gpu
 from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements, stage_chunks, whole_model
@@ -46,7 +47,7 @@ def engine_architecture(config: Config, architecture: Architecture, gpu: Gpu) ->
     if rollout.quantization is None and not on_blackwell:
         return architecture
     block = EXPERT_BLOCK * (1 if rollout.enable_expert_parallel else rollout.tensor_parallel_size)
-    return replace(architecture, moe_intermediate_size=-(-architecture.moe_intermediate_size // block) * block)
+    return replace(architecture, moe_intermediate_size=round_up(architecture.moe_intermediate_size, block))
 
 
 def engine_weight_bytes(config: Config, architecture: Architecture, num_parameters: int) -> int:
