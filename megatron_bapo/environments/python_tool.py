@@ -6,16 +6,17 @@ variables of an earlier one.
 
 from __future__ import annotations
 
+import signal
 import textwrap
 from typing import Any
 
 from megatron_bapo.environments.tool_call import last_call
-from megatron_bapo.functions.sandbox import Ended, Limits, run_program
+from megatron_bapo.functions.sandbox import PROGRAM_PATH, Ended, Limits, run_program
 
-PROGRAM_PATH = "/program.py"
 MAX_CHARACTERS = 2000
 """Length of a reply. Of a longer output the start and the end are shown, which has the error."""
-SIGKILL, SIGXCPU = 128 + 9, 128 + 24
+OUT_OF_CPU_TIME = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
+"""Exit statuses at the soft and at the hard limit of CPU time."""
 
 
 async def reply(
@@ -44,7 +45,7 @@ def _printed(ended: Ended, cpu_s: float) -> str:
     parts = [output.decode(errors="replace").strip() for output in (ended.stdout, ended.stderr)]
     if ended.status is None:
         parts.append("error: too much output")
-    elif ended.status in (SIGKILL, SIGXCPU):
+    elif ended.status in OUT_OF_CPU_TIME:
         parts.append(f"error: more than {cpu_s:g} s of CPU time")
     elif ended.status and not parts[1]:
         parts.append(f"error: exit status {ended.status}")

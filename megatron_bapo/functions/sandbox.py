@@ -32,6 +32,8 @@ MAX_OPEN_FILES = 64
 MAX_PROCESSES = 16
 """Processes and threads. Linux does not apply this limit to programs of root."""
 CHECK_LIMIT_S = 60.0
+PROGRAM_PATH = "/program.py"
+"""Path of the model's program in the sandbox, for callers that give it one."""
 OTHERWISE = "or run programs in a server of yours (reward.type=remote, or a function)"
 INSTALL = f"install bubblewrap 0.8 or newer, {OTHERWISE}"
 ALLOW = (

@@ -6,17 +6,15 @@ the program and in its process, where a program that is made for it can read and
 
 from __future__ import annotations
 
-import json
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
-from megatron_bapo.functions.sandbox import Ended, Limits, run_program
-from megatron_bapo.rewards.code_tests import AssertTest, CallTest, OutputTest, Test, read_tests
+from megatron_bapo.functions.sandbox import PROGRAM_PATH, Limits, run_program
+from megatron_bapo.rewards.code_tests import Test, read_tests
 
 RUNNER = Path(__file__).with_name("code_runner.py").read_bytes()
-PROGRAM_PATH, RUNNER_PATH = "/program.py", "/runner.py"
+RUNNER_PATH = "/runner.py"
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\S*).*$", re.MULTILINE)
 _LANGUAGES = frozenset({"", "python", "python3", "py"})
 
@@ -66,24 +64,6 @@ def last_program(text: str) -> str | None:
 
 
 async def _passes(program: str, test: Test, limits: Limits) -> bool:
-    match test:
-        case OutputTest():
-            ended = await _run("script", program, test.stdin, limits)
-            return _is_finished(ended) and test.is_passed(ended.stdout.decode(errors="replace"))
-        case CallTest():
-            request = {"function": test.function, "arguments": test.arguments}
-            ended = await _run("call", program, json.dumps(request), limits)
-            return _is_finished(ended) and test.is_passed(ended.stdout.decode(errors="replace"))
-        case AssertTest():
-            passed = secrets.token_hex()
-            ended = await _run("assert", program, json.dumps({"statement": test.statement, "passed": passed}), limits)
-            return _is_finished(ended) and ended.stdout.decode(errors="replace") == passed
-
-
-async def _run(mode: str, program: str, stdin: str, limits: Limits) -> Ended:
     files = {PROGRAM_PATH: program.encode(errors="replace"), RUNNER_PATH: RUNNER}
-    return await run_program([RUNNER_PATH, mode], files, limits, stdin.encode(errors="replace"))
-
-
-def _is_finished(ended: Ended) -> bool:
-    return ended.status == 0
+    ended = await run_program([RUNNER_PATH, test.mode], files, limits, test.stdin.encode(errors="replace"))
+    return ended.status == 0 and test.is_passed(ended.stdout.decode(errors="replace"))

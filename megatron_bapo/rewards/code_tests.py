@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -21,6 +22,8 @@ from typing import Any
 class OutputTest:
     """The program reads `stdin` and prints `expected`."""
 
+    mode = "script"
+    """How `code_runner.py` executes the program."""
     stdin: str
     expected: str
 
@@ -37,9 +40,14 @@ class OutputTest:
 class CallTest:
     """A function of the program, or a method of its class `Solution`, returns one of `accepted`."""
 
+    mode = "call"
     function: str
     arguments: Sequence[Any]
     accepted: Sequence[Any]
+
+    @property
+    def stdin(self) -> str:
+        return json.dumps({"function": self.function, "arguments": self.arguments})
 
     def is_passed(self, output: str) -> bool:
         """Return whether the output is an accepted value as JSON."""
@@ -54,7 +62,18 @@ class CallTest:
 class AssertTest:
     """A statement that raises nothing after the program."""
 
+    mode = "assert"
     statement: str
+    passed: str = field(default_factory=secrets.token_hex, compare=False)
+    """What is written after the statement, which no program knows beforehand."""
+
+    @property
+    def stdin(self) -> str:
+        return json.dumps({"statement": self.statement, "passed": self.passed})
+
+    def is_passed(self, output: str) -> bool:
+        """Return whether the statement has been executed."""
+        return output == self.passed
 
 
 Test = OutputTest | CallTest | AssertTest
