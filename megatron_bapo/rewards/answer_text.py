@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_FONT = r"\\(?:text|mathrm|mathbf|mathsf|mathit)\s*\{\s*"
+_FONT = r"\\(?:text|mbox|mathrm|mathbf|mathsf|mathit)\s*\{\s*"
 _SPACES = r"(?:\\[ ,;:!]|~|\s|\\q?quad(?![A-Za-z]))"
 # (D), \text{(D)}, \text{D} and D.
 _LETTER = re.compile(rf"(?:{_FONT})?\(?({_FONT})?([A-J])\}}?[).:]?\s*\}}?\.?")

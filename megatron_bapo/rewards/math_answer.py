@@ -36,6 +36,9 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Spellings that math-verify 0.9 misreads or cannot read.
 _CORRECTIONS = [
     (r"\\(?:bf|bm|boldsymbol|small|normalsize|[lL]arge|LARGE|[hH]uge|(?:text|script)style)(?![A-Za-z])", ""),
+    (r"\\(?:text)?color\s*\{[A-Za-z]+\}", ""),
+    # \mbox{204} and \textbf{\frac{1}{2}}; a text that begins with a letter may be a name or a choice.
+    (r"^\\(?:text|mbox|hbox|underline)\s*\{\s*(?=[-+.\d\\])((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}$", r"\1"),
     (r"(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*\{(\d{1,99})\}", repeating_decimal),  # 0.\overline{3}
     (r"\\varnothing(?![A-Za-z])|∅|\\\{\s*\\\}", r"\\emptyset"),
     (r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|\s)\d{3}(?!\d))+", lambda match: re.sub(r"\D", "", match[0])),  # 12\,345

@@ -33,7 +33,7 @@ TASKS = {
         \frac{46x}{x}  46(\sin^2 1+\cos^2 1)  12+34=12+34  46=12+34  12+34+0i  \left(12+34\right)  12+34 \text{ cm}
         12+34^\circ  x=12+34  y = 2\cdot 23  f(2)=12+34  a+b=12+34  x \in \{12+34\}  \{12+34\}  x=12+34 \approx 46
         12+34 \approx 46  12+34 \pmod{100}  x \equiv 12+34 \pmod{100}  \boxed{12+34}  (12+34, 12+34)  \frac{12+34}{1}
-        4600\%+0  **12+34**  \bf 12+34.  \large 12+34  \bm{12+34}
+        4600\%+0  **12+34**  \bf 12+34.  \mbox{12+34}  \underline{12+34}  \large 12+34  \bm{12+34}
     """,
     "6": r"""
         \gcd(12,18)  \text{gcd}(12,18)  3!  \binom{4}{2}  \tbinom{4}{2}  {4 \choose 2}  \Gamma(4)  \lcm(2,3)
@@ -154,7 +154,8 @@ GENUINE = {
         12 \cdot 17 = 204  x = 200+4 = 204  \frac{408}{2}=204  \approx 204  x \approx 204  x_1 \approx 204
         N \equiv 204 \pmod{1000}  204 \text{ minutes}  204\ \text{minutes}  204 minutes  \text{Area} = 204  AB = 204
         204_{10}  \displaystyle 204  \bf 204  {\bf 204}  \bf{204}  \large 204  \textstyle 204  \boldsymbol{204}  **204**
-        \boxed{204}  2.04 \times 10^2  \$204  204^\circ  204^{\circ}  20400\%
+        \boxed{204}  2.04 \times 10^2  \$204  204^\circ  204^{\circ}  20400\%  \mbox{204}  \hbox{ 204 }  \underline{204}
+        \textcolor{red}{204}  \color{blue} 204
     """,
     "025": r"25  025  25 \text{ cm}^2  25\,\text{cm}  25 \text{ square units}  25 \mathrm{~cm}  m + n = 25",
     "-7": "-7  -7.0  x=-7  (-7)  −7  3-10=-7",
@@ -166,7 +167,7 @@ GENUINE = {
     "100000": r"10^5  10^{5}  100,000  1 \times 10^5",
     r"\frac{1}{2}": r"""
         \frac{1}{2}  \frac12  \dfrac{1}{2}  \tfrac12  1/2  0.5  .5  50\%  \frac{2}{4}  \frac{17}{34}  (\frac{1}{2})
-        P = \frac{1}{2}  \frac{1}{4}+\frac{1}{4}=\frac{1}{2}  1:2  50 \%
+        P = \frac{1}{2}  \frac{1}{4}+\frac{1}{4}=\frac{1}{2}  1:2  50 \%  \textbf{\frac{1}{2}}  \mathbf{\dfrac{1}{2}}
     """,
     r"-\frac{3}{4}": r"-\frac{3}{4}  \frac{-3}{4}  \frac{3}{-4}  -0.75  -3/4  x = -\frac{3}{4}",
     r"\frac{7}{3}": r"\frac{7}{3}  2\frac{1}{3}  2 \frac{1}{3}  7/3  \frac{14}{6}",
@@ -248,7 +249,7 @@ GENUINE = {
         \begin{pmatrix} \frac{1}{5} & \frac{2}{5} \\ \frac{3}{5} & \frac{4}{5} \end{pmatrix}
         \frac{1}{5}\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
     """,
-    r"\text{(C)}": r"\text{(C)}  C  \bf C  \text{C}  (C)  \textbf{(C)}",
+    r"\text{(C)}": r"\text{(C)}  C  \bf C  \text{C}  (C)  \textbf{(C)}  \mbox{(C)}",
     "E": r"E  \text{E}  \text{(E)}",
     r"\text{even}": r"\text{even}  even",
     r"\text{Tuesday}": r"\text{Tuesday}",
