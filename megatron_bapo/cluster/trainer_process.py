@@ -27,6 +27,8 @@ _DEFAULTS = {
     # With one hardware queue a collective starts before the matrix product that overlaps it; Megatron-Core requires
     # this for tensor and sequence parallelism on Hopper and older.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # A rank that a library crashes writes to its log where each of its threads was.
+    "PYTHONFAULTHANDLER": "1",
 }
 """Default environment variables, which the user's environment overrides."""
 

@@ -24,7 +24,8 @@ def launch(script: str, cases: list[dict], root: Path, world_size: int, *, site:
     case_file.write_text(json.dumps(cases))
     command = [sys.executable, str(HERE / script), str(case_file), str(root), str(world_size)]
     folders = [*([str(site)] if site else []), str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    environment = defaults | os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
     # On a GPU the output had bytes that are not UTF-8.
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False, env=environment

@@ -36,15 +36,19 @@ def test_torchruns_files_are_in_the_weight_store_and_the_rendezvous_of_several_m
     assert second[-3:] == ["--engine-hosts", "2,3", "3,4"]
 
 
-def test_torchruns_options_in_the_environment_do_not_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchrun_gets_no_options_from_the_environment_and_crashes_show_stacks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("PET_NNODES", "PET_MAX_RESTARTS"):
         monkeypatch.setenv(name, "2")
     started = start_trainer(node(), tmp_path, tmp_path / "trainer.log")
     try:
-        assert not [name for name in started.environ() if name.startswith("PET_")]
+        environment = started.environ()
     finally:
         end_all([started])
         started.wait(timeout=60)
+    assert not [name for name in environment if name.startswith("PET_")]
+    assert environment["PYTHONFAULTHANDLER"] == "1"
 
 
 def test_the_interface_of_an_address_is_found_and_a_foreign_address_is_refused() -> None:
