@@ -178,7 +178,9 @@ class Plan:
     @cached_property
     def loading_bytes(self) -> int:
         """Bytes of a layer's tensors on each of an engine's GPUs while it loads new weights."""
-        return 0 if self.assumptions.broadcasts_weights else loading_bytes(self.config, self.architecture)
+        if self.assumptions.broadcasts_weights:
+            return 0
+        return loading_bytes(self.config, self.architecture, self.engine_gpu)
 
     @property
     def engine_while_loading(self) -> int:

@@ -19,7 +19,7 @@ from megatron_bapo.planning.parameters import (
     num_parameters,
     num_trained_parameters,
 )
-from megatron_bapo.planning.precision import DTYPE_BYTES
+from megatron_bapo.planning.precision import DTYPE_BYTES, engine_architecture
 
 LAYER_S = 0.01
 """Seconds of starting the transfers of one layer's tensors from GPU to GPU. Estimated from NeMo-RL's reshard of a 4B
@@ -93,8 +93,8 @@ def sync_bytes(config: Config, architecture: Architecture) -> int:
     return num_sent * DTYPE_BYTES[config.model.dtype]
 
 
-def loading_bytes(config: Config, architecture: Architecture) -> int:
-    """Return the bytes of GPU memory that an engine rank needs beside its weights while it loads a version.
+def loading_bytes(config: Config, architecture: Architecture, gpu: Gpu) -> int:
+    """Return the bytes of GPU memory that an engine rank on a `gpu` needs beside its weights while it loads a version.
 
     vLLM keeps a layer's tensors until the last one arrives, and then builds the rank's part of the layer a second time
     (vllm/model_executor/model_loader/reload/layerwise.py). The tensors are whole (`weight_sync/whole_tensors.py`): they
@@ -105,7 +105,9 @@ def loading_bytes(config: Config, architecture: Architecture) -> int:
         return 0
     size = config.rollout.tensor_parallel_size
     expert = size if config.rollout.enable_expert_parallel else 1
-    whole, own = Split(expert=expert), Split(tensor=size, expert=expert, expert_tensor=size // expert)
+    whole = (architecture, Split(expert=expert))
+    own_split = Split(tensor=size, expert=expert, expert_tensor=size // expert)
+    own = (engine_architecture(config, architecture, gpu), own_split)
     last = architecture.num_hidden_layers
     first_layer, last_layer, embedding = (
         (ChunkShape(layers, has_embedding=not layers, has_output=False),)
@@ -113,7 +115,7 @@ def loading_bytes(config: Config, architecture: Architecture) -> int:
     )
     on_gpu = (own,) if config.weight_sync.transport == "store" else (own, whole)
     return DTYPE_BYTES[config.model.dtype] * max(
-        sum(count_elements(architecture, split, part).total for split in on_gpu)
+        sum(count_elements(as_loaded, split, part).total for as_loaded, split in on_gpu)
         for part in (first_layer, last_layer, embedding)
     )
 

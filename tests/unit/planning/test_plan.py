@@ -1,7 +1,7 @@
 import pytest
 
 from megatron_bapo.planning.plan import Plan
-from megatron_bapo.planning.weight_transfer import LAYER_S, loading_bytes
+from megatron_bapo.planning.weight_transfer import LAYER_S
 from tests.unit.planning.examples import recipe
 
 NAME = "qwen2.5-7b_8gpus"
@@ -170,11 +170,19 @@ def test_an_engine_holds_whole_tensors_of_a_layer_of_experts_while_it_loads_them
     )
     experts = 2 * 128 * 3 * 2048 * 768  # bytes of all of a layer
     num_ranks = sent.config.rollout.tensor_parallel_size
-    one, all_tensors = loading_bytes(stored.config, stored.architecture), loading_bytes(sent.config, sent.architecture)
-    assert one == pytest.approx(experts / num_ranks, rel=0.05)
+    assert stored.loading_bytes == pytest.approx(experts / num_ranks, rel=0.05)
     embedding = 2 * 151936 * 2048  # larger than a rank's own experts
     expected = embedding * (1 + 1 / num_ranks) if expert_parallel else experts * (1 + 1 / num_ranks)
-    assert all_tensors == pytest.approx(expected, rel=0.05)
+    assert sent.loading_bytes == pytest.approx(expected, rel=0.05)
+
+
+def test_an_engine_builds_experts_as_wide_as_it_pads_them_for_fp8_while_it_loads_them() -> None:
+    settings = ("rollout.colocate=false", "rollout.enable_expert_parallel=false", "rollout.tensor_parallel_size=4")
+    plain, padded = (
+        recipe("qwen3-30b-a3b_16gpus", *settings, "weight_sync.transport=store", *more, placement="separate")
+        for more in ((), ("rollout.quantization=fp8_per_block",))
+    )
+    assert padded.loading_bytes == pytest.approx(plain.loading_bytes * 256 / (768 / 4), rel=0.05)
 
 
 def test_separate_engines_of_a_large_mixture_of_experts_need_gpu_memory_for_a_whole_layer() -> None:
