@@ -57,6 +57,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "model_type": (str, "text"),
     "layer_types": (list, "a list"),
     "mlp_only_layers": (list, "a list"),
+    "mlp_layer_types": (list, "a list"),
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
 }
@@ -261,6 +262,8 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
         yield expected("routed_scaling_factor", scale, "a positive number")
     if not isinstance(dense, int) or isinstance(dense, bool) or dense < 0:
         yield expected("first_k_dense_replace", dense, "a whole number of at least 0")
+    elif "mlp_layer_types" in FAMILIES[fields["model_type"]].own_fields:
+        yield from _mlp_type_problems(fields)
     if fields["num_experts"] % groups or chosen > groups:
         yield (
             f"n_group is {groups} with n_routed_experts={fields['num_experts']} and topk_group={chosen}; it must "
@@ -271,6 +274,24 @@ def _sigmoid_router_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"topk_group is {chosen} of {groups} groups with num_experts_per_tok={selected}: Megatron scores a group "
             f"by its {selected // chosen} best experts, and the model by {_GROUP_SCORE_EXPERTS}; use a model whose "
             f"num_experts_per_tok is {_GROUP_SCORE_EXPERTS} times its topk_group"
+        )
+
+
+def _mlp_type_problems(fields: dict[str, Any]) -> Iterator[str]:
+    """Yield a difference between the layers with experts of vLLM, by a number, and of transformers, by a list.
+
+    Without a list transformers gives all but the first layer experts.
+    """
+    found, dense = fields.get("mlp_layer_types"), fields["first_k_dense_replace"]
+    if found is None:
+        same = dense == 1
+    else:
+        same = found == ["sparse" if layer >= dense else "dense" for layer in range(len(found))]
+        same = same and len(found) == fields.get("num_hidden_layers")
+    if not same:
+        yield (
+            f"mlp_layer_types is {reprlib.repr(found)} with first_k_dense_replace={dense}, of which transformers reads "
+            "the first and vLLM the second; they must name the same layers"
         )
 
 
@@ -290,8 +311,9 @@ def _latent_attention_problems(fields: dict[str, Any]) -> Iterator[str]:
             f"num_key_value_heads is {fields['num_key_value_heads']!r}, but in latent attention every head has its "
             f"own key and value; it must be num_attention_heads={heads}"
         )
+    own = FAMILIES[fields["model_type"]].own_fields
     for name, value in _ROUTER_VALUES.items():
-        if fields.get(name) != value:
+        if name in own and fields.get(name) != value:
             yield f"{name} is {fields.get(name)!r}, which the trainer does not support; it must be {value!r}"
 
 

@@ -70,7 +70,7 @@ _DEEPSEEK_V3 = Family(
     latent_attention=True,
     ties_embeddings=False,
     expert_field="n_routed_experts",
-    own_fields=frozenset({"n_shared_experts", "num_nextn_predict_layers"}),
+    own_fields=frozenset({"n_shared_experts", "num_nextn_predict_layers", "scoring_func", "topk_method"}),
 )
 
 _QWEN_FIELDS = frozenset({"sliding_window"})
@@ -150,6 +150,9 @@ FAMILIES = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3, own_fields=frozenset({"n_shared_experts", "num_nextn_predict_layers", "mlp_layer_types"})
+    ),
 }
 
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe")

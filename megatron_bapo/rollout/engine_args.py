@@ -39,7 +39,7 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
     if spec.adapters is not None:
         options |= adapter_arguments(spec.adapters)
     if not settings.enforce_eager:
-        options["compilation_config"] = DECODE_GRAPHS
+        options["compilation_config"] = options.get("compilation_config", {}) | DECODE_GRAPHS
     if architecture.linear_layers:
         # As the trainer computes it; otherwise vLLM rounds the state after every token to the model's dtype.
         options["mamba_ssm_cache_dtype"] = "float32"
@@ -96,6 +96,9 @@ def _cpu_options(spec: EngineSpec, architecture: Architecture) -> dict[str, Any]
         # Routes come from `route_recorder.py`.
         "enable_return_routed_experts": False,
     }
+    if architecture.kv_lora_rank:
+        # vLLM 0.32.0's RoPE kernel for CPUs rotates queries by wrong angles if they are [T, H, D] with several heads.
+        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     if architecture.kv_lora_rank and spec.dtype == "float32":
         # vLLM 0.32.0 prefers AMX where a CPU has it, but its kernel knows only bfloat16 (amx_mla.py).
         options["attention_backend"] = "CPU_MLA"

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     MistralConfig,
     Qwen2MoeConfig,
@@ -84,6 +85,11 @@ MODELS = {
             "mscale": 0.707, "mscale_all_dim": 1.0,
         },
     ),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **SHAPE | {"num_key_value_heads": 4, "head_dim": 64}, q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=32,
+        qk_rope_head_dim=64, v_head_dim=96, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=32,
+        first_k_dense_replace=1, num_mtp_layers=0, topk_method="noaux_tc",
+    ),
 }  # fmt: skip
 TRAINERS = {
     "tp2-pp2-uneven": (
@@ -140,6 +146,13 @@ TRAINERS = {
             "pipeline_model_parallel_size": 2,
         },
     ),
+    "glm4_moe_lite-tp2-ep2": (
+        "glm4_moe_lite",
+        {
+            "world_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1,
+        },
+    ),
 }  # fmt: skip
 ENGINES = {
     "tp1": {"tensor_parallel_size": 1},
@@ -155,6 +168,7 @@ PUBLISHED_FOR = {
     "glm4_moe": ("tp2", "tp1"),
     "gpt_oss": ("tp2", "tp2-ep"),
     "deepseek_v3": ("tp2", "tp1"),
+    "glm4_moe_lite": ("tp1", "tp2"),
 }
 NUM_SYNCS = 3
 
@@ -289,6 +303,7 @@ def without_the_others_parts(
         ("glm4_moe", "tp2"),
         ("gpt_oss", "tp2"),
         ("deepseek_v3", "tp2"),
+        ("glm4_moe_lite", "tp1"),
     ],
 )
 def test_after_each_sync_the_engine_has_the_trainers_log_probs(

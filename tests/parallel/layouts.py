@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -106,6 +107,11 @@ MODELS: dict[str, PretrainedConfig] = {
         **_LATENT, q_lora_rank=16, rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 1.0}
     ),
     "moonlight": DeepseekV3Config(**_LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None),
+    "glm4_moe_lite": Glm4MoeLiteConfig(
+        **_LATENT | {"n_group": 1, "topk_group": 1, "v_head_dim": 12, "routed_scaling_factor": 1.8},
+        q_lora_rank=16,
+        rms_norm_eps=1e-6,  # as transformers' norms within latent attention have, whatever this says
+    ),
     "gpt_oss": GptOssConfig(
         **_SHAPE,
         head_dim=16,
@@ -130,8 +136,8 @@ TEACHER = Qwen3MoeConfig(
 """A teacher of another family and size than its students, with more rows in its output layer."""
 FOUNDATIONS = ("qwen3", "qwen2", "llama", "qwen3_moe")
 """Models of every layout that can split them."""
-PLAIN = ("mistral", "seed_oss")
-"""Models that every layout treats as foundations, in a few layouts."""
+PLAIN = ("mistral", "seed_oss", "glm4_moe_lite")
+"""Models that every layout treats as it treats another one, in a few layouts."""
 SHARED = ("qwen2_moe", "glm4_moe")
 """Models with an expert that every token passes, in the layouts that treat it in a way of their own."""
 LATENT = ("deepseek_v3",)

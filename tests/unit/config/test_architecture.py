@@ -8,6 +8,7 @@ from transformers import (
     AutoConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -60,6 +61,11 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CONFIGS["kimi_k2"] = CONFIGS["deepseek_v3"]
+CONFIGS["glm4_moe_lite"] = Glm4MoeLiteConfig(
+    **SHAPE | {"num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, moe_intermediate_size=12,
+    n_shared_experts=2, first_k_dense_replace=1, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6,
+    qk_rope_head_dim=4, v_head_dim=10, topk_method="noaux_tc",
+)  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 YARN_OF_GPT_OSS = {
     "factor": 32.0,
@@ -109,7 +115,8 @@ def test_which_families_have_query_biases_normalise_queries_and_have_experts():
         *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
     ]
     assert [name for name, family in FAMILIES.items() if family.experts] == [
-        *("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
+        *("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text", "glm4_moe", "gpt_oss"),
+        *("deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     ]
 
 
@@ -219,6 +226,31 @@ def test_the_widths_of_latent_attention_are_read(tmp_path):
 def test_what_latent_attention_or_its_router_cannot_do_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, CONFIGS["deepseek_v3"], **changes)
+
+
+@pytest.mark.parametrize("absent", [(), ("mlp_layer_types",)])
+def test_glm_lite_has_deepseeks_attention_and_experts_behind_the_first_layer(tmp_path, absent):
+    arch = read(tmp_path, CONFIGS["glm4_moe_lite"], absent=absent)
+    assert (arch.q_lora_rank, arch.kv_lora_rank, arch.head_dim, arch.value_dim) == (12, 10, 10, 10)
+    assert (arch.num_experts, arch.routed_scaling_factor, arch.shared_expert_intermediate_size) == (8, 1.8, 24)
+    assert arch.moe_layers == {1, 2, 3, 4, 5}
+    kinds = ["dense", "dense", *["sparse"] * 4]
+    dense = read(tmp_path, CONFIGS["glm4_moe_lite"], first_k_dense_replace=2, mlp_layer_types=kinds)
+    assert dense.moe_layers == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "absent"),
+    [
+        ({"first_k_dense_replace": 2}, ()),
+        ({"first_k_dense_replace": 2}, ("mlp_layer_types",)),
+        ({"mlp_layer_types": ["dense", "sparse"]}, ()),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 4, "dense"]}, ()),
+    ],
+)
+def test_layers_with_experts_that_differ_between_transformers_and_vllm_are_refused(tmp_path, changes, absent):
+    with pytest.raises(UserError, match=r"mlp_layer_types is .* with first_k_dense_replace=[12], of which"):
+        read(tmp_path, CONFIGS["glm4_moe_lite"], absent=absent, **changes)
 
 
 def test_gpt_oss_has_experts_in_all_layers_and_windows_in_every_second_one(tmp_path):

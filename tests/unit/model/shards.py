@@ -53,8 +53,8 @@ def architecture(family: str, **changes: Any) -> Architecture:
         shape |= {"moe_layers": frozenset(range(4))}
     shape |= changes
     if FAMILIES[family].latent_attention:
-        # With compressed queries, and in the other family without.
-        shape |= {"q_lora_rank": 12 * (family == "deepseek_v3"), "kv_lora_rank": 10, "v_head_dim": 5}
+        # With compressed queries, and in one family without.
+        shape |= {"q_lora_rank": 12 * (family != "kimi_k2"), "kv_lora_rank": 10, "v_head_dim": 5}
         shape |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "head_dim": 6}
         shape["num_key_value_heads"] = shape["num_attention_heads"]
     return Architecture(family=FAMILIES[family], **shape)

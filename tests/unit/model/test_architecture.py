@@ -256,7 +256,7 @@ def test_families_with_a_shared_expert_have_it_and_qwens_its_gate():
     widths = {name: config.moe_shared_expert_intermediate_size for name, config in configs.items()}
     assert {name for name, width in widths.items() if width == 24} == {
         *("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"),
-        *("glm4_moe", "deepseek_v3", "kimi_k2"),
+        *("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
     }
     assert set(widths.values()) == {None, 24}
     gated = ["qwen2_moe", "qwen3_next", "qwen3_5_moe_text"]

@@ -13,6 +13,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -71,6 +73,7 @@ MODELS = {
     "gpt_oss": (GptOssForCausalLM, GptOssConfig),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
     "kimi_k2": (DeepseekV3ForCausalLM, DeepseekV3Config),
+    "glm4_moe_lite": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "mlp_only_layers": [1]}
 GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6, "n_shared_experts": 2}
@@ -104,6 +107,7 @@ OF_FAMILY = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": LATENT | {"q_lora_rank": 3},
     "kimi_k2": LATENT | {"q_lora_rank": None},
+    "glm4_moe_lite": LATENT | {"q_lora_rank": 3},
 }
 
 
