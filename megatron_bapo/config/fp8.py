@@ -27,7 +27,7 @@ class Fp8Config(Section):
     """Scaling recipe. `delayed` has one scale per tensor, from its past largest values; checkpoints do not contain
     these, so a resumed run is not bitwise equal to an uninterrupted one. `tensorwise` takes the scale from the tensor
     itself; `blockwise` has one scale per 128 x 128 weights and per 128 activations of a token; `mxfp8` has one per 32
-    numbers and needs Blackwell GPUs."""
+    numbers and needs Blackwell GPUs of compute capability 10."""
     format: Literal["e4m3", "hybrid"] | None = None
     """FP8 format: `e4m3` for all tensors, or `hybrid` with gradients in E5M2; null: `hybrid` for `delayed` and
     `tensorwise`, else `e4m3`."""

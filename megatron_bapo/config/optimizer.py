@@ -25,7 +25,7 @@ class OptimizerConfig(Section):
     """Shape of the decay. `WSD` (warm-up, stable, decay) stays at `lr` until the last `lr_wsd_decay_steps` updates."""
     lr_decay_steps: PositiveInt | None = None
     """Number of updates, including the warm-up, at which the decay ends; null: all updates of the run, whose
-    trainer.total_steps can then not be raised later."""
+    trainer.total_steps can then not be changed later, except with `inverse-square-root`."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
     """Shape of the decay phase of `WSD`."""
     lr_wsd_decay_steps: PositiveInt | None = None

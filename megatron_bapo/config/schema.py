@@ -199,8 +199,8 @@ class TrainerConfig(Section):
     `rollout.start_timeout_s`."""
     max_restarts: NonNegativeInt = 3
     """Maximum number of restarts from the newest checkpoint without a new step in between, after a trainer rank or
-    another part of the run fails; 0 disables restarts. Invalid input, a failed weight probe, a lost node and a part
-    that fails to start when the run begins end the run at once."""
+    another part of the run fails; 0 disables restarts. Invalid input, a failed weight probe, a full disk, a lost node
+    and a part that fails to start when the run begins end the run at once."""
 
     @property
     def updates_per_step(self) -> int:
