@@ -305,7 +305,7 @@ def leftovers(folder: Path) -> Finding:
 def disk_space(folder: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     if free < 10 * GIB:
-        advice = "a checkpoint takes about 16 bytes per parameter: free space, or choose run_dir on another disk"
+        advice = "a checkpoint takes about 12 bytes per parameter: free space, or choose run_dir on another disk"
         return Finding("disk", "warning", f"{free / GIB:.1f} GiB free in {folder}", advice)
     return Finding("disk", "ok", f"{free / GIB:.0f} GiB free in {folder}")
 

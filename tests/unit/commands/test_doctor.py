@@ -1,6 +1,7 @@
 import resource
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -178,6 +179,13 @@ def test_the_sandbox_is_checked_where_bubblewrap_is_installed(monkeypatch: pytes
 
 def test_loopback_connections_work_here() -> None:
     assert doctor.loopback().status == "ok"
+
+
+def test_a_nearly_full_disk_is_named_with_the_size_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=doctor.GIB))
+    finding = doctor.disk_space(Path("/runs"))
+    assert (finding.status, finding.found) == ("warning", "1.0 GiB free in /runs")
+    assert "about 12 bytes per parameter" in finding.advice  # weights and both moments in float32
 
 
 def test_deep_checks_import_each_package_in_its_own_process() -> None:
