@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.kl import kl_estimate
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.algorithm.objectives import OBJECTIVES, toward_teacher, with_token_gradient
+from megatron_bapo.algorithm.objectives import OBJECTIVES, clipped_weight, toward_teacher, with_token_gradient
 from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode, Objective
 
 
@@ -34,9 +34,10 @@ class PolicyLossSums:
     num_negative: Tensor
     """Number of tokens with A < 0."""
     num_clipped_high: Tensor
-    """Number of tokens with A > 0 and r > high; verl's actor/pg_clipfrac is (high + low) / `num_tokens`."""
+    """Number of tokens that the upper bound clips (`clipped_tokens`); verl's actor/pg_clipfrac is (high + low) /
+    `num_tokens`."""
     num_clipped_low: Tensor
-    """Number of tokens with A < 0 and r < low."""
+    """Number of tokens that the lower bound clips."""
     num_clipped_dual: Tensor
     """Number of tokens with A < 0 and r > clip_ratio_c."""
     k1_kl: Tensor
@@ -55,9 +56,12 @@ class PolicyLossSums:
     num_teacher_dropped: Tensor
     """Number of usable tokens without such an estimate, because a log-prob is NaN; 0 without a teacher."""
     positive_sum: Tensor
-    """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8)."""
+    """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8).
+
+    With `cispo` and `distill` the sum is that of clip(r) A.
+    """
     negative_sum: Tensor
-    """N, the unweighted absolute sum of the clipped surrogate over A < 0."""
+    """N, the unweighted absolute sum of the same over A < 0."""
 
 
 def token_weights(
@@ -157,9 +161,9 @@ class ClippedTokens:
     ratio_T: Tensor
     """Ratio r that is clipped; 1 where the token is not usable."""
     high_T: Tensor
-    """Whether the upper bound clips it: A > 0 and r > high."""
+    """Whether the upper bound clips it: r > high, and A > 0 unless the objective clips weights (`clipped_weight`)."""
     low_T: Tensor
-    """Whether the lower bound clips it: A < 0 and r < low."""
+    """Whether the lower bound clips it: r < low, and A < 0 unless the objective clips weights."""
     dual_T: Tensor
     """Whether the dual clip removes its gradient: A < 0 and r > clip_ratio_c."""
 
@@ -174,12 +178,13 @@ def clipped_tokens(
     usable_T = usable_tokens(log_ratio_T, tokens)
     ratio_T = _objective_log_ratio(log_ratio_T.masked_fill(~usable_T, 0.0), tokens).exp()
     positive_T, negative_T = usable_T & (tokens.advantages_T > 0), usable_T & (tokens.advantages_T < 0)
+    of_weights = OBJECTIVES[settings.objective] is clipped_weight
     dual = float("inf") if settings.clip_ratio_c is None else settings.clip_ratio_c
     return ClippedTokens(
         usable_T=usable_T,
         ratio_T=ratio_T,
-        high_T=positive_T & (ratio_T > high),
-        low_T=negative_T & (ratio_T < low),
+        high_T=(usable_T if of_weights else positive_T) & (ratio_T > high),
+        low_T=(usable_T if of_weights else negative_T) & (ratio_T < low),
         dual_T=negative_T & (ratio_T > dual),
     )
 
@@ -195,7 +200,9 @@ def policy_statistics(
     log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
     gain_T = tokens.advantages_T.masked_fill(~usable_T, 0.0).double()
-    surrogate_T = torch.minimum(ratio_T * gain_T, ratio_T.clamp(low, high) * gain_T)
+    surrogate_T = ratio_T.clamp(low, high) * gain_T
+    if OBJECTIVES[settings.objective] is not clipped_weight:
+        surrogate_T = torch.minimum(ratio_T * gain_T, surrogate_T)
     kl_loss = num_kl_dropped = teacher_kl = num_teacher_dropped = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef and tokens.reference_log_probs_T is not None:
         kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()

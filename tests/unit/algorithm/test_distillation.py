@@ -117,13 +117,13 @@ def test_the_divergence_of_the_sampled_tokens_is_reported(settings: AlgorithmCon
 
 
 def test_the_advantages_of_distillation_are_those_towards_the_teacher() -> None:
-    """Count tokens that the teacher prefers, and truncated ones among them."""
+    """Count tokens that the teacher prefers, and tokens whose ratio is truncated."""
     current, tokens = batch()
     assert tokens.teacher_log_probs_T is not None
     low, high = (torch.tensor(bound, dtype=torch.float64) for bound in DISTILL.fixed_bounds)
     sums = policy_statistics(current.detach(), tokens, low, high, DISTILL)
     preferred = current < tokens.teacher_log_probs_T
-    truncated = preferred & ((current - tokens.behaviour_log_probs_T).exp() > MAX_RATIO)
+    truncated = (current - tokens.behaviour_log_probs_T).exp() > MAX_RATIO
     assert sums.num_positive == preferred.sum()
     assert sums.num_clipped_high == truncated.sum() > 0
     assert sums.num_clipped_low == 0

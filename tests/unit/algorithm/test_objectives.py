@@ -94,6 +94,20 @@ def test_cispo_weights_the_log_prob_of_every_token() -> None:
     assert gradient == pytest.approx(slopes, rel=1e-12)
 
 
+def test_cispo_clips_weights_of_either_sign_and_its_share_of_the_loss_has_the_clipped_weights() -> None:
+    """verl's actor/pg_clipfrac counts the same tokens (`compute_policy_loss_cispo` in `core_algos.py`)."""
+    current, behaviour, advantages = tokens()
+    batch = LossTokens(behaviour, advantages, torch.ones_like(advantages))
+    low, high = torch.tensor(LOW), torch.tensor(HIGH)
+    sums = policy_statistics(current.detach(), batch, low, high, AlgorithmConfig(objective="cispo"))
+    ratios = (current - behaviour).exp().tolist()
+    assert sums.num_clipped_high.item() == sum(r > HIGH for r in ratios)
+    assert sums.num_clipped_low.item() == sum(r < LOW for r in ratios)
+    parts = [min(max(r, LOW), HIGH) * a for r, a in zip(ratios, advantages.tolist(), strict=True)]
+    assert sums.positive_sum.item() == pytest.approx(sum(part for part in parts if part > 0), rel=1e-6)
+    assert sums.negative_sum.item() == pytest.approx(-sum(part for part in parts if part < 0), rel=1e-6)
+
+
 def test_gspo_is_the_clipped_surrogate_of_sequences_and_has_its_gradient() -> None:
     """Compare with the derivative of the sequence objective, the mean over sequences of min(s A, clip(s) A)."""
     current, behaviour, advantages = tokens(per_sequence=True)
