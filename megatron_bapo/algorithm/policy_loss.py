@@ -56,12 +56,13 @@ class PolicyLossSums:
     num_teacher_dropped: Tensor
     """Number of usable tokens without such an estimate, because a log-prob is NaN; 0 without a teacher."""
     positive_sum: Tensor
-    """P, the unweighted sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8).
+    """P, the sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8).
 
-    With `cispo` and `distill` the sum is that of clip(r) A.
+    With `cispo` and `distill` the sum is that of clip(r) A. Tokens have the weights of the search for BAPO's bounds:
+    those of rollout correction, times those of the loss with `clip_bounds.weights=loss`.
     """
     negative_sum: Tensor
-    """N, the unweighted absolute sum of the same over A < 0."""
+    """N, the absolute sum of the same over A < 0."""
 
 
 def token_weights(
@@ -199,7 +200,7 @@ def policy_statistics(
     usable_T, ratio_T = clipped.usable_T, clipped.ratio_T
     log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
-    gain_T = tokens.advantages_T.masked_fill(~usable_T, 0.0).double()
+    gain_T = _contribution_weighted(tokens, settings).masked_fill(~usable_T, 0.0).double()
     surrogate_T = ratio_T.clamp(low, high) * gain_T
     if OBJECTIVES[settings.objective] is not clipped_weight:
         surrogate_T = torch.minimum(ratio_T * gain_T, surrogate_T)
@@ -238,6 +239,12 @@ def supervised_loss(current_log_probs_T: Tensor, weights_T: Tensor) -> Tensor:
 def _advantaged(log_probs_T: Tensor, tokens: LossTokens, settings: AlgorithmConfig) -> LossTokens:
     """Return the tokens with the advantages of the objective, which `distill` computes from the current log-probs."""
     return toward_teacher(log_probs_T, tokens) if settings.objective == "distill" else tokens
+
+
+def _contribution_weighted(tokens: LossTokens, settings: AlgorithmConfig) -> Tensor:
+    """Return the advantages times the weights of the tokens in P and N."""
+    gain_T = tokens.advantages_T if tokens.correction_T is None else tokens.advantages_T * tokens.correction_T
+    return gain_T * tokens.weights_T if settings.clip_bounds.weights == "loss" else gain_T
 
 
 def _present(tokens: LossTokens) -> Tensor:

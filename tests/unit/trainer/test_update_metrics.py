@@ -1,6 +1,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -97,11 +98,20 @@ def test_a_micro_batch_of_padding_has_no_largest_ratio():
     assert metrics([], [], [])["actor/ratio_max"] == 0.0
 
 
-def test_the_positive_share_of_the_loss_equals_the_share_of_the_bound_search():
+@pytest.mark.parametrize("correction", [None, [2.0, 0.5, 0.0, 1.5]], ids=["plain", "corrected"])
+@pytest.mark.parametrize("weights", ["token", "loss"])
+def test_the_positive_share_of_the_loss_equals_the_share_of_the_bound_search(
+    weights: Literal["token", "loss"], correction: list[float] | None
+) -> None:
     ratio, advantages = torch.tensor([0.5, -1.0, 0.1, 2.0]), torch.tensor([1.0, -2.0, -1.0, 0.5])
-    bounds = find_clip_bounds(ratio, advantages, ClipBoundsSettings())
-    tokens = LossTokens(torch.zeros(4), advantages, torch.ones(4))
-    sums = policy_statistics(ratio, tokens, bounds.low, bounds.high, BAPO)
+    of_loss_T = torch.tensor([0.5, 0.5, 0.25, 0.25])
+    corrections = None if correction is None else torch.tensor(correction)
+    settings = ClipBoundsSettings(weights=weights)
+    searched = torch.ones(4) if corrections is None else corrections
+    searched = searched * of_loss_T if weights == "loss" else searched
+    bounds = find_clip_bounds(ratio, advantages, settings, weights=searched)
+    tokens = LossTokens(torch.zeros(4), advantages, of_loss_T, corrections)
+    sums = policy_statistics(ratio, tokens, bounds.low, bounds.high, AlgorithmConfig(clip_bounds=settings))
 
     found = scalars(bounds_metrics(bounds))
     of_loss = {name: float(getattr(sums, name)) for name in ("positive_sum", "negative_sum")}
