@@ -11,6 +11,8 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 Role = Literal["trainer", "rollout", "any"]
+SHOWN_NODES = 8
+"""Nodes that a message about too few of them names."""
 
 
 @dataclass(frozen=True)
@@ -163,4 +165,5 @@ def _trainer_nodes(config: Config, nodes: Sequence[Node]) -> list[Node]:
 
 
 def _described(nodes: Sequence[Node]) -> str:
-    return ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in nodes)
+    shown = ", ".join(f"{node.address} ({node.num_gpus} GPUs)" for node in nodes[:SHOWN_NODES])
+    return shown if len(nodes) <= SHOWN_NODES else f"{shown} and {len(nodes) - SHOWN_NODES} more"

@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from megatron_bapo.cluster.placement import Node, Role, place_run
-from megatron_bapo.config.checks import check_config, check_planned
+from megatron_bapo.config.checks import check_planned
 from megatron_bapo.config.cluster import ClusterConfig, ContainerConfig, NodesConfig
 from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import RunError, UserError
@@ -66,11 +66,12 @@ class Submission:
 
 def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
     """Return warnings about the run. Raises UserError if it breaks a rule or does not fit the cluster's GPUs."""
-    engine_gpu = (cluster.rollout_nodes or cluster).gpu
-    if cluster.gpu is None or engine_gpu is None:
-        return check_config(config)
     architecture, where = architecture_of(config.model)
     warnings = check_planned(config, architecture, where, teacher_of(config))
+    engine_nodes = cluster.rollout_nodes or cluster
+    engine_gpu = engine_nodes.gpu
+    if cluster.gpu is None or engine_gpu is None or 0 in (cluster.gpus_per_node, engine_nodes.gpus_per_node):
+        return warnings
     host_memory_gib = cluster.memory_gib or Assumptions.host_memory_gib
     assumptions = Assumptions(gpus_per_node=cluster.gpus_per_node, host_memory_gib=host_memory_gib)
     placement = "colocated" if config.rollout.colocate else "separate"
@@ -97,12 +98,23 @@ def check_fits(config: Config, cluster: ClusterConfig) -> list[str]:
 def num_nodes(config: Config, cluster: ClusterConfig) -> tuple[int, ...]:
     """Return the nodes of each job component: the trainer's, and those for engines only if the cluster has them."""
     if cluster.rollout_nodes is None:
-        return (cluster.num_nodes or _fewest(config, cluster, "any", []),)
+        return (_num_trainer_nodes(config, cluster, "any", []),)
     engines = [_node(cluster.rollout_nodes, "rollout", index) for index in range(MAX_NODES)]
-    trainers = cluster.num_nodes or _fewest(config, cluster, "trainer", engines)
+    trainers = _num_trainer_nodes(config, cluster, "trainer", engines)
     placed = place_run(config, [*(_node(cluster, "trainer", index) for index in range(trainers)), *engines])
     used = [node for node in placed.nodes if node.role == "rollout"]
     return trainers, max(1, len(used)) if cluster.rollout_nodes.gpus_per_node else 1
+
+
+def _num_trainer_nodes(config: Config, cluster: ClusterConfig, role: Role, others: list[Node]) -> int:
+    """Return the cluster's number of nodes, or as few as suffice. Raises UserError if the run does not fit on them."""
+    if cluster.num_nodes is None:
+        return _fewest(config, cluster, role, others)
+    try:
+        place_run(config, [*(_node(cluster, role, index) for index in range(cluster.num_nodes)), *others])
+    except UserError as refusal:
+        raise UserError(f"num_nodes={cluster.num_nodes} in the cluster's file: {refusal}") from None
+    return cluster.num_nodes
 
 
 def _fewest(config: Config, nodes: NodesConfig, role: Role, others: list[Node]) -> int:
@@ -220,7 +232,7 @@ def status(job: str) -> dict[str, str]:
         if _UNKNOWN_JOB not in str(refusal):
             raise
         described = ""
-    found = dict(re.findall(r"(\w+)=(\S*)", described.partition("\n")[0]))
+    found = dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", described.partition("\n")[0]))
     known = {shown: found[field] for field, shown in _FIELDS.items() if found.get(field) not in (None, "", "(null)")}
     return known or {"state": "unknown to Slurm, which forgets jobs minutes after their end", "log": str(_log(job))}
 

@@ -166,14 +166,19 @@ class Plan:
         reserved = int(self.assumptions.reserved_gib * GIB)
         if self.placement == "separate":
             return stage.resident + reserved
-        peak = stage.resident + max(self.engine.total, self.engine_while_loading)
-        if self.offloads_for_generation:
-            # trainer/offload.py: only weights are on the GPU during the weight update, whose probe scores a sequence
-            # with them; in FP8 it makes their copies again.
-            state = stage.state
-            trainer_weights = state.parameters + state.quantised + state.frozen
-            peak = max(self.engine.total, trainer_weights + self.engine_while_loading)
-        return peak + self._engine_base + reserved
+        generating = self.engine.total + (0 if self.offloads_for_generation else stage.resident)
+        loading = self._kept_for_loading(stage) + self.engine_while_loading
+        return max(generating, loading) + self._engine_base + reserved
+
+    def _kept_for_loading(self, stage: StageMemory) -> int:
+        """Return the bytes of the trainer on one of a stage's GPUs during the weight update.
+
+        An offloaded trainer has only weights there (trainer/offload.py), with which its probe scores a sequence; in
+        FP8 it makes their copies again.
+        """
+        if not self.offloads_for_generation:
+            return stage.resident
+        return stage.state.parameters + stage.state.quantised + stage.state.frozen
 
     @cached_property
     def loading_bytes(self) -> int:
@@ -298,6 +303,12 @@ class Plan:
         return self.host_bytes > self.assumptions.host_memory_gib * GIB
 
     def _hardware_problems(self) -> Iterator[str]:
+        per_node, world = self.assumptions.gpus_per_node, self.config.parallel.world_size
+        if world % (num_nodes := -(-world // per_node)):
+            yield (
+                f"parallel.world_size={world} trainer ranks do not spread evenly over {num_nodes} nodes of {per_node} "
+                f"GPUs; take a multiple of {per_node}"
+            )
         fp8 = self.config.fp8
         if fp8 is not None and (problem := capability_problem(fp8.recipe, self.gpu.capability)):
             yield f"{self.gpu_name}: {problem}"
@@ -316,11 +327,14 @@ class Plan:
             )
         fullest = self.fullest_resident_stage
         if self.placement == "colocated" and (needed := self.while_generating(fullest)) > self.gpu_bytes:
-            kept = "is offloaded" if self.offloads_for_generation else f"keeps {gib(fullest.resident)}"
+            engine, kept = self.engine.total, 0 if self.offloads_for_generation else fullest.resident
+            why = f" (rollout.gpu_memory_utilization={self.config.rollout.gpu_memory_utilization})"
+            if self._kept_for_loading(fullest) + self.engine_while_loading > kept + engine:
+                engine, kept = self.engine_while_loading, self._kept_for_loading(fullest)
+                why = " to load new weights"
             yield (
-                f"{self._place(fullest)} {kept} while the engine on its GPU takes {gib(self.engine.total)} "
-                f"(rollout.gpu_memory_utilization={self.config.rollout.gpu_memory_utilization}): together "
-                f"{gib(needed)} of {gib(self.gpu_bytes)}"
+                f"{self._place(fullest)} {f'keeps {gib(kept)}' if kept else 'is offloaded'} while the engine on its "
+                f"GPU takes {gib(engine)}{why}: together {gib(needed)} of {gib(self.gpu_bytes)}"
             )
 
     def _place(self, stage: StageMemory) -> str:

@@ -55,8 +55,17 @@ HALF = "rollout.gpu_memory_utilization=0.53"
             "weight_sync.transport=cuda_ipc works only on one machine; set transport=store, which copies weights",
         ),
         (recipe(NAME, "weight_sync.transport=nccl", placement="separate"), None),
+        (
+            recipe(NAME, "rollout.tensor_parallel_size=1", "model.path=Qwen2.5-32B"),
+            "(ranks 0 to 7) keeps 30.5 GiB while the engine on its GPU takes 62.5 GiB to load new weights: together",
+        ),
+        (
+            recipe(NAME, "parallel.world_size=20"),
+            "parallel.world_size=20 trainer ranks do not spread evenly over 3 nodes of 8 GPUs; take a multiple of 8",
+        ),
+        (recipe(NAME, "parallel.world_size=12"), None),
     ],
-    ids=range(11),
+    ids=range(14),
 )
 def test_a_problem_names_the_sizes_that_do_not_fit(plan: Plan, problem: str | None) -> None:
     assert plan.fits == (problem is None)
