@@ -19,6 +19,7 @@ BILLIONS = {
     "DeepSeek-V3": 671.026,
     "Moonlight-16B-A3B": 15.960,
     "GLM-4.5-Air": 106.852,
+    "GLM-4.7-Flash": 29.943,
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
     "DeepSeek-R1-Distill-Qwen-1.5B": 1.777,
@@ -40,8 +41,8 @@ BILLIONS = {
     "Qwen3.5-35B-A3B": 34.661,
     "Mistral-Small-24B": 23.572,
 }
-"""Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air and DeepSeek-V3 without the layers that
-predict further tokens. Moonlight's page rounds to 16. Those of gpt-oss are in its model card. The
+"""Parameter counts on the models' Hugging Face pages; those of GLM-4.5-Air, GLM-4.7-Flash and DeepSeek-V3 without the
+layers that predict further tokens. Moonlight's page rounds to 16. Those of gpt-oss are in its model card. The
 cards of the models with Gated DeltaNets round to 80, 27 and 35."""
 VARIANT = re.compile(r"-(Math|Base|Instruct|Thinking|2501|2507)(?=-|$)")
 """Variants of a model have its shape."""
