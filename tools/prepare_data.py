@@ -24,11 +24,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_bapo.config.data import PromptSourceConfig
+from megatron_bapo.config.data import PromptConfig, PromptSourceConfig
 from megatron_bapo.controller.terminal import terminal
 from megatron_bapo.data.contamination import NGRAM, EvaluationPrompts, index_evaluation_prompts
 from megatron_bapo.data.preparation import (
@@ -40,6 +41,12 @@ from megatron_bapo.data.preparation import (
     write_prompts,
 )
 from megatron_bapo.errors import UserError, exit_code
+
+
+def json_object(text: str) -> dict[str, Any]:
+    if not isinstance(value := json.loads(text), dict):
+        raise ValueError
+    return value
 
 
 def parse() -> argparse.Namespace:
@@ -71,6 +78,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="Hugging Face folder, to count tokens")
     parser.add_argument("--max-prompt-length", type=int, metavar="N", help="as data.max_prompt_length")
     parser.add_argument("--no-chat-template", action="store_true", help="as data.chat_template: false")
+    parser.add_argument(
+        "--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="as data.chat_template_kwargs"
+    )
     parser.add_argument(
         "--empty-answers", action="store_true", help="keep rows with an empty answer, for a custom reward"
     )
@@ -117,7 +127,10 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         # Deferred because importing transformers takes seconds, which --help does not need.
         from megatron_bapo.rollout.tokenization import token_counter
 
-        counter = token_counter(arguments.tokenizer, chat_template=not arguments.no_chat_template)
+        data = PromptConfig(
+            chat_template=not arguments.no_chat_template, chat_template_kwargs=arguments.chat_template_kwargs
+        )
+        counter = token_counter(arguments.tokenizer, data)
     prepared = prepare(
         sources,
         evaluation=evaluation,

@@ -75,7 +75,7 @@ def dry_run(config: Config, rollouts_from: Path | None, show: Show, *, rollout_o
 
 def _rendered(config: Config, inputs: Inputs) -> tuple[str, str]:
     lengths = [len(tokenized.token_ids) for tokenized in inputs.train]
-    text = render(inputs.train[0].prompt, inputs.tokenizer, chat_template=config.data.chat_template)
+    text = render(inputs.train[0].prompt, inputs.tokenizer, config.data)
     title = (
         f"first training prompt: {lengths[0]:,} tokens (the longest of {len(lengths):,} has {max(lengths):,}; "
         f"data.max_prompt_length={config.data.max_prompt_length})"

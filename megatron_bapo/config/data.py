@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import Field, JsonValue, PositiveInt, model_validator
 
 from megatron_bapo.config.section import Fraction, PositiveFraction, Section
 
@@ -85,6 +85,8 @@ class PromptConfig(Section):
     """Maximum length of a prompt in tokens. A longer prompt is an error before the run starts."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template; `false` joins the contents of the messages as plain text."""
+    chat_template_kwargs: dict[str, JsonValue] = Field({})
+    """Further variables of the chat template, such as `enable_thinking: false` for Qwen3, and `tools`."""
     system_prompt: str | None = None
     """System message for conversations that have none; null: no message is added."""
 

@@ -75,6 +75,7 @@ _CONDITIONS = (
         lambda c: c.data.curriculum is not None and c.data.curriculum.weighting == "band",
         "data.curriculum.weighting=band",
     ),
+    _Condition(("data.chat_template_kwargs",), lambda c: c.data.chat_template, "data.chat_template=true"),
     _Condition(("reward.sandbox", "reward.max_tests"), lambda c: c.reward.type == "code", "reward.type=code"),
     _Condition(
         ("environment.sandbox",),

@@ -119,7 +119,7 @@ def check_teacher_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> 
 def check_replies(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the chat template has a place for the environment's replies, if there is one. Raises UserError."""
     if config.environment is not None:
-        reply_encoder(tokenizer, config.environment.role, chat_template=config.data.chat_template)
+        reply_encoder(tokenizer, config.environment.role, config.data)
 
 
 def check_writable(run_dir: Path) -> None:

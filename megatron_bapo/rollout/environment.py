@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_bapo.config.data import DataConfig
+from megatron_bapo.config.data import DataConfig, PromptConfig
 from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.functions.sandbox import check_sandbox
@@ -60,7 +60,7 @@ class FunctionEnvironment:
         """Number of calls that timed out since the start."""
         # A reply of 100,000 characters takes a tenth of a second, which would stop the event loop. The thread has a
         # tokenizer of its own, because encoding sets options of the tokenizer.
-        self._encode = reply_encoder(deepcopy(tokenizer), config.role, chat_template=data.chat_template)
+        self._encode = reply_encoder(deepcopy(tokenizer), config.role, data)
         self._thread = ThreadPoolExecutor(1, "environment replies")
         self._pool = FunctionPool(
             environment_target(config, withheld),
@@ -96,7 +96,7 @@ class FunctionEnvironment:
         return Reply({"role": self._config.role, "content": content}, token_ids)
 
 
-def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_template: bool) -> Callable[[str], np.ndarray]:
+def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, data: PromptConfig) -> Callable[[str], np.ndarray]:
     """Return a function that encodes a reply as int32 tokens to append to a turn.
 
     A turn ends with the end-of-sequence token. With a chat template the tokens include all that the template renders
@@ -105,13 +105,13 @@ def reply_encoder(tokenizer: PreTrainedTokenizerBase, role: str, *, chat_templat
     role.
     """
     before = after = ""
-    if chat_template:
+    if data.chat_template:
         messages = [
             {"role": "user", "content": _TURN},
             {"role": "assistant", "content": _TURN},
             {"role": role, "content": _CONTENT},
         ]
-        text = in_chat_template(messages, tokenizer, f"a reply with environment.role={role}", _SUPPORTED_ROLE)
+        text = in_chat_template(messages, tokenizer, data, f"a reply with environment.role={role}", _SUPPORTED_ROLE)
         _, _, rest = text.rpartition(_TURN)
         before, found, after = rest.partition(_CONTENT)
         if not found or not before.startswith(end := str(tokenizer.eos_token)):

@@ -34,7 +34,7 @@ class SftDemonstrations:
         environment = config.environment
         assert environment is not None, "a demonstration without an environment is refused"
         self._name = target.name
-        self._encode = reply_encoder(tokenizer, environment.role, chat_template=config.data.chat_template)
+        self._encode = reply_encoder(tokenizer, environment.role, config.data)
         self._pool = FunctionPool(
             target,
             num_workers=environment.num_workers,

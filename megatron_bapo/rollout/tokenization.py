@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from megatron_bapo.config.data import DataConfig
+from megatron_bapo.config.data import PromptConfig
 from megatron_bapo.environment_variable import environment_variable
 from megatron_bapo.errors import UserError
 from megatron_bapo.garbage_collection import collector_paused
@@ -20,6 +21,9 @@ from megatron_bapo.text import without_lone_surrogates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_SET_HERE: Final = ("messages", "add_generation_prompt")
+"""Variables of chat templates that the run sets."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,16 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[TokenizedPrompt]:
+def tokenize(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, data: PromptConfig
+) -> list[TokenizedPrompt]:
     """Render and encode every prompt.
 
-    Raises UserError for a prompt that is empty or longer than `data.max_prompt_length`, and for a tokenizer without a
-    chat template if `data.chat_template` is true.
+    Raises UserError for a prompt that is empty or longer than `data.max_prompt_length`, and if `data.chat_template` is
+    true for a tokenizer without a chat template, or with one that has no variable of `data.chat_template_kwargs`.
     """
-    _check_chat_template(tokenizer, data.chat_template)
-    tokenized = [
-        TokenizedPrompt(prompt, np.asarray(_encode(prompt, tokenizer, chat_template=data.chat_template), np.int32))
-        for prompt in prompts
-    ]
+    _check_chat_template(tokenizer, data)
+    tokenized = [TokenizedPrompt(prompt, np.asarray(_encode(prompt, tokenizer, data), np.int32)) for prompt in prompts]
     unfit = [each for each in tokenized if not 0 < len(each.token_ids) <= data.max_prompt_length]
     if unfit:
         num_first, longest = len(unfit[0].token_ids), max(len(each.token_ids) for each in unfit)
@@ -104,42 +107,51 @@ def text_of(token_ids: Sequence[int] | np.ndarray, tokenizer: PreTrainedTokenize
     return without_lone_surrogates(text)
 
 
-def token_counter(model_path: Path, *, chat_template: bool) -> Callable[[Prompt], int]:
+def token_counter(model_path: Path, data: PromptConfig) -> Callable[[Prompt], int]:
     """Return a function that counts a prompt's tokens as `tokenize` does.
 
     Raises UserError as `load_tokenizer` and `tokenize` do.
     """
     tokenizer = load_tokenizer(model_path)
-    _check_chat_template(tokenizer, chat_template)
-    return lambda prompt: len(_encode(prompt, tokenizer, chat_template=chat_template))
+    _check_chat_template(tokenizer, data)
+    return lambda prompt: len(_encode(prompt, tokenizer, data))
 
 
-def _check_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: bool) -> None:
-    if chat_template and tokenizer.chat_template is None:
+def _check_chat_template(tokenizer: PreTrainedTokenizerBase, data: PromptConfig) -> None:
+    if not data.chat_template:
+        return
+    if tokenizer.chat_template is None:
         raise UserError(
             "data.chat_template is true, but the tokenizer has no chat template; set data.chat_template=false, or "
             "--no-chat-template of tools/prepare_data.py, to join the messages as plain text"
         )
+    template = tokenizer.get_chat_template(tools=data.chat_template_kwargs.get("tools"))  # pyright: ignore[reportArgumentType]
+    for name in data.chat_template_kwargs:
+        if name in _SET_HERE or not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", template):
+            raise UserError(
+                f"data.chat_template_kwargs has {name}, but must have names that the tokenizer's chat template reads, "
+                f"other than {' and '.join(_SET_HERE)}; correct the name or remove it"
+            )
 
 
-def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> str:
+def render(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, data: PromptConfig) -> str:
     """Return the text that is encoded: the conversation in the chat template, else its messages line by line.
 
     Raises UserError as `in_chat_template` does, and if the conversation ends with an answer.
     """
-    if chat_template:
+    if data.chat_template:
         name, way_out = f"prompt {prompt.prompt_id}, counted from 0", "Change the prompt or the template"
         if prompt.messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{name}, ends with a message of the assistant, which the policy would see before it answers. End "
                 "prompts with the question, or set data.chat_template=false to have that message continued"
             )
-        return in_chat_template(prompt.messages, tokenizer, name, way_out)
+        return in_chat_template(prompt.messages, tokenizer, data, name, way_out)
     return "\n".join(message["content"] for message in prompt.messages)
 
 
 def in_chat_template(
-    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, name: str, way_out: str
+    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, data: PromptConfig, name: str, way_out: str
 ) -> str:
     """Return a conversation in the tokenizer's chat template, up to the start of the policy's next turn.
 
@@ -148,7 +160,11 @@ def in_chat_template(
     from jinja2 import TemplateError  # after transformers, which loads jinja2 itself
 
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
+            )
+        )
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
@@ -157,5 +173,5 @@ def in_chat_template(
         ) from None
 
 
-def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, chat_template: bool) -> list[int]:
-    return tokenizer.encode(render(prompt, tokenizer, chat_template=chat_template), add_special_tokens=False)
+def _encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, data: PromptConfig) -> list[int]:
+    return tokenizer.encode(render(prompt, tokenizer, data), add_special_tokens=False)

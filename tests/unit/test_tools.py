@@ -226,6 +226,21 @@ def test_a_package_that_is_not_there_is_named(monkeypatch, tmp_path, package):
         runpy.run_path(str(TOOLS / "convert_gguf.py"), run_name="__main__")
 
 
+def test_variables_of_the_chat_template_count_as_in_the_run(monkeypatch, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}')
+    tokenizer = byte_tokenizer(["abc"])
+    tokenizer.chat_template = "{{ messages[0].content }}{{ ending }}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    counting = ("prepare_data", tmp_path / "rows.jsonl", "--check", "--tokenizer", tmp_path / "model", "--json")
+    lengths = []
+    for variables in ({}, {"ending": "!!!"}):
+        assert run(monkeypatch, *counting, "--chat-template-kwargs", json.dumps(variables)) == 0
+        lengths.append(json.loads(capsys.readouterr().out)["tokens"]["total"])
+    assert lengths[1] == lengths[0] + 3
+    assert run(monkeypatch, *counting, "--chat-template-kwargs", "[1]") == 2
+    assert "argument --chat-template-kwargs: invalid json_object value: '[1]'" in capsys.readouterr().err
+
+
 def test_a_length_limit_needs_a_tokenizer(monkeypatch, capsys, rows):
     assert run(monkeypatch, "prepare_data", rows, "--max-prompt-length", 5, "--check") == 2
     assert "needs --tokenizer" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_shared_keys_have_the_same_type_and_default_as_in_training(tmp_path):
     assert len(shared) == 4
     assert all(described(type(config.evaluation))[key] == described(evaluation)[key] for key in shared)
     prompts = described(type(config.data)).keys() - {"validation"}
-    assert len(prompts) == 3
+    assert len(prompts) == 4
     assert all(described(type(config.data))[key] == described(data)[key] for key in prompts)
 
 

@@ -56,6 +56,11 @@ CONFIGS = Path(__file__).parents[3] / "configs"
             {"trainer__total_steps": 11},
             "logging.profile_steps=[3, 11] has no effect without trainer.total_steps at least as high as its last",
         ),
+        (
+            {"data__chat_template": False, "data__chat_template_kwargs": {"enable_thinking": False}},
+            {"data__chat_template": True},
+            "data.chat_template_kwargs={'enable_thinking': False} has no effect without data.chat_template=true; set",
+        ),
         ({"evaluation__n": 9}, {"data__validation": ARITHMETIC | {"seed": 2}}, "evaluation.n=9 has no effect without"),
         ({"rollout__max_staleness": 4}, {"rollout__max_reuse": 2}, "rollout.max_staleness=4 has no effect without"),
         ({"rollout__on_stale": "drop"}, {"rollout__max_reuse": 2}, "rollout.on_stale=drop has no effect without"),

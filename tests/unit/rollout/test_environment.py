@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from megatron_bapo.config.data import DataConfig
+from megatron_bapo.config.data import DataConfig, PromptConfig
 from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.data.rollout_files import RolloutHeader, read_rollouts, rollout_files, write_rollouts
 from megatron_bapo.errors import UserError
@@ -124,7 +124,7 @@ def test_the_event_loop_goes_on_while_a_reply_is_tokenized(tmp_path, monkeypatch
 def test_a_reply_with_half_a_character_is_tokenized_and_saved(environment, tokenizer, tmp_path, chat_template):
     """A tool may cut its output in the middle of a UTF-16 pair, and Python's JSON reads such text without an error."""
     tokenizer.chat_template = CHATML.replace("EOS", tokenizer.eos_token)
-    encode = reply_encoder(tokenizer, "tool", chat_template=chat_template)
+    encode = reply_encoder(tokenizer, "tool", PromptConfig(chat_template=chat_template))
 
     async def reply() -> Reply | None:
         try:
@@ -158,7 +158,7 @@ def test_a_reply_with_half_a_character_is_tokenized_and_saved(environment, token
 
 def test_with_a_chat_template_a_reply_is_the_text_between_two_turns(tokenizer):
     tokenizer.chat_template = CHATML.replace("EOS", tokenizer.eos_token)
-    encode = reply_encoder(tokenizer, "tool", chat_template=True)
+    encode = reply_encoder(tokenizer, "tool", PromptConfig(chat_template=True))
 
     turn = {"role": "assistant", "content": "Z"}
     whole = tokenizer.apply_chat_template([turn, {"role": "tool", "content": "42"}, turn], tokenize=False)
@@ -169,11 +169,20 @@ def test_with_a_chat_template_a_reply_is_the_text_between_two_turns(tokenizer):
     assert encode("42").dtype == np.int32
 
 
+def test_the_turn_after_a_reply_starts_as_the_variables_of_the_chat_template_say(tokenizer):
+    tokenizer.chat_template = CHATML.replace("EOS", tokenizer.eos_token) + "{% if quiet %}[quiet]{% endif %}"
+    loud, quiet = (
+        reply_encoder(tokenizer, "tool", PromptConfig(chat_template_kwargs={"quiet": value}))("42")
+        for value in (False, True)
+    )
+    assert tokenizer.decode(quiet) == tokenizer.decode(loud) + "[quiet]"
+
+
 def test_the_text_of_a_reply_is_never_encoded_as_special_tokens(tokenizer):
     content = f"a{tokenizer.eos_token}b"
     for template in (None, CHATML.replace("EOS", tokenizer.eos_token)):
         tokenizer.chat_template = template
-        encode = reply_encoder(tokenizer, "tool", chat_template=template is not None)
+        encode = reply_encoder(tokenizer, "tool", PromptConfig(chat_template=template is not None))
         token_ids = encode(content).tolist()
         assert token_ids.count(tokenizer.eos_token_id) == encode("ab").tolist().count(tokenizer.eos_token_id)
         assert content in tokenizer.decode(token_ids)
@@ -189,11 +198,11 @@ def test_the_text_of_a_reply_is_never_encoded_as_special_tokens(tokenizer):
 def test_a_template_without_a_place_for_replies_is_refused(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=r"a reply with the role tool in this order; .* Set environment.role"):
-        reply_encoder(tokenizer, "tool", chat_template=True)
+        reply_encoder(tokenizer, "tool", PromptConfig(chat_template=True))
 
 
 def test_a_template_that_refuses_the_role_of_replies_is_named(tokenizer):
     refused = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{refused}{{% endfor %}}"
     with pytest.raises(UserError, match=r"fails for a reply with environment.role=tool, .*: no tools. Set environment"):
-        reply_encoder(tokenizer, "tool", chat_template=True)
+        reply_encoder(tokenizer, "tool", PromptConfig(chat_template=True))

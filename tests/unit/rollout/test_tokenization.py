@@ -51,6 +51,30 @@ def test_the_chat_template_renders_the_roles_and_adds_the_generation_prompt():
     assert tokenizer().decode(tokenized.token_ids) == "[system]Be brief.[user]6 x 7[assistant]"
 
 
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}[think][/think]{% endif %}"
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+)
+"""How Qwen3's template skips the thinking of the next turn, and that it takes tools."""
+
+
+def test_further_variables_reach_the_chat_template():
+    def rendered(**variables: object) -> str:
+        settings = data(chat_template_kwargs=variables)
+        (tokenized,) = tokenize([prompt("Be brief.", "6 x 7")], tokenizer(THINKING), settings)
+        return tokenizer().decode(tokenized.token_ids).partition("[assistant]")[2]
+
+    assert rendered() == rendered(enable_thinking=True) == ""
+    assert rendered(enable_thinking=False) == "[think][/think]"
+    assert rendered(tools=[{"type": "function", "function": {"name": "run"}}]) == "run"
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "thinking", "function", "messages", "add_generation_prompt"])
+def test_a_variable_that_the_chat_template_does_not_read_is_refused(name: str):
+    with pytest.raises(UserError, match=rf"data\.chat_template_kwargs has {name}, but must have names that .* reads"):
+        tokenize([prompt("Be brief.", "6 x 7")], tokenizer(THINKING), data(chat_template_kwargs={name: False}))
+
+
 def test_the_error_of_a_missing_chat_template_names_the_setting():
     with pytest.raises(
         UserError, match=r"has no chat template; set data\.chat_template=false, or --no-chat-template of"
