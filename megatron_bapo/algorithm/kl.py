@@ -33,3 +33,14 @@ def kl_estimate(kind: KlType, log_probs_T: Tensor, reference_log_probs_T: Tensor
             return x_T.square() / 2
         case "k3":
             return ((-x_T).expm1() + x_T).clamp(max=MAX_K3)
+
+
+def of_current_policy(kind: KlType, kl_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+    """Weight KL estimates [T] with the ratio of the current policy to the one that sampled the tokens.
+
+    The expectation over sampled tokens is then the KL of the current policy, and that of the gradient its gradient. For
+    this the ratio of k1 and k3 has a gradient, as in DeepSeek-V3.2 (arXiv 2512.02556, Section 3.1) for k3, and that of
+    k2 has none, because k2 has the right gradient under the current policy. Where k3 is limited there is a bias.
+    """
+    ratio_T = clamped_log_ratio(log_ratio_T).exp()
+    return kl_T * (ratio_T.detach() if kind == "k2" else ratio_T)

@@ -1,6 +1,6 @@
 """Policy objectives: functions of the token ratios that are maximized.
 
-All have the signature (log-ratio [T], current log-probs [T], advantages [T], low, high, clip_ratio_c) -> value [T]. The
+All have the signature (log-ratio [T], current log-probs [T], advantages [T], low, high, settings) -> value [T]. The
 log-ratio is current minus behaviour log-prob in nats, of the token or, for GSPO, of its sequence. Gradients flow
 through the log-ratio and the log-probs. `low` and `high` are 0-d clip bounds, either fixed or found by BAPO for the
 minibatch.
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.config.algorithm import Objective
+from megatron_bapo.config.algorithm import AlgorithmConfig, Objective
 
-TokenObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+TokenObjective = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AlgorithmConfig], Tensor]
 
 
 def clipped_surrogate(
-    log_ratio_T: Tensor, _: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, clip_ratio_c: float | None
+    log_ratio_T: Tensor, _: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, settings: AlgorithmConfig
 ) -> Tensor:
     """Return min(r A, clip(r, low, high) A), which for A < 0 is at least clip_ratio_c A if that is given.
 
@@ -37,13 +37,13 @@ def clipped_surrogate(
     """
     ratio_T = log_ratio_T.exp()
     surrogate_T = torch.minimum(ratio_T * advantages_T, ratio_T.clamp(low, high) * advantages_T)
-    if clip_ratio_c is None:
+    if settings.clip_ratio_c is None:
         return surrogate_T
-    return torch.where(advantages_T < 0, surrogate_T.maximum(clip_ratio_c * advantages_T), surrogate_T)
+    return torch.where(advantages_T < 0, surrogate_T.maximum(settings.clip_ratio_c * advantages_T), surrogate_T)
 
 
 def clipped_weight(
-    log_ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, _: float | None
+    log_ratio_T: Tensor, log_probs_T: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, _: AlgorithmConfig
 ) -> Tensor:
     """Return CISPO's sg[clip(r, low, high)] A log p, where every token keeps its gradient (arXiv 2506.13585, Eq. 4-5).
 
@@ -52,11 +52,23 @@ def clipped_weight(
     return log_ratio_T.detach().exp().clamp(low, high) * advantages_T * log_probs_T
 
 
+def soft_gated(
+    log_ratio_T: Tensor, _: Tensor, advantages_T: Tensor, low: Tensor, high: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """Return SAPO's 4/tau sigmoid(tau (r - 1)) A, with tau by the sign of A (arXiv 2511.20347), which has no bounds.
+
+    The gradient of a token is that of the unclipped r A where r = 1, and fades on both sides of it.
+    """
+    tau_T = torch.full_like(advantages_T, settings.tau_neg).masked_fill(advantages_T > 0, settings.tau_pos)
+    return 4 / tau_T * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1)) * advantages_T
+
+
 OBJECTIVES: Final[dict[Objective, TokenObjective]] = {
     "bapo": clipped_surrogate,
     "ppo": clipped_surrogate,
     "gspo": clipped_surrogate,
     "cispo": clipped_weight,
+    "sapo": soft_gated,
     "distill": clipped_weight,
 }
 

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
-from megatron_bapo.algorithm.kl import kl_estimate
+from megatron_bapo.algorithm.kl import kl_estimate, of_current_policy
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.algorithm.objectives import OBJECTIVES, clipped_weight, toward_teacher, with_token_gradient
+from megatron_bapo.algorithm.objectives import (
+    OBJECTIVES,
+    clipped_weight,
+    soft_gated,
+    toward_teacher,
+    with_token_gradient,
+)
 from megatron_bapo.config.algorithm import AlgorithmConfig, LossAggMode, Objective
 
 
@@ -58,8 +64,9 @@ class PolicyLossSums:
     positive_sum: Tensor
     """P, the sum of the clipped surrogate over A > 0 (arXiv 2510.18927, Eq. 8).
 
-    With `cispo` and `distill` the sum is that of clip(r) A. Tokens have the weights of the search for BAPO's bounds:
-    those of rollout correction, times those of the loss with `clip_bounds.weights=loss`.
+    With `cispo` and `distill` the sum is that of clip(r) A, with `sapo` that of its objective. Tokens have the weights
+    of the search for BAPO's bounds: those of rollout correction, times those of the loss with
+    `clip_bounds.weights=loss`.
     """
     negative_sum: Tensor
     """N, the absolute sum of the same over A < 0."""
@@ -115,11 +122,11 @@ def policy_loss(
         loss_of = _objective_loss
     distillation, loss = settings.distillation, log_probs_T.new_zeros(())
     if settings.objective != "distill":
-        loss = loss_of(log_probs_T, tokens, low, high, settings.objective, settings.clip_ratio_c)
+        loss = loss_of(log_probs_T, tokens, low, high, settings.objective, settings)
     if distillation is not None:
         ends = log_probs_T.new_zeros(()), log_probs_T.new_full((), distillation.max_ratio)
         taught = toward_teacher(log_probs_T, tokens)
-        loss = loss + distillation.coef * loss_of(log_probs_T, taught, *ends, "distill", None)
+        loss = loss + distillation.coef * loss_of(log_probs_T, taught, *ends, "distill", settings)
     if settings.kl_loss_coef or settings.entropy_coeff:
         excluded_T = ~usable_tokens(log_probs_T - tokens.behaviour_log_probs_T, tokens)
         weights_T = tokens.weights_T.masked_fill(excluded_T, 0.0)
@@ -136,7 +143,7 @@ def _objective_loss(
     low: Tensor,
     high: Tensor,
     objective: Objective,
-    clip_ratio_c: float | None,
+    settings: AlgorithmConfig,
 ) -> Tensor:
     log_ratio_T = log_probs_T - tokens.behaviour_log_probs_T
     excluded_T = ~usable_tokens(log_ratio_T, tokens)
@@ -146,7 +153,7 @@ def _objective_loss(
         tokens.advantages_T.masked_fill(excluded_T, 0.0),
         low,
         high,
-        clip_ratio_c,
+        settings,
     )
     if tokens.correction_T is not None:
         value_T = value_T * tokens.correction_T.masked_fill(excluded_T, 0.0)
@@ -201,9 +208,7 @@ def policy_statistics(
     log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
     gain_T = _contribution_weighted(tokens, settings).masked_fill(~usable_T, 0.0).double()
-    surrogate_T = ratio_T.clamp(low, high) * gain_T
-    if OBJECTIVES[settings.objective] is not clipped_weight:
-        surrogate_T = torch.minimum(ratio_T * gain_T, surrogate_T)
+    surrogate_T = _surrogate(ratio_T, gain_T, low, high, settings)
     kl_loss = num_kl_dropped = teacher_kl = num_teacher_dropped = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef and tokens.reference_log_probs_T is not None:
         kl_loss = _kl_loss(log_probs_T, tokens, tokens.weights_T.masked_fill(~usable_T, 0.0), settings).double()
@@ -241,6 +246,15 @@ def _advantaged(log_probs_T: Tensor, tokens: LossTokens, settings: AlgorithmConf
     return toward_teacher(log_probs_T, tokens) if settings.objective == "distill" else tokens
 
 
+def _surrogate(ratio_T: Tensor, gain_T: Tensor, low: Tensor, high: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """Return the terms of P and N [T], for advantages that are weighted already."""
+    objective = OBJECTIVES[settings.objective]
+    if objective is soft_gated:
+        return soft_gated(ratio_T.log(), ratio_T, gain_T, low, high, settings)
+    clipped_T = ratio_T.clamp(low, high) * gain_T
+    return clipped_T if objective is clipped_weight else torch.minimum(ratio_T * gain_T, clipped_T)
+
+
 def _contribution_weighted(tokens: LossTokens, settings: AlgorithmConfig) -> Tensor:
     """Return the advantages times the weights of the tokens in P and N."""
     gain_T = tokens.advantages_T if tokens.correction_T is None else tokens.advantages_T * tokens.correction_T
@@ -274,7 +288,11 @@ def _kl_loss(log_probs_T: Tensor, tokens: LossTokens, weights_T: Tensor, setting
     assert tokens.reference_log_probs_T is not None, "kl_loss_coef needs a reference model"
     both = (log_probs_T, tokens.reference_log_probs_T)
     excluded_T = (weights_T == 0) | (log_probs_T.detach() - tokens.reference_log_probs_T).isnan()
-    return (weights_T * kl_estimate(settings.kl_loss_type, *(x_T.masked_fill(excluded_T, 0.0) for x_T in both))).sum()
+    kl_T = kl_estimate(settings.kl_loss_type, *(x_T.masked_fill(excluded_T, 0.0) for x_T in both))
+    if settings.kl_loss_unbiased:
+        log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(excluded_T, 0.0)
+        kl_T = of_current_policy(settings.kl_loss_type, kl_T, log_ratio_T)
+    return (weights_T * kl_T).sum()
 
 
 def _count(selected_T: Tensor) -> Tensor:

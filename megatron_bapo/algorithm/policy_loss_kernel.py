@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_bapo.algorithm.importance import MAX_LOG_RATIO
 from megatron_bapo.algorithm.loss_tokens import LossTokens
-from megatron_bapo.algorithm.objectives import OBJECTIVES, clipped_weight
-from megatron_bapo.config.algorithm import Objective
+from megatron_bapo.algorithm.objectives import OBJECTIVES, clipped_weight, soft_gated
+from megatron_bapo.config.algorithm import AlgorithmConfig, Objective
 
 BLOCK = 1024
 
@@ -27,10 +27,10 @@ def fused_objective_loss(
     low: Tensor,
     high: Tensor,
     objective: Objective,
-    clip_ratio_c: float | None,
+    settings: AlgorithmConfig,
 ) -> Tensor:
     """Return -sum w c J, 0-d float32, differentiable once with respect to the log-probs."""
-    result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, objective, clip_ratio_c)
+    result: Any = _ObjectiveLoss.apply(log_probs_T, tokens, low, high, objective, settings)
     return result
 
 
@@ -43,9 +43,9 @@ class _ObjectiveLoss(torch.autograd.Function):
         low: Tensor,
         high: Tensor,
         objective: Objective,
-        dual: float | None,
+        settings: AlgorithmConfig,
     ) -> Tensor:
-        num_tokens = len(log_probs_T)
+        num_tokens, dual = len(log_probs_T), settings.clip_ratio_c
         loss_T, grad_T = torch.empty(2, num_tokens, device=log_probs_T.device)
         correction_T, sequence_T = tokens.correction_T, tokens.sequence_log_ratio_T
         if num_tokens:
@@ -54,12 +54,14 @@ class _ObjectiveLoss(torch.autograd.Function):
                 *(log_probs_T, tokens.behaviour_log_probs_T, tokens.advantages_T, tokens.weights_T),
                 log_probs_T if correction_T is None else correction_T,
                 log_probs_T if sequence_T is None else sequence_T,
-                *(low, high, 0.0 if dual is None else dual, loss_T, grad_T, num_tokens),
+                *(low, high, 0.0 if dual is None else dual, settings.tau_pos, settings.tau_neg),
+                *(loss_T, grad_T, num_tokens),
                 MAX_LOG_RATIO=MAX_LOG_RATIO,
                 CORRECTED=correction_T is not None,
                 OF_SEQUENCES=sequence_T is not None,
                 DUAL=dual is not None,
                 WEIGHTED=OBJECTIVES[objective] is clipped_weight,
+                SOFT=OBJECTIVES[objective] is soft_gated,
                 BLOCK=BLOCK,
             )
         ctx.save_for_backward(grad_T)
@@ -82,6 +84,8 @@ def _objective_loss(
     low_0,
     high_0,
     dual,
+    tau_pos,
+    tau_neg,
     loss_T,
     grad_T,
     num_tokens,
@@ -90,6 +94,7 @@ def _objective_loss(
     OF_SEQUENCES: tl.constexpr,
     DUAL: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    SOFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -120,13 +125,32 @@ def _objective_loss(
         finite = usable & (tl.abs(log_prob) < float("inf"))
         slope = tl.where(finite, clipped * advantage, 0.0)
         value = slope * tl.where(finite, log_prob, 0.0)
+    elif SOFT:
+        value, slope = _soft_gated(ratio, advantage, tau_pos, tau_neg)  # pyright: ignore[reportGeneralTypeIssues]
+        slope = tl.where(unclamped, slope, 0.0)
     else:
-        value = tl.minimum(ratio * advantage, clipped * advantage)
-        slope = tl.where(unclamped & (ratio * advantage <= clipped * advantage), ratio * advantage, 0.0)
-        if DUAL:
-            limit = tl.where(advantage < 0.0, dual * advantage, -float("inf"))
-            # Torch halves the gradient where both are equal.
-            slope = tl.where(value > limit, slope, tl.where(value == limit, 0.5 * slope, 0.0))
-            value = tl.maximum(value, limit)
+        value, slope = _clipped_surrogate(ratio, clipped, advantage, dual, DUAL)  # pyright: ignore[reportGeneralTypeIssues]
+        slope = tl.where(unclamped, slope, 0.0)
     tl.store(loss_T + token, tl.where(usable, -weight * value, 0.0), mask=inside)
     tl.store(grad_T + token, tl.where(usable, -weight * slope, 0.0), mask=inside)
+
+
+@triton.jit
+def _soft_gated(ratio, advantage, tau_pos, tau_neg):
+    """Return `soft_gated` and its derivative by the log-ratio."""
+    tau = tl.where(advantage > 0.0, tau_pos, tau_neg)
+    gate = tl.sigmoid(tau * (ratio - 1.0))
+    return 4.0 / tau * gate * advantage, 4.0 * gate * (1.0 - gate) * ratio * advantage
+
+
+@triton.jit
+def _clipped_surrogate(ratio, clipped, advantage, dual, DUAL: tl.constexpr):
+    """Return `clipped_surrogate` and its derivative by the log-ratio."""
+    value = tl.minimum(ratio * advantage, clipped * advantage)
+    slope = tl.where(ratio * advantage <= clipped * advantage, ratio * advantage, 0.0)
+    if DUAL:
+        limit = tl.where(advantage < 0.0, dual * advantage, -float("inf"))
+        # Torch halves the gradient where both are equal.
+        slope = tl.where(value > limit, slope, tl.where(value == limit, 0.5 * slope, 0.0))
+        value = tl.maximum(value, limit)
+    return value, slope

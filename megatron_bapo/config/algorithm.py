@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -11,7 +12,7 @@ from megatron_bapo.config.presets import CLIP_BOUNDS_PRESETS, ClipBoundsPreset
 from megatron_bapo.config.rollout import EngineSizeConfig
 from megatron_bapo.config.section import Fraction, NonNegativeFloat, PartialFraction, Section
 
-Objective = Literal["bapo", "ppo", "gspo", "cispo", "distill"]
+Objective = Literal["bapo", "ppo", "gspo", "cispo", "sapo", "distill"]
 AdvEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlType = Literal["k1", "k2", "k3"]
@@ -170,13 +171,18 @@ class AlgorithmConfig(Section):
     objective: Objective = "bapo"
     """Policy loss. `bapo` adapts the clip bounds at every update; the others keep them at 1 - clip_ratio_low and
     1 + clip_ratio_high: `ppo` clips the ratio of each token, `gspo` that of each sequence, and `cispo` clips the
-    importance weight of log p, so that every token keeps its gradient. `distill` uses no rewards: it minimizes the
-    divergence from the teacher of the section `distillation`."""
+    importance weight of log p, so that every token keeps its gradient. `sapo` has no bounds: the gradient of a token
+    fades as its ratio leaves 1. `distill` uses no rewards: it minimizes the divergence from the teacher of the section
+    `distillation`."""
     clip_bounds: ClipBoundsSettings = ClipBoundsSettings()
     clip_ratio_low: Fraction = 0.2
-    """Distance of the fixed lower clip bound from 1; has no effect with `objective=bapo` and `distill`."""
+    """Distance of the fixed lower clip bound from 1, for `objective=ppo`, `gspo` and `cispo`."""
     clip_ratio_high: PositiveFloat = 0.2
-    """Distance of the fixed upper clip bound from 1; has no effect with `objective=bapo` and `distill`."""
+    """Distance of the fixed upper clip bound from 1, for `objective=ppo`, `gspo` and `cispo`."""
+    tau_pos: PositiveFloat = 1.0
+    """How fast `sapo` fades the gradient of tokens with positive advantage; higher is faster."""
+    tau_neg: PositiveFloat = 1.05
+    """How fast `sapo` fades the gradient of tokens with negative advantage."""
     clip_ratio_c: Annotated[float, Field(gt=1.0)] | None = None
     """Dual clip: a token with negative advantage has no gradient when its ratio exceeds this value; null: no dual clip.
     The search for BAPO's bounds ignores it, as in the authors' released code."""
@@ -202,6 +208,9 @@ class AlgorithmConfig(Section):
     in the updates those that it chose in the pass that recomputed the log-probs (`trainer`, which needs
     behaviour_policy=recomputed), or in all passes those that the engines chose (`rollout`)."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    off_policy_mask_threshold: PositiveFloat | None = None
+    """Off-policy sequence masking: tokens with negative advantage leave the objective if the mean of their response's
+    log-ratios of the engine's policy to the current one exceeds this value, in nats; null: no masking."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss."""
     kl_loss_coef: NonNegativeFloat = 0.0
@@ -210,6 +219,9 @@ class AlgorithmConfig(Section):
     kl_loss_type: KlType = "k3"
     """KL estimator in the loss: `k1` is x, `k2` is x^2 / 2 and `k3` is exp(-x) - 1 + x, where x is the log-ratio of
     policy to reference model."""
+    kl_loss_unbiased: bool = False
+    """Weight the KL in the loss with the ratio of the current to the behaviour policy, so that its gradient is that of
+    the KL under the current policy, whatever the estimator."""
     kl_reward_coef: NonNegativeFloat = 0.0
     """Coefficient of the KL penalty in the reward, between `behaviour_policy` and the reference model. A non-zero value
     loads the frozen reference model on every rank."""
@@ -221,6 +233,8 @@ class AlgorithmConfig(Section):
     @property
     def fixed_bounds(self) -> tuple[float, float]:
         """Clip bounds (low, high) of objectives other than BAPO."""
+        if self.objective == "sapo":
+            return 0.0, math.inf
         if self.objective == "distill" and self.distillation is not None:
             return 0.0, self.distillation.max_ratio
         return 1.0 - self.clip_ratio_low, 1.0 + self.clip_ratio_high
@@ -228,7 +242,13 @@ class AlgorithmConfig(Section):
     @property
     def compares_with_engines(self) -> bool:
         """Whether the loss depends on the engines' log-probs."""
-        return self.behaviour_policy == "rollout" or self.rollout_correction.active
+        masks = self.off_policy_mask_threshold is not None
+        return self.behaviour_policy == "rollout" or self.rollout_correction.active or masks
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether the loss of a token depends on the current log-probs of its whole response."""
+        return self.objective == "gspo" or self.off_policy_mask_threshold is not None
 
     @property
     def searches_minibatch(self) -> bool:

@@ -39,6 +39,13 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c} has no use with algorithm.objective=cispo, whose weights "
             "are clipped at 1 + clip_ratio_high already; remove clip_ratio_c"
         )
+    if algorithm.objective == "sapo":
+        unclipped = {
+            f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
+            "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
+        }
+        for setting in (setting for setting, is_given in unclipped.items() if is_given):
+            yield f"{setting} is about clipping, and algorithm.objective=sapo clips nothing; remove it"
     yield from _distillation_problems(config)
     yield from _zero_advantage_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0
@@ -61,6 +68,9 @@ def _distillation_problems(config: Config) -> Iterator[str]:
         without_rewards = {
             f"algorithm.kl_reward_coef={algorithm.kl_reward_coef}": algorithm.kl_reward_coef > 0.0,
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
+            f"algorithm.off_policy_mask_threshold={algorithm.off_policy_mask_threshold}": (
+                algorithm.off_policy_mask_threshold is not None
+            ),
             "algorithm.overlong.mode=penalty": algorithm.overlong.mode == "penalty",
             "rollout.filter_groups.enable=true": config.rollout.filter_groups.enable,
             "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
@@ -104,7 +114,8 @@ def _truncation_problems(config: Config) -> Iterator[str]:
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the engine then normalizes "
             "over the tokens that it keeps, but the trainer over the whole vocabulary, so every ratio of the two is "
             "too small; set top_p=1, top_k=-1, min_p=0 (those of evaluation may stay), or set "
-            "algorithm.behaviour_policy=recomputed without rollout_correction, which uses trainer log-probs only"
+            "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold, which uses "
+            "trainer log-probs only"
         )
 
 

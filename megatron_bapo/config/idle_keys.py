@@ -37,7 +37,7 @@ _CONDITIONS = (
     _Condition(("algorithm.clip_bounds",), lambda c: c.algorithm.objective == "bapo", "algorithm.objective=bapo"),
     _Condition(
         ("algorithm.clip_ratio_low", "algorithm.clip_ratio_high"),
-        lambda c: c.algorithm.objective not in ("bapo", "distill"),
+        lambda c: c.algorithm.objective in ("ppo", "gspo", "cispo"),
         "algorithm.objective=ppo, gspo or cispo (BAPO's bounds are algorithm.clip_bounds)",
     ),
     _Condition(
@@ -50,7 +50,16 @@ _CONDITIONS = (
         lambda c: c.algorithm.adv_estimator == "grpo",
         "algorithm.adv_estimator=grpo",
     ),
-    _Condition(("algorithm.kl_loss_type",), lambda c: c.algorithm.kl_loss_coef > 0.0, "algorithm.kl_loss_coef"),
+    _Condition(
+        ("algorithm.tau_pos", "algorithm.tau_neg"),
+        lambda c: c.algorithm.objective == "sapo",
+        "algorithm.objective=sapo",
+    ),
+    _Condition(
+        ("algorithm.kl_loss_type", "algorithm.kl_loss_unbiased"),
+        lambda c: c.algorithm.kl_loss_coef > 0.0,
+        "algorithm.kl_loss_coef",
+    ),
     _Condition(("algorithm.kl_reward_type",), lambda c: c.algorithm.kl_reward_coef > 0.0, "algorithm.kl_reward_coef"),
     _Condition(
         ("algorithm.rollout_correction.rollout_is_threshold",),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -159,13 +159,10 @@ def in_chat_template(
     """
     from jinja2 import TemplateError  # after transformers, which loads jinja2 itself
 
+    variables: dict[str, Any] = {**data.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
-            )
-        )
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(list(messages), **variables))
+    except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"the tokenizer's chat template fails for {name}, whose messages have the roles {roles}: {error}. "

@@ -40,6 +40,7 @@ from megatron_bapo.parallel.collectives import max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device, now_s
 from megatron_bapo.trainer.micro_batches import MicroBatch
+from megatron_bapo.trainer.off_policy_mask import without_off_policy
 from megatron_bapo.trainer.update_metrics import DeviceMetric, bounds_metrics, speculation_metrics
 from megatron_bapo.trainer.worker import Scores, Worker, score
 
@@ -153,17 +154,18 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
     """Find the bounds on all ranks of the last pipeline stage (None elsewhere); without scores every ratio is 1."""
     if not worker.groups.is_last_stage:
         return None
+    current = [m.behaviour_log_probs_N for m in micro_batches] if scores is None else [s.log_probs_N for s in scores]
+    micro_batches = [without_off_policy(worker, *each) for each in zip(micro_batches, current, strict=True)]
     behaviour_N, advantages_N, weights_N, corrections_N = (
         torch.cat([getattr(m, name) for m in micro_batches])
         for name in ("behaviour_log_probs_N", "advantages_N", "weights_N", "corrections_N")
     )
     algorithm = worker.config.algorithm
-    current_N = behaviour_N if scores is None else torch.cat([s.log_probs_N for s in scores])
     contributions_N = corrections_N if algorithm.rollout_correction.active else None  # 0 for rejected tokens
     if algorithm.clip_bounds.weights == "loss":
         contributions_N = weights_N * corrections_N
     return find_clip_bounds(
-        current_N - behaviour_N,
+        torch.cat(current) - behaviour_N,
         advantages_N,
         algorithm.clip_bounds,
         mask=weights_N != 0,

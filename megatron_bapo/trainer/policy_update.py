@@ -31,6 +31,7 @@ from megatron_bapo.parallel.platform import local_device
 from megatron_bapo.trainer.bound_scopes import Bounds, PassResult, micro_batch_bounds, train_within_bounds
 from megatron_bapo.trainer.entropy_change import measured_entropy_change, predicted_entropy_change
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch
+from megatron_bapo.trainer.off_policy_mask import without_off_policy
 from megatron_bapo.trainer.schedule import run_micro_batches
 from megatron_bapo.trainer.token_reservoir import TokenReservoir
 from megatron_bapo.trainer.token_trace import TokenTrace
@@ -71,13 +72,8 @@ def update_policy(
     share = 1.0 / (len(micro_batches) * worker.groups.data_context.size)
 
     def head(bounds: Bounds | None, micro_batch: MicroBatch, hidden_TH: Tensor) -> tuple[Tensor, PassResult]:
-        outputs, found = response_outputs(worker, micro_batch, hidden_TH), {}
-        if bounds is None:
-            with torch.no_grad():
-                scores = Scores(*log_probs_and_entropy(*outputs, temperature=temperature))
-            bounds, found = micro_batch_bounds(worker, micro_batch, scores)
-        low, high = bounds
-        tokens = loss_tokens(worker, micro_batch, outputs)
+        outputs = response_outputs(worker, micro_batch, hidden_TH)
+        tokens, (low, high), found = _loss_arguments(worker, micro_batch, outputs, bounds)
 
         def loss_of(log_probs_C: Tensor, entropy_C: Tensor, chunk: slice) -> Tensor:
             return policy_loss(log_probs_C, entropy_C, tokens[chunk], low, high, algorithm, fused=worker.fused_kernels)
@@ -93,7 +89,11 @@ def update_policy(
         if fresh_rollout:
             metrics |= mismatch_metrics(mismatch_sums(log_probs_N, micro_batch.rollout_log_probs_N))
         if config.logging.entropy_clip_rule:
-            metrics |= predicted_entropy_change(micro_batch, scores, low, high)
+            learned = replace(micro_batch, advantages_N=tokens.advantages_T)
+            metrics |= predicted_entropy_change(learned, scores, low, high)
+        if algorithm.off_policy_mask_threshold is not None:
+            num_masked = (tokens.advantages_T != micro_batch.advantages_N).sum()
+            metrics |= {"actor/off_policy_masked_share": Mean(num_masked, sums.num_tokens)}
         return loss, PassResult(metrics, scores)
 
     def train(bounds: Bounds | None) -> list[PassResult]:
@@ -106,6 +106,25 @@ def update_policy(
     if config.logging.entropy_clip_rule:
         metrics |= measured_entropy_change(worker, micro_batches, [r.scores for r in trained.micro_batches])
     return metrics
+
+
+def _loss_arguments(
+    worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, OutputLayer, Tensor], bounds: Bounds | None
+) -> tuple[LossTokens, Bounds, dict[str, Metric]]:
+    """Return the per-token inputs of the loss, the bounds, and the metrics of bounds that are found here.
+
+    What depends on the current log-probs of a whole micro-batch or of whole responses costs one more pass of the output
+    layer.
+    """
+    log_probs_N, found = None, dict[str, Metric]()
+    if bounds is None or worker.config.algorithm.compares_responses:
+        with torch.no_grad():
+            scores = Scores(*log_probs_and_entropy(*outputs, temperature=worker.config.rollout.temperature))
+        if bounds is None:
+            bounds, found = micro_batch_bounds(worker, micro_batch, scores)
+        log_probs_N = scores.log_probs_N
+        micro_batch = without_off_policy(worker, micro_batch, log_probs_N)
+    return loss_tokens(worker, micro_batch, log_probs_N), bounds, found
 
 
 def _store(
@@ -124,11 +143,8 @@ def _store(
         trace.add(micro_batch, scores, clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm), bounds)
 
 
-def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, OutputLayer, Tensor]) -> LossTokens:
-    """Return the per-token inputs of the policy loss for a micro-batch.
-
-    GSPO ratios need all log-probs of a sequence, so for GSPO the output layer runs once more before the loss.
-    """
+def loss_tokens(worker: Worker, micro_batch: MicroBatch, log_probs_N: Tensor | None) -> LossTokens:
+    """Return the per-token inputs of the policy loss for a micro-batch; GSPO needs the current log-probs."""
     config = worker.config
     tokens = LossTokens(
         micro_batch.behaviour_log_probs_N,
@@ -140,8 +156,7 @@ def loss_tokens(worker: Worker, micro_batch: MicroBatch, outputs: tuple[Tensor, 
     )
     if config.algorithm.objective != "gspo":
         return tokens
-    with torch.no_grad():
-        log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=config.rollout.temperature)
+    assert log_probs_N is not None, "GSPO's ratios need all log-probs of a response"
     log_ratio_N = log_probs_N - micro_batch.behaviour_log_probs_N
     sequence_log_ratio_N = sequence_log_ratios(
         log_ratio_N,

@@ -21,6 +21,7 @@ NUM_TOKENS = 100_003
 SETTINGS = {
     "bapo": AlgorithmConfig(objective="bapo"),
     "dual-clip": AlgorithmConfig(objective="bapo", clip_ratio_c=3.0),
+    "sapo": AlgorithmConfig(objective="sapo"),
     "cispo": AlgorithmConfig(objective="cispo"),
 }
 FUSED = pytest.mark.parametrize("fused", [False, True], ids=["torch", "triton"])

@@ -23,6 +23,14 @@ from tests.tolerances import GRADIENT, LOG_PROB, PARAMETER
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gspo": {"objective": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0},
     "cispo": {"objective": "cispo", "adv_estimator": "rloo", "loss_agg_mode": "seq-mean-token-sum-norm"},
+    "sapo-masked": {
+        "objective": "sapo",
+        "loss_agg_mode": "seq-mean-token-mean",
+        "off_policy_mask_threshold": 0.02,
+        "kl_loss_coef": 0.2,
+        "kl_loss_unbiased": True,
+    },
+    "bapo-masked": {"objective": "bapo", "off_policy_mask_threshold": 0.02},
     "kl-loss-entropy": {"objective": "ppo", "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
     "corrected-grpo": {
         "objective": "bapo",
@@ -184,7 +192,8 @@ def test_a_trace_has_the_first_update_of_each_trajectory(results: Path, algorith
     assert all(len(found["log_probs"]) == len(found["marks"]) for found in trace.values())
     marks = [int(mark) for found in trace.values() for mark in found["marks"]]
     corrected = "rollout_correction" in ALGORITHMS[algorithm]  # its ratios are 1 in the first update
-    assert any(mark & (REJECTED if corrected else UPPER | LOWER) for mark in marks)
+    is_marked = any(mark & (REJECTED if corrected else UPPER | LOWER) for mark in marks)
+    assert is_marked == (ALGORITHMS[algorithm]["objective"] != "sapo")
 
 
 @pytest.mark.parametrize("layout", REPLICAS)
@@ -300,6 +309,40 @@ def test_the_first_update_of_distillation_has_the_gradient_of_plain_torch(result
     assert 0 < first["actor/pg_clipfrac_upper"] < 1
 
 
+def test_the_first_update_of_masked_sapo_has_the_gradient_of_plain_torch(results: Path) -> None:
+    """Differentiate the paper's formulas, with the unbiased k3 KL, through transformers' models."""
+    policy, reference = (AutoModelForCausalLM.from_pretrained(results / name) for name in ("model", "reference"))
+    settings, num_masked = ALGORITHMS["sapo-masked"], 0
+    examples = make_examples(MODELS["qwen3"].vocab_size)
+    advantages = load_file(results / "sapo-masked-one-process" / "examples.safetensors")
+    for index, example in enumerate(examples):
+        log_p = sampled_log_probs(policy, example.trajectory)
+        with torch.no_grad():
+            log_reference = sampled_log_probs(reference, example.trajectory)
+        log_ratio = log_p - torch.from_numpy(example.trajectory.behaviour_log_probs)
+        advantage = advantages[f"advantage.{index}"].item()
+        masked = advantage < 0 and -log_ratio.mean().item() > settings["off_policy_mask_threshold"]
+        tau = 1.0 if advantage > 0 else 1.05
+        gain = (4 / tau * torch.sigmoid(tau * (log_ratio.exp() - 1)) * advantage * (not masked)).mean()
+        x = log_reference - log_p
+        divergence = (log_ratio.exp() * (x.exp() - 1 - x)).mean()
+        ((settings["kl_loss_coef"] * divergence - gain) / len(examples)).backward()
+        num_masked += masked * example.trajectory.num_sampled
+    expected = {name: 0.1 * parameter.grad for name, parameter in policy.named_parameters()}
+    found = load_folder(results / "sapo-masked-one-process" / "gradients")
+    assert largest_difference(found, expected) < GRADIENT * largest(expected)
+    first = metrics(results, "sapo-masked-one-process")["update-0"]
+    num_tokens = sum(example.trajectory.num_sampled for example in examples)
+    assert first["actor/off_policy_masked_share"] == pytest.approx(num_masked / num_tokens)
+    assert 0 < num_masked < num_tokens
+
+
+def test_masked_responses_do_not_count_in_the_search_for_bounds(results: Path) -> None:
+    masked, plain = (metrics(results, f"{name}-one-process")["update-0"] for name in ("bapo-masked", "sapo-masked"))
+    assert masked["actor/off_policy_masked_share"] == plain["actor/off_policy_masked_share"] > 0
+    assert masked["actor/bapo_positive_share"] == pytest.approx(masked["actor/positive_loss_share"], rel=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["one-process", *REPLICAS])
 def test_log_probs_of_a_teacher_on_engines_give_the_updates_of_a_teacher_in_the_trainer(
     results: Path, layout: str
@@ -332,7 +375,14 @@ def test_every_additional_term_has_an_effect(results: Path) -> None:
 def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, layout: str) -> None:
     scored = {name: metrics(results, f"{name}-{layout}")["batch"]["perf/model_flops"] for name in ALGORITHMS}
     trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
-    num_passes = {"kl-loss-entropy": 1, "corrected-grpo": 2, "decoupled": 2, "rejecting-baseline": 1, "bapo-distill": 1}
+    num_passes = {
+        "sapo-masked": 1,
+        "kl-loss-entropy": 1,
+        "corrected-grpo": 2,
+        "decoupled": 2,
+        "rejecting-baseline": 1,
+        "bapo-distill": 1,
+    }
     lengths = [example.num_input_tokens for example in make_examples(MODELS["qwen3"].vocab_size)]
     taught = forward_pass_flops(read_architecture(results / "teacher"), lengths)
     expected = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron_bapo.algorithm.kl import kl_estimate
+from megatron_bapo.algorithm.kl import kl_estimate, of_current_policy
 from megatron_bapo.config.algorithm import KlType
 
 POLICY, REFERENCE = ([0.5, 0.3, 0.15, 0.05], [0.4, 0.2, 0.3, 0.1])
@@ -57,6 +57,22 @@ def test_as_a_loss_k2_has_the_gradient_of_the_kl_k1_has_none_and_k3_that_of_the_
     torch.testing.assert_close(of("k1"), torch.zeros(4, dtype=torch.float64))
     torch.testing.assert_close(of("k2"), forward)
     torch.testing.assert_close(of("k3"), reverse)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_for_tokens_of_an_older_policy_the_weighted_estimate_has_value_and_gradient_of_the_kl(kind: KlType) -> None:
+    """Enumerate every token, weighted by the probability that the older policy samples it."""
+    logits = torch.tensor(POLICY, dtype=torch.float64).log().requires_grad_()
+    reference, older = torch.tensor([REFERENCE, [0.05, 0.15, 0.3, 0.5]], dtype=torch.float64)
+    log_probs = logits.log_softmax(0)
+    exact = (log_probs.exp() * (log_probs - reference.log())).sum()
+    estimate = kl_estimate(kind, log_probs, reference.log())
+    found = (older * of_current_policy(kind, estimate, log_probs - older.log())).sum()
+    gradients = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (exact, found, estimate.mean()))
+    expected, ours, _ = gradients
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+    if kind != "k2":
+        assert found.item() == pytest.approx(exact.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

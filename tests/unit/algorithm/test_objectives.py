@@ -108,6 +108,35 @@ def test_cispo_clips_weights_of_either_sign_and_its_share_of_the_loss_has_the_cl
     assert sums.negative_sum.item() == pytest.approx(-sum(part for part in parts if part < 0), rel=1e-6)
 
 
+def test_sapo_fades_the_gradient_of_tokens_on_both_sides_of_ratio_1() -> None:
+    """verl's `compute_policy_loss_sapo` in `core_algos.py` has the same gate."""
+    current, behaviour, advantages = tokens()
+    batch = LossTokens(behaviour, advantages, torch.ones_like(advantages))
+    settings = {"objective": "sapo", "tau_pos": 1.5, "tau_neg": 2.5}
+    value, gradient = evaluate(current, batch, settings)
+    parts, slopes = [], []
+    for log_p, log_q, a in zip(*(column.tolist() for column in (current, behaviour, advantages)), strict=True):
+        ratio, tau = math.exp(log_p - log_q), 1.5 if a > 0 else 2.5
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        parts.append(4 / tau * gate * a)
+        slopes.append(4 * gate * (1 - gate) * ratio * a)
+    assert value == pytest.approx(sum(parts), rel=1e-12)
+    assert gradient == pytest.approx(slopes, rel=1e-12)
+    bounds = (torch.tensor(bound) for bound in AlgorithmConfig(objective="sapo").fixed_bounds)
+    sums = policy_statistics(current.detach(), batch, *bounds, AlgorithmConfig.model_validate(settings))
+    assert sums.num_clipped_high == sums.num_clipped_low == 0
+    assert sums.positive_sum.item() == pytest.approx(sum(part for part in parts if part > 0), rel=1e-9)
+    assert sums.negative_sum.item() == pytest.approx(-sum(part for part in parts if part < 0), rel=1e-9)
+
+
+def test_at_ratio_1_sapo_has_the_gradient_of_the_unclipped_objective() -> None:
+    current, _, advantages = tokens()
+    _, gradient = evaluate(
+        current, LossTokens(current.detach(), advantages, torch.ones_like(advantages)), {"objective": "sapo"}
+    )
+    assert gradient == pytest.approx(advantages.tolist(), rel=1e-12)
+
+
 def test_gspo_is_the_clipped_surrogate_of_sequences_and_has_its_gradient() -> None:
     """Compare with the derivative of the sequence objective, the mean over sequences of min(s A, clip(s) A)."""
     current, behaviour, advantages = tokens(per_sequence=True)
@@ -154,7 +183,7 @@ def test_sequence_ratios_exclude_unusable_tokens_and_do_not_depend_on_the_split_
         torch.testing.assert_close(found, whole[half], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("objective", ["bapo", "ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", ["bapo", "ppo", "gspo", "cispo", "sapo"])
 def test_the_loss_of_chunks_adds_up_to_the_loss_of_the_micro_batch(objective: str) -> None:
     current, behaviour, advantages = tokens()
     correction = torch.rand(len(current), generator=torch.Generator().manual_seed(5), dtype=torch.float64)

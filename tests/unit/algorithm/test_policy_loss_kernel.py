@@ -24,9 +24,11 @@ SETTINGS = {
     "dual-clip": BAPO.model_copy(update={"clip_ratio_c": 3.0}),
     "gspo": AlgorithmConfig(objective="gspo", loss_agg_mode="seq-mean-token-mean"),
     "cispo": AlgorithmConfig(objective="cispo"),
+    "sapo": AlgorithmConfig(objective="sapo", tau_neg=1.4),
     "distill": AlgorithmConfig(objective="distill", distillation=DISTILLATION),
     "bapo-and-distill": BAPO.model_copy(update={"distillation": DISTILLATION, "clip_ratio_c": 3.0}),
     "entropy-and-kl": BAPO.model_copy(update={"entropy_coeff": 0.1, "kl_loss_coef": 0.2}),
+    "unbiased-kl": BAPO.model_copy(update={"kl_loss_coef": 0.2, "kl_loss_unbiased": True}),
 }
 
 

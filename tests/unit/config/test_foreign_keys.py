@@ -256,7 +256,7 @@ HINTS = {
     "optimizer.lr_warmup_steps=40",
     "actor_rollout_ref.actor.policy_loss.loss_mode=gspo": "set algorithm.objective=gspo "
     "algorithm.loss_agg_mode=seq-mean-token-mean",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=sapo": "this value has no counterpart: sapo is not here",
+    "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl": "this value has no counterpart: dppo_kl is not here",
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true": "is not needed here: the reference model has",
     "actor_rollout_ref.actor.no_such_key=1": "actor_rollout_ref is a section of verl; docs/guides/coming_from.md lists",
     "data.train_batch_size=256": "(256 prompts x rollout.n=16): set trainer.train_batch_size=4096",

@@ -69,6 +69,11 @@ def test_further_variables_reach_the_chat_template():
     assert rendered(tools=[{"type": "function", "function": {"name": "run"}}]) == "run"
 
 
+def test_tools_that_the_tokenizer_refuses_are_named_with_the_prompt():
+    with pytest.raises(UserError, match=r"fails for prompt train:4, .* the roles system, user: Tools should"):
+        tokenize([prompt("Be brief.", "6 x 7")], tokenizer(THINKING), data(chat_template_kwargs={"tools": ["run"]}))
+
+
 @pytest.mark.parametrize("name", ["enable_thinkin", "thinking", "function", "messages", "add_generation_prompt"])
 def test_a_variable_that_the_chat_template_does_not_read_is_refused(name: str):
     with pytest.raises(UserError, match=rf"data\.chat_template_kwargs has {name}, but must have names that .* reads"):

@@ -21,9 +21,10 @@ def test_one_unusable_log_prob_of_an_engine_does_not_affect_the_ratio_of_its_seq
     generator = torch.Generator().manual_seed(0)
     hidden_NH, weight_VH = torch.randn(9, 8, generator=generator), torch.randn(16, 8, generator=generator)
     outputs = hidden_NH, OutputLayer(weight_VH, 16, ALONE, chunk_size=4), torch.arange(9)
-    tokens = loss_tokens(worker, micro_batch, outputs)
+    log_probs_N, _ = log_probs_and_entropy(*outputs, temperature=1.0)
+    tokens = loss_tokens(worker, micro_batch, log_probs_N)
 
-    log_ratio_N = log_probs_and_entropy(*outputs, temperature=1.0)[0] - micro_batch.behaviour_log_probs_N
+    log_ratio_N = log_probs_N - micro_batch.behaviour_log_probs_N
     first = log_ratio_N[:5].clamp(max=20.0)
     expected = first[~first.isnan()].mean().item(), log_ratio_N[5:].mean().item()
     assert tokens.sequence_log_ratio_T is not None
