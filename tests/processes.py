@@ -1,6 +1,7 @@
 """What tests ask of processes that may end at any moment."""
 
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +38,20 @@ def is_running(process_id: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return is_alive(psutil.Process(process_id))
     return False
+
+
+@contextmanager
+def suspended(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Stop the processes while the test looks at them, so that a busy machine cannot let them finish meanwhile."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def named_shared_memory(process: psutil.Process) -> list[str]:

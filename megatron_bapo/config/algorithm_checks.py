@@ -114,8 +114,8 @@ def _truncation_problems(config: Config) -> Iterator[str]:
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the engine then normalizes "
             "over the tokens that it keeps, but the trainer over the whole vocabulary, so every ratio of the two is "
             "too small; set top_p=1, top_k=-1, min_p=0 (those of evaluation may stay), or set "
-            "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold, which uses "
-            "trainer log-probs only"
+            "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold, which "
+            "uses trainer log-probs only"
         )
 
 

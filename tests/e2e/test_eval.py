@@ -13,6 +13,7 @@ from megatron_bapo.metrics.sinks import read_rows
 from megatron_bapo.model.hf_create import create_checkpoint
 from tests.e2e.small_disk import fill, free, small_disk
 from tests.e2e.test_training import family_of, leftovers, weight_stores
+from tests.processes import suspended
 
 CONFIG = """
 run_dir: {folder}/eval
@@ -52,7 +53,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> dict:
             assert time.monotonic() < deadline, "no response was recorded in time"
             time.sleep(0.05)
         family = family_of(killed)
-        stores = weight_stores(family)
+        with suspended(family):
+            stores = weight_stores(family)
+            killed.kill()
     finally:
         killed.kill()
         killed.communicate(timeout=RUN_LIMIT_S)

@@ -33,7 +33,7 @@ from megatron_bapo.viewer.timeline import Timeline
 from megatron_bapo.weight_sync.transport import PREFIX, SHARED_MEMORY
 from tests.e2e.small_disk import fill, free, small_disk
 from tests.parallel.tensors import load_folder
-from tests.processes import command_line, is_alive, sockets
+from tests.processes import command_line, is_alive, sockets, suspended
 from tests.tolerances import ENGINE_LOG_PROB
 from tests.unit.metrics.wandb_files import read_wandb
 
@@ -168,11 +168,13 @@ def stopped(number: signal.Signals, run_dir: Path, *overrides: str) -> dict:
     process = start(run_dir, *overrides)
     wait_for_step(run_dir, 1)
     family = family_of(process)
-    listening, stores = open_to_the_network(family), weight_stores(family)
-    sockets, rendezvous = vllms_sockets(family), [path for store in stores for path in store.glob("vllm_dist_*")]
-    process.send_signal(number)
+    with suspended(family):
+        listening, stores = open_to_the_network(family), weight_stores(family)
+        sockets, rendezvous = vllms_sockets(family), [path for store in stores for path in store.glob("vllm_dist_*")]
+        process.send_signal(number)
+    first = finish(process)
     return {
-        "first": finish(process),
+        "first": first,
         "listening": listening,
         "stores": stores,
         "sockets": sockets,
@@ -324,7 +326,8 @@ def test_a_full_disk_ends_the_run_at_once_with_a_message_and_the_same_command_co
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            fill(disk)
+            with suspended(family_of(process)):
+                fill(disk)
             assert process.wait(timeout=RUN_LIMIT_S) == 1
         (message,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
         assert "No space left on device" in message
