@@ -224,6 +224,12 @@ def _length_problems(config: Config, architecture: Architecture, where: str) -> 
             f"data.max_prompt_length={prompt} + rollout.max_response_length={response} = {prompt + response} tokens "
             f"must not exceed the model's {_context(architecture)} ({where}); shorten one of the two"
         )
+    elif config.max_model_len > architecture.context_length:
+        evaluated = config.evaluation.max_response_length
+        yield (
+            f"data.max_prompt_length={prompt} + evaluation.max_response_length={evaluated} = {config.max_model_len} "
+            f"tokens must not exceed the model's {_context(architecture)} ({where}); shorten one of the two"
+        )
 
 
 def _latent_attention_problems(parallel: ParallelConfig, architecture: Architecture, where: str) -> Iterator[str]:

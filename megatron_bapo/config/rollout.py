@@ -1,4 +1,4 @@
-"""The section `rollout`: sampling, vLLM engines and the scheduling of rollouts."""
+"""The sections `rollout` and `evaluation`: sampling, vLLM engines and the scheduling of rollouts."""
 
 from __future__ import annotations
 
@@ -196,3 +196,15 @@ class RolloutConfig(SamplingConfig, EngineConfig):
     def may_be_stale(self) -> bool:
         """Whether groups may contain tokens of older policy versions than the weights that are trained on them."""
         return self.mode == "async" or self.partial_rollout.over_sampling > 1.0 or self.max_reuse > 1
+
+
+class EvaluationConfig(SamplingConfig):
+    """Evaluation on the held-out prompts, with sampling parameters of its own."""
+
+    every_steps: NonNegativeInt = 0
+    """Number of steps between evaluations; 0: only before the first and after the last step."""
+    n: PositiveInt = 4
+    """Number of responses per held-out prompt (mean@n)."""
+    max_response_length: PositiveInt | None = None
+    """Maximum length of a response in tokens; null: that of the section `rollout`. A response that is many times longer
+    than those of training may need a higher `rollout.request_timeout_s`."""

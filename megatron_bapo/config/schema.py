@@ -20,7 +20,7 @@ from megatron_bapo.config.lora import LoraConfig
 from megatron_bapo.config.optimizer import OptimizerConfig
 from megatron_bapo.config.padding import PaddingRule, padding_rule
 from megatron_bapo.config.reward import EnvironmentConfig, RewardConfig, check_spec
-from megatron_bapo.config.rollout import RolloutConfig, SamplingConfig
+from megatron_bapo.config.rollout import EvaluationConfig, RolloutConfig
 from megatron_bapo.config.section import NonNegativeFloat, NonNegativeInt, Section, Seed
 
 FLOAT32_LOG_PROB_NOISE = 1e-4
@@ -255,15 +255,6 @@ class CheckpointConfig(Section):
     on disk, and no copy is made."""
 
 
-class EvaluationConfig(SamplingConfig):
-    """Evaluation on the held-out prompts, with sampling parameters of its own."""
-
-    every_steps: NonNegativeInt = 0
-    """Number of steps between evaluations; 0: only before the first and after the last step."""
-    n: PositiveInt = 4
-    """Number of responses per held-out prompt (mean@n)."""
-
-
 class Config(Section):
     """The configuration of a run."""
 
@@ -326,6 +317,7 @@ class Config(Section):
             "algorithm": AlgorithmConfig(),
             "rollout": self.rollout.model_copy(update=values),
             "weight_sync": WeightSyncConfig(),
+            "evaluation": EvaluationConfig(),
         }
         return self.model_copy(update=sections)
 
@@ -375,9 +367,20 @@ class Config(Section):
         return self.trainer.max_tokens_per_gpu * self.parallel.context_parallel_size
 
     @property
-    def max_model_len(self) -> int:
-        """Maximum length of prompt and response together, in tokens."""
+    def max_sequence_length(self) -> int:
+        """Maximum length of prompt and response together in training, in tokens."""
         return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def evaluated_length(self) -> int:
+        """Maximum length of a response to a held-out prompt, in tokens."""
+        return self.evaluation.max_response_length or self.rollout.max_response_length
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum length of prompt and response together on the engines, in tokens."""
+        longest = max(self.rollout.max_response_length, self.evaluated_length if self.data.validation else 0)
+        return self.data.max_prompt_length + longest
 
     @property
     def has_new_weights(self) -> bool:

@@ -127,7 +127,7 @@ class RolloutService:
     def probe_token_ids(self) -> np.ndarray:
         """Return int32 tokens of the first prompts and their ground truths, at most `weight_sync.probe_tokens`."""
         config = self._config
-        size = min(config.weight_sync.probe_tokens, config.max_model_len - 1)
+        size = min(config.weight_sync.probe_tokens, config.max_sequence_length - 1)
         tokens: list[int] = []
         for prompt in self._tokenized.values():
             demonstration = sft_demonstration(prompt, self._tokenizer)
@@ -309,7 +309,7 @@ class RolloutService:
             top_p=settings.top_p,
             top_k=settings.top_k,
             min_p=settings.min_p,
-            max_response_length=self._config.rollout.max_response_length,
+            max_response_length=self._config.evaluated_length,
         )
         group = create_in_flight_group(prompt, sampling, batch_seed=seed, index=index, prompt_serial=_VALIDATION_SERIAL)
         limit = self._config.rollout.max_request_failures

@@ -62,7 +62,7 @@ def probe(
     if rollouts is None:
         return {}
     config = worker.config
-    num_decoded = min(config.weight_sync.probe_decoded_tokens, config.max_model_len - 1 - len(token_ids))
+    num_decoded = min(config.weight_sync.probe_decoded_tokens, config.max_sequence_length - 1 - len(token_ids))
     differences = rollouts.probe(WeightProbe(policy_version, token_ids, log_probs, config.probe_tolerance, num_decoded))
     if not differences:
         return {}

@@ -71,7 +71,7 @@ def _with_waiting_saves(config: Config, small_changes: Iterator[Settings]) -> It
 
 def _small_changes(plan: Plan) -> Iterator[Settings]:
     """Yield small changes, starting with none: then only the memory of a colocated engine is reduced."""
-    parallel, longest = plan.config.parallel, plan.config.max_model_len
+    parallel, longest = plan.config.parallel, plan.config.max_sequence_length
     needed = round_up(-(-longest // parallel.context_parallel_size), TOKEN_ROUNDING)
     shorter: Settings = {"trainer": {"max_tokens_per_gpu": min(needed, plan.config.trainer.max_tokens_per_gpu)}}
     recompute: Settings = {"parallel": {"recompute_granularity": "full"}}

@@ -206,7 +206,7 @@ def _layouts(plan: Plan, num_gpus: int, *, usual: bool = True) -> Iterator[Setti
     for world in filter(None, worlds):
         tensor_sizes = [size for size in _divisors(world, most_tensor) if arch.num_attention_heads % size == 0]
         stages = _divisors(world, min(most, arch.num_hidden_layers))
-        context_sizes = _divisors(world, min(most, max(1, config.max_model_len // TOKEN_ROUNDING)))
+        context_sizes = _divisors(world, min(most, max(1, config.max_sequence_length // TOKEN_ROUNDING)))
         expert_sizes = [size for size in _divisors(arch.num_experts, most_experts) if has_experts and world % size == 0]
         axes = product(
             tensor_sizes, stages, VIRTUAL_SIZES, context_sizes, expert_sizes or [1], RECOMPUTE, (False, True)
@@ -239,7 +239,7 @@ def _layouts_of(plan: Plan, world: int, modules: tuple[str, ...], axes: Iterable
         }
         if granularity == "selective":
             parallel["recompute_modules"] = modules
-        needed = round_up(-(-config.max_model_len // cp), TOKEN_ROUNDING)
+        needed = round_up(-(-config.max_sequence_length // cp), TOKEN_ROUNDING)
         for budget in {needed, max(needed, config.trainer.max_tokens_per_gpu)}:
             yield {
                 "parallel": parallel,

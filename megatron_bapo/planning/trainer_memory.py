@@ -58,7 +58,7 @@ class StageMemory:
 def largest_micro_batch(config: Config, assumptions: Assumptions) -> MicroBatch:
     """Return a micro-batch that fills the token budget with trajectories of maximum length and one of the rest."""
     rule, budget = config.padding_rule, config.max_micro_batch_tokens
-    longest = rule.allocated([config.max_model_len])
+    longest = rule.allocated([config.max_sequence_length])
     usable = max(budget // rule.granularity * rule.granularity, longest)
     lengths = [longest] * (usable // longest)
     rest = usable - sum(lengths)

@@ -54,6 +54,7 @@ data:
 reward: {{type: reasoning_gym}}
 warm_start: {{num_steps: 6, batch_size: 16}}
 rollout: {{n: 4, max_response_length: 4}}
+evaluation: {{max_response_length: 6}}
 trainer: {{total_steps: 4, train_batch_size: 32, ppo_mini_batch_size: 16, max_tokens_per_gpu: 128}}
 optimizer: {{lr: 1.0e-3}}
 checkpoint: {{every_steps: 2}}
@@ -293,6 +294,14 @@ def replayed(resumed: dict, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "held-out prompts are not evaluated" in output
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["phase", "trainer.log"]
     return run_dir
+
+
+def test_responses_to_held_out_prompts_have_a_limit_of_their_own(resumed: dict) -> None:
+    tables = [pq.read_table(path).to_pylist() for path in (resumed["run_dir"] / "validation_rollouts").iterdir()]
+    held_out = [len(row["response_token_ids"]) for rows in tables for row in rows]
+    trained = [len(tokens) for _, *groups in groups_of_step(resumed["run_dir"], 1) for tokens in groups]
+    assert max(held_out) == 6
+    assert max(trained) == 4
 
 
 def test_training_on_recorded_rollouts_repeats_the_run_bit_by_bit(resumed: dict, replayed: Path) -> None:

@@ -36,7 +36,7 @@ SHORT = ("qwen2.5-7b_8gpus", "qwen2.5-32b_64gpus", "paper_32b_64k_partial_16k", 
 def played(config: Config) -> tuple[object, ...]:
     """What a rehearsal depends on."""
     trainer = config.trainer
-    sizes = config.max_micro_batch_tokens, config.max_model_len, trainer.logprob_chunk_size
+    sizes = config.max_micro_batch_tokens, config.max_sequence_length, trainer.logprob_chunk_size
     return config.model, config.parallel, config.optimizer.cpu_offload, config.algorithm.objective, *sizes
 
 

@@ -518,3 +518,14 @@ def test_a_conflict_names_the_key_and_both_values() -> None:
     conflicts = resume_conflicts(config(), config(optimizer__lr=2e-6, seed=3, warm_start={"num_steps": 1}))
     assert sorted(conflict.split(":")[0] for conflict in conflicts) == ["optimizer.lr", "seed", "warm_start"]
     assert "seed: 0 in the run directory, 3 now" in conflicts
+
+
+def test_engines_serve_the_longer_of_training_and_evaluation_and_the_trainer_that_of_training() -> None:
+    def lengths(**values: Any) -> tuple[int, int]:
+        checked = config(**values)
+        return checked.max_sequence_length, checked.max_model_len
+
+    held_out = {"data__validation": ARITHMETIC | {"seed": 2}}
+    assert lengths(**held_out) == lengths(**held_out, evaluation__max_response_length=40) == (200, 200)
+    assert lengths(**held_out, evaluation__max_response_length=300) == (200, 400)
+    assert lengths(evaluation__max_response_length=300) == (200, 200)

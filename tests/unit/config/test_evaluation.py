@@ -6,8 +6,8 @@ import pytest
 from megatron_bapo.config.checks import differences
 from megatron_bapo.config.evaluation import FREE_ON_RESUME, EvalConfig
 from megatron_bapo.config.loading import dump_config, load_section
-from megatron_bapo.config.rollout import EngineConfig
-from megatron_bapo.config.schema import Config, EvaluationConfig
+from megatron_bapo.config.rollout import EngineConfig, EvaluationConfig
+from megatron_bapo.config.schema import Config
 from megatron_bapo.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs" / "eval").glob("*.yaml"))

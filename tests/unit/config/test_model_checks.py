@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from megatron_bapo.config.checks import check_config
 from megatron_bapo.config.schema import Config
-from tests.unit.config.examples import config, problems
+from tests.unit.config.examples import ARITHMETIC, config, problems
 
 HF_CONFIG = {
     "model_type": "qwen2",
@@ -242,6 +242,18 @@ def test_yarn_extends_the_context_length_and_is_named_if_it_is_exceeded(tmp_path
     assert check_config(of(hf_folder(tmp_path, **fields), **length)) == []
     (problem,) = problems(of(hf_folder(tmp_path, **fields), **length | {"data__max_prompt_length": 81}))
     assert "= 181 tokens must not exceed the model's original_max_position_embeddings x factor = 180" in problem
+
+
+def test_longer_responses_to_held_out_prompts_must_fit_the_models_context_too(tmp_path: Path) -> None:
+    length = {
+        "data__max_prompt_length": 50,
+        "rollout__max_response_length": 100,
+        "data__validation": ARITHMETIC | {"seed": 2},
+    }
+    folder = hf_folder(tmp_path, max_position_embeddings=200)
+    assert check_config(of(folder, **length, evaluation__max_response_length=150)) == []
+    (problem,) = problems(of(folder, **length, evaluation__max_response_length=151))
+    assert "data.max_prompt_length=50 + evaluation.max_response_length=151 = 201 tokens must not exceed" in problem
 
 
 def test_a_missing_model_folder_is_named_with_what_it_should_hold() -> None:
