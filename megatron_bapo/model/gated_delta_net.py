@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464), the layers of Qwen3-Next and Qwen3.5 that are no attention.
 
-Megatron-Core's module has neither packed sequences nor context parallelism, and needs kernels that only run on GPUs
-(megatron/core/ssm/gated_delta_net.py, 0.16.1 and 0.19.2).
+Megatron-Core's module needs flash-linear-attention, whose kernels only run on GPUs. In 0.16.1 it has neither packed
+sequences nor context parallelism (megatron/core/ssm/gated_delta_net.py); 0.19.2 has both, packed only with the kernels.
 
 A key head, with its queries, its value heads and their gates, is independent of all others until the output projection.
 Tensor-parallel ranks have some of the key heads each, and context-parallel ranks exchange tokens for key heads, so that
