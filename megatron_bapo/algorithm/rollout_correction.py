@@ -23,10 +23,10 @@ class RolloutCorrection:
     """Correction weights [T] of the objective, and what their statistics are computed from."""
 
     weights_T: Tensor
-    """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; NaN where a log-prob is NaN."""
+    """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; otherwise NaN if the ratio is NaN."""
     sums_B3: Tensor
-    """Sums over the tokens of each trajectory: importance weights before rejection, tokens with a ratio above
-    `rollout_is_threshold`, and rejected tokens; float64."""
+    """Sums over the tokens of each trajectory: importance weights before rejection (NaN counts as 0), tokens with a
+    ratio above `rollout_is_threshold`, and rejected tokens; float64."""
 
 
 def rollout_correction(
@@ -34,7 +34,7 @@ def rollout_correction(
 ) -> RolloutCorrection:
     """Compute the importance weight and the rejection of each token from log-probs [T] in nats; `lengths_B` sum to T.
 
-    Log-ratios are clamped to +-20 after they are summed over a sequence.
+    Log-ratios are clamped to +-20 after they are summed over a sequence. A tested ratio that is NaN is rejected.
     """
     log_ratio_T = proximal_log_probs_T.double() - rollout_log_probs_T.double()
     ratio_T = weights_T = torch.ones_like(log_ratio_T)
@@ -44,8 +44,8 @@ def rollout_correction(
         weights_T = ratio_T.clamp(max=settings.rollout_is_threshold)
     if settings.rollout_rs is not None:
         tested_T = _ratios(log_ratio_T, lengths_B, settings.rollout_rs)
-        rejected_T = (tested_T < settings.lower_threshold) | (tested_T > settings.rollout_rs_threshold)
-    counted_T3 = torch.stack([weights_T, ratio_T > settings.rollout_is_threshold, rejected_T], dim=1)
+        rejected_T = ~((tested_T >= settings.lower_threshold) & (tested_T <= settings.rollout_rs_threshold))
+    counted_T3 = torch.stack([weights_T.nan_to_num(0.0), ratio_T > settings.rollout_is_threshold, rejected_T], dim=1)
     return RolloutCorrection(
         weights_T=weights_T.masked_fill(rejected_T, 0.0),
         sums_B3=_sums(counted_T3, lengths_B),

@@ -87,6 +87,17 @@ def test_a_sequence_of_extreme_ratios_stays_finite() -> None:
     assert correction.weights_T.tolist() == pytest.approx([math.exp(20)] * 3)
 
 
+@pytest.mark.parametrize(("level", "kept"), [("token", [1, 0, 1, 1]), ("sequence", [0, 0, 0, 1])])
+@pytest.mark.parametrize("rollout_is", [None, "token"])
+def test_a_ratio_that_is_nan_is_rejected_as_in_verl(rollout_is: str | None, level: str, kept: list[int]) -> None:
+    settings = RolloutCorrectionConfig.model_validate({"rollout_is": rollout_is, "rollout_rs": level})
+    rollout = torch.tensor([-1.0, math.nan, -1.0, -1.0])
+    correction = rollout_correction(torch.full((4,), -1.0), rollout, torch.tensor([3, 1]), settings)
+    assert correction.weights_T.tolist() == kept
+    assert correction.sums_B3[:, 2].tolist() == [3 - sum(kept[:3]), 0]
+    assert correction.sums_B3[:, 0].tolist() == [2 if rollout_is else 3, 1]
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_rank_without_trajectories_has_no_weights(level: str) -> None:
     settings = RolloutCorrectionConfig.model_validate({"rollout_is": "token", "rollout_rs": level})
