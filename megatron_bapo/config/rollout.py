@@ -61,7 +61,8 @@ class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling (arXiv 2503.14476); the keys have verl's names."""
 
     enable: bool = False
-    """Drop groups whose rewards are all equal and generate responses to other prompts in their place."""
+    """Drop groups whose rewards are all equal and generate responses to other prompts in their place. Groups of one
+    (`n=1`) are kept."""
     max_num_gen_batches: Annotated[int, Field(ge=2)] = 3
     """Maximum number of batches generated for one step; groups of equal rewards are kept once it is reached."""
 

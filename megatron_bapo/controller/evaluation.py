@@ -9,6 +9,7 @@ from megatron_bapo.metrics.sinks import SampleRow
 from megatron_bapo.metrics.values import Max, Mean, Metric, Sum
 from megatron_bapo.records import SOLVED, Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
+from megatron_bapo.rollout.uniform_groups import is_uniform
 
 
 def validation_metrics(scored: ScoredGroups, n: int) -> dict[str, Metric]:
@@ -34,7 +35,7 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
     rewards = [t.reward for t in trajectories]
     lengths = [len(t.response_token_ids) for t in trajectories]
     num = len(trajectories)
-    uniform = sum(len({t.reward for t in group.trajectories}) == 1 for group in scored.groups)
+    uniform = sum(map(is_uniform, scored.groups))
     return {
         "critic/score/mean": Mean(sum(rewards), num),
         "critic/score/max": Max(max(rewards)),

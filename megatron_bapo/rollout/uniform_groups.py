@@ -9,8 +9,11 @@ from megatron_bapo.records import BufferedGroup, Group
 
 
 def is_uniform(group: Group) -> bool:
-    """Return whether all rewards of a group are equal, so that its advantages are 0."""
-    return len({trajectory.reward for trajectory in group.trajectories}) == 1
+    """Return whether all rewards of a group are equal, so that its advantages are 0.
+
+    A group of one has nothing to be equal to: REINFORCE++ compares its reward with those of the batch.
+    """
+    return len(group.trajectories) > 1 and len({trajectory.reward for trajectory in group.trajectories}) == 1
 
 
 class UniformGroups:

@@ -49,6 +49,11 @@ def test_every_data_source_has_its_own_accuracy():
     assert [metrics[f"val{source}/best@2"] for source in ("", "/sums", "/words")] == [1.0, 1.0, 1.0]
 
 
+def test_groups_of_one_are_not_uniform() -> None:
+    metrics = scalars(rollout_metrics(ScoredGroups([group(trajectory(1.0)), group(trajectory(0.0))], 0)))
+    assert metrics["training/uniform_groups"] == 0
+
+
 def test_rollout_metrics_are_computed_over_the_whole_batch():
     batch = [
         group(trajectory(1.0, length=4), trajectory(0.0, length=8, finish_reason="length")),

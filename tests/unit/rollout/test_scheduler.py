@@ -212,6 +212,11 @@ def test_which_uniform_groups_are_dropped_depends_on_the_prompts_and_not_on_who_
     assert train(lambda number: 0.5 * (40 - number)) == in_order
 
 
+def test_groups_of_one_are_not_uniform():
+    metrics = scalars(trained(2, {"reward": lambda *_: 1.0}, n=1, filter_groups={"enable": True})[-1].metrics)
+    assert metrics["rollout/accounting/dropped_uniform"] == 0
+
+
 def test_over_generation_is_bounded_if_every_group_is_uniform():
     world_values = {"reward": lambda prompt_id, position: 0.0, "num_prompts": 400}
     batches = trained(2, world_values, filter_groups={"enable": True, "max_num_gen_batches": 4})
