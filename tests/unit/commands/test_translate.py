@@ -329,6 +329,17 @@ def test_an_override_with_a_package_chooses_the_file_of_its_group(tmp_path: Path
     assert (result.config["trainer.ppo_epochs"], result.unknown, result.notes) == (4, [], [])
 
 
+@pytest.mark.parametrize(("estimator", "in_reward"), [("k1+", "k1"), ("k3+", "k3"), ("low_var_kl+", "k3")])
+def test_a_straight_through_kl_of_verl_keeps_its_gradient_and_its_value(
+    tmp_path: Path, estimator: str, in_reward: str
+) -> None:
+    """A `+` replaces the gradient by that of k2 (`kl_penalty` in `core_algos.py`); a reward has no gradient."""
+    overrides = [f"actor_rollout_ref.actor.kl_loss_type={estimator}", f"algorithm.kl_penalty={estimator}"]
+    result = translate(write(tmp_path, VERL), [*overrides, "algorithm.use_kl_in_reward=true"])
+    algorithm = loaded(tmp_path, result).algorithm
+    assert (algorithm.kl_loss_type, algorithm.kl_reward_type) == ("k2", in_reward)
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_two_bounds_of_weights_reject_at_their_level(tmp_path: Path, level: str) -> None:
     """verl sets the weights outside of `lower_upper` to 0 (`rollout_corr_helper.py`)."""
