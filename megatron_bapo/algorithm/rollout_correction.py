@@ -24,9 +24,9 @@ class RolloutCorrection:
 
     weights_T: Tensor
     """min(ratio, rollout_is_threshold), 1 without `rollout_is`; 0 where rejected; otherwise NaN if the ratio is NaN."""
-    sums_B3: Tensor
-    """Sums over the tokens of each trajectory: importance weights before rejection (NaN counts as 0), tokens with a
-    ratio above `rollout_is_threshold`, and rejected tokens; float64."""
+    sums_B4: Tensor
+    """Sums over the tokens of each trajectory: importance weights before rejection, tokens with a ratio above
+    `rollout_is_threshold`, rejected tokens, and correction weights; float64. A weight that is NaN counts as 0."""
 
 
 def rollout_correction(
@@ -45,11 +45,11 @@ def rollout_correction(
     if settings.rollout_rs is not None:
         tested_T = _ratios(log_ratio_T, lengths_B, settings.rollout_rs)
         rejected_T = ~((tested_T >= settings.lower_threshold) & (tested_T <= settings.rollout_rs_threshold))
-    counted_T3 = torch.stack([weights_T.nan_to_num(0.0), ratio_T > settings.rollout_is_threshold, rejected_T], dim=1)
-    return RolloutCorrection(
-        weights_T=weights_T.masked_fill(rejected_T, 0.0),
-        sums_B3=_sums(counted_T3, lengths_B),
-    )
+    correction_T = weights_T.masked_fill(rejected_T, 0.0)
+    counted_T4 = torch.stack(
+        [weights_T, ratio_T > settings.rollout_is_threshold, rejected_T, correction_T], dim=1
+    ).nan_to_num(0.0)
+    return RolloutCorrection(correction_T, _sums(counted_T4, lengths_B))
 
 
 def _ratios(log_ratio_T: Tensor, lengths_B: Tensor, level: CorrectionLevel) -> Tensor:

@@ -194,8 +194,8 @@ class AlgorithmConfig(Section):
     """Divide GRPO's advantages by the standard deviation of the group's rewards."""
     min_positive_loss_share: PartialFraction = 0.0
     """Multiply the positive advantages of each minibatch by one factor of at least 1, so that they have at least this
-    share of the sum of w|A| over its tokens, where w is the weight of the token in the loss. With 0 the advantages do
-    not change."""
+    share of the sum of w|A| over its tokens, where w is the weight of the token in the loss, times that of rollout
+    correction. With 0 the advantages do not change."""
     loss_agg_mode: LossAggMode = "token-mean"
     """Normalization of the loss over the minibatch: `token-mean` is the mean over all tokens; the others are the mean
     over sequences of the sum of token losses (`seq-mean-token-sum`), of their mean (`seq-mean-token-mean`), or of their

@@ -44,6 +44,8 @@ class Example:
     """Rollout correction [S] of the objective; 0 rejects a token."""
     num_accepted: int | None = None
     """Number of sampled tokens that it accepts, also of a trajectory whose weights this rank does not have."""
+    correction_sum: float | None = None
+    """Sum of its weights, likewise."""
     recorded: tuple[int, ...] = ()
     """Indices of the sampled tokens that the token reservoir keeps."""
     traced_at: int | None = None
@@ -71,6 +73,15 @@ class Example:
         if self.correction_weights is None:
             return self.trajectory.num_sampled
         return int(np.count_nonzero(self.correction_weights))
+
+    @property
+    def num_corrected_tokens(self) -> float:
+        """Number of sampled tokens, each counted by its rollout correction; NaN counts as 0."""
+        if self.correction_sum is not None:
+            return self.correction_sum
+        if self.correction_weights is None:
+            return self.trajectory.num_sampled
+        return float(np.nansum(self.correction_weights))
 
     @property
     def num_input_tokens(self) -> int:

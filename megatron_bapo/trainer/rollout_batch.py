@@ -66,8 +66,8 @@ def make_examples(
         )
     ]
     if algorithm.rollout_correction.active:
-        examples, sums_B3 = _corrected(worker, examples)
-        metrics |= _correction_metrics(sums_B3, trajectories)
+        examples, sums_B4 = _corrected(worker, examples)
+        metrics |= _correction_metrics(sums_B4, trajectories)
     advantages, found = _advantages(worker, examples)
     examples = [replace(example, advantage=each) for example, each in zip(examples, advantages, strict=True)]
     models = [worker.model] * num_passes + ([teacher] if teacher is not None else [])
@@ -151,7 +151,8 @@ def _contributing(
 def with_positive_share(examples: Sequence[Example], min_share: float) -> list[Example]:
     """Return the weighted examples of a minibatch with positive advantages that have `min_share` of the loss or more.
 
-    Rejected tokens do not count. All ranks have the advantages of the whole minibatch, so that they find one factor.
+    Tokens count by their rollout correction. All ranks have the advantages of the whole minibatch and the sums of its
+    corrections, so that they find one factor.
     """
     if min_share == 0.0:
         return [*examples]
@@ -161,14 +162,14 @@ def with_positive_share(examples: Sequence[Example], min_share: float) -> list[E
 
 
 def _advantage_sums(example: Example) -> tuple[float, float]:
-    """Return the sums of w|A| over the accepted tokens with A > 0 and with A < 0."""
+    """Return the sums of w c |A| over the tokens with A > 0 and with A < 0, where c is the rollout correction."""
     if isinstance(example.advantage, np.ndarray):
-        kept, each = example.advantage, example.weight
+        gains = example.advantage
         if example.correction_weights is not None:
-            kept = kept[example.correction_weights != 0]
+            gains = gains * np.nan_to_num(example.correction_weights)
     else:
-        kept, each = np.array([example.advantage]), example.weight * example.num_trained_tokens
-    return each * float(kept.clip(min=0.0).sum()), each * float((-kept).clip(min=0.0).sum())
+        gains = np.array([example.advantage * example.num_corrected_tokens])
+    return example.weight * float(gains.clip(min=0.0).sum()), example.weight * float((-gains).clip(min=0.0).sum())
 
 
 def _scaled(advantage: float | np.ndarray, factor: float) -> float | np.ndarray:
@@ -178,7 +179,7 @@ def _scaled(advantage: float | np.ndarray, factor: float) -> float | np.ndarray:
 
 
 def _corrected(worker: Worker, examples: Sequence[Example]) -> tuple[list[Example], torch.Tensor]:
-    """Return the examples with the correction weights of those with tokens, and `RolloutCorrection.sums_B3` of all."""
+    """Return the examples with the correction weights of those with tokens, and `RolloutCorrection.sums_B4` of all."""
     own = indices_with_tokens([example.trajectory for example in examples])
     found = [examples[i] for i in own]
     correction = rollout_correction(
@@ -188,24 +189,28 @@ def _corrected(worker: Worker, examples: Sequence[Example]) -> tuple[list[Exampl
         worker.config.algorithm.rollout_correction,
     )
     weights = dict(zip(own, _split(correction.weights_T, [example.trajectory for example in found]), strict=True))
-    sums_B3 = on_every_rank(correction.sums_B3, own, len(examples), worker.groups)
-    num_rejected = sums_B3[:, 2].long().tolist()
+    sums_B4 = on_every_rank(correction.sums_B4, own, len(examples), worker.groups)
     corrected = [
-        replace(example, correction_weights=weights.get(i), num_accepted=example.trajectory.num_sampled - num)
-        for i, (example, num) in enumerate(zip(examples, num_rejected, strict=True))
+        replace(
+            example,
+            correction_weights=weights.get(i),
+            num_accepted=example.trajectory.num_sampled - int(num_rejected),
+            correction_sum=total,
+        )
+        for i, (example, (*_, num_rejected, total)) in enumerate(zip(examples, sums_B4.tolist(), strict=True))
     ]
-    return corrected, sums_B3
+    return corrected, sums_B4
 
 
-def _correction_metrics(sums_B3: torch.Tensor, trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+def _correction_metrics(sums_B4: torch.Tensor, trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     """Return the metrics of rollout correction under verl's names."""
-    weight, truncated, rejected = sums_B3.sum(dim=0).tolist()
+    weight, truncated, rejected, _ = sums_B4.sum(dim=0).tolist()
     num = sum(trajectory.num_sampled for trajectory in trajectories)
     return {
         "rollout_corr/rollout_is_mean": Mean(weight, num),
         "rollout_corr/rollout_is_ratio_fraction_high": Mean(truncated, num),
         "rollout_corr/rollout_rs_masked_fraction": Mean(rejected, num),
-        "rollout_corr/rollout_rs_seq_masked_fraction": Mean(int(sums_B3[:, 2].count_nonzero()), len(trajectories)),
+        "rollout_corr/rollout_rs_seq_masked_fraction": Mean(int(sums_B4[:, 2].count_nonzero()), len(trajectories)),
     }
 
 

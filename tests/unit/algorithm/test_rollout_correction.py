@@ -41,8 +41,8 @@ def ratios(level: str) -> list[float]:
 def test_importance_weights_are_truncated_ratios(level: str) -> None:
     correction, expected = correct(rollout_is=level, rollout_is_threshold=1.5), ratios(level)
     assert correction.weights_T.tolist() == pytest.approx([min(r, 1.5) for r in expected], rel=1e-12)
-    weight, truncated, rejected = correction.sums_B3.sum(dim=0).tolist()
-    assert weight == pytest.approx(sum(min(r, 1.5) for r in expected))
+    weight, truncated, rejected, corrections = correction.sums_B4.sum(dim=0).tolist()
+    assert weight == corrections == pytest.approx(sum(min(r, 1.5) for r in expected))
     assert truncated == sum(r > 1.5 for r in expected) > 0
     assert rejected == 0
 
@@ -55,7 +55,7 @@ def test_ratios_outside_the_thresholds_are_rejected_and_counted(level: str, lowe
     kept = [lower <= r <= upper for r in ratios(level)]
     assert correction.weights_T.tolist() == [float(k) for k in kept]
     sequences = [kept[sum(LENGTHS[:i]) : sum(LENGTHS[: i + 1])] for i in range(len(LENGTHS))]
-    assert correction.sums_B3[:, 2].tolist() == [k.count(False) for k in sequences]
+    assert correction.sums_B4[:, 2].tolist() == [k.count(False) for k in sequences]
     assert 0 < sum(kept) < len(kept)
 
 
@@ -70,6 +70,7 @@ def test_weights_and_rejection_combine() -> None:
         min(r, 1.2) if 1 / 1.1 <= g <= 1.1 else 0.0 for r, g in zip(ratios("token"), ratios("geometric"), strict=True)
     ]
     assert correction.weights_T.tolist() == pytest.approx(expected, rel=1e-12)
+    assert correction.sums_B4[:, 3].sum().item() == pytest.approx(sum(expected))
     assert 0 < expected.count(0.0) < len(expected)
 
 
@@ -78,7 +79,7 @@ def test_equal_policies_get_no_correction() -> None:
     settings = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="sequence")
     correction = rollout_correction(rollout, rollout, torch.tensor(LENGTHS), settings)
     assert correction.weights_T.equal(torch.ones_like(rollout))
-    assert correction.sums_B3[:, 1:].count_nonzero() == 0
+    assert correction.sums_B4[:, 1:3].count_nonzero() == 0
 
 
 def test_a_sequence_of_extreme_ratios_stays_finite() -> None:
@@ -94,8 +95,8 @@ def test_a_ratio_that_is_nan_is_rejected_as_in_verl(rollout_is: str | None, leve
     rollout = torch.tensor([-1.0, math.nan, -1.0, -1.0])
     correction = rollout_correction(torch.full((4,), -1.0), rollout, torch.tensor([3, 1]), settings)
     assert correction.weights_T.tolist() == kept
-    assert correction.sums_B3[:, 2].tolist() == [3 - sum(kept[:3]), 0]
-    assert correction.sums_B3[:, 0].tolist() == [2 if rollout_is else 3, 1]
+    assert correction.sums_B4[:, 2].tolist() == [3 - sum(kept[:3]), 0]
+    assert correction.sums_B4[:, 0].tolist() == [2 if rollout_is else 3, 1]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -103,4 +104,4 @@ def test_a_rank_without_trajectories_has_no_weights(level: str) -> None:
     settings = RolloutCorrectionConfig.model_validate({"rollout_is": "token", "rollout_rs": level})
     correction = rollout_correction(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), settings)
     assert correction.weights_T.shape == (0,)
-    assert correction.sums_B3.shape == (0, 3)
+    assert correction.sums_B4.shape == (0, 4)

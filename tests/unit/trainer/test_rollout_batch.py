@@ -56,12 +56,12 @@ def test_rejected_tokens_are_excluded_from_the_loss_normalization_as_in_verl() -
 
 
 def positive_share(examples: list[Example]) -> float:
-    """Return P / (P + N), with P and N summed token by token."""
+    """Return P / (P + N), with P and N summed token by token, as the loss has them at ratio 1."""
     sums = {True: 0.0, False: 0.0}
     for e in examples:
         for t, advantage in enumerate(e.token_advantages):
-            if e.correction_weights is None or e.correction_weights[t] != 0:
-                sums[advantage > 0] += e.weight * abs(advantage)
+            correction = 1.0 if e.correction_weights is None else e.correction_weights[t]
+            sums[advantage > 0] += e.weight * correction * abs(advantage)
     return sums[True] / (sums[True] + sums[False])
 
 
@@ -191,6 +191,7 @@ def test_whitening_leaves_out_tokens_that_rollout_correction_rejects(
     algorithm = {"adv_estimator": estimator, "behaviour_policy": "recomputed", "rollout_correction": correction}
     examples, _ = prepared(tmp_path, groups, -18.0, algorithm)
     counts = [int(np.count_nonzero(e.correction_weights)) for e in examples]
+    assert counts == [e.num_trained_tokens for e in examples] == [e.num_corrected_tokens for e in examples]
     assert counts == [2, 3, 3, 3]
     advantages = np.repeat([e.advantage for e in examples], counts)
     assert advantages.mean() == pytest.approx(0.0, abs=1e-9)
