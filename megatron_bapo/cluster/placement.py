@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from megatron_bapo.config.rollout import RolloutConfig
@@ -106,18 +107,18 @@ def _place_by_gpus(rollout: RolloutConfig, free: Mapping[Node, int]) -> list[tup
 
 
 def _fill(rollout: RolloutConfig, free: Mapping[Node, int], *, fullest_last: bool = False) -> list[tuple[Node, ...]]:
-    left = {node: num // rollout.ranks_per_engine_node for node, num in free.items()}
+    num_fitting = {node: num // rollout.ranks_per_engine_node for node, num in free.items()}
+    left = {node: num for node, num in num_fitting.items() if num}
+    position = {node: index for index, node in enumerate(left)}
     engines: list[tuple[Node, ...]] = []
-    while len(engines) < rollout.num_engines:
-        usable = [node for node in left if left[node]]
-        if fullest_last:
-            usable.sort(key=lambda node: -left[node])
-        chosen = usable[: rollout.nodes_per_engine]
-        if len(chosen) < rollout.nodes_per_engine:
-            break
-        engines.append(tuple(node for node in left if node in chosen))
+    while len(engines) < rollout.num_engines and len(left) >= rollout.nodes_per_engine:
+        usable = sorted(left, key=lambda node: -left[node]) if fullest_last else left
+        chosen = list(islice(usable, rollout.nodes_per_engine))
+        engines.append(tuple(sorted(chosen, key=position.__getitem__)))
         for node in chosen:
             left[node] -= 1
+            if not left[node]:
+                del left[node]
     return engines
 
 

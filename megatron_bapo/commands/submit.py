@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -25,7 +26,7 @@ from megatron_bapo.planning.known_models import architecture_of, teacher_of
 from megatron_bapo.planning.plan import Plan
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-MAX_NODES = 512
+MAX_NODES = 2048
 _COMMAND_TIMEOUT_S = 60.0
 _LOGS = "slurm"
 """Folder of Slurm's logs in a run directory."""
@@ -118,15 +119,21 @@ def _num_trainer_nodes(config: Config, cluster: ClusterConfig, role: Role, other
 
 
 def _fewest(config: Config, nodes: NodesConfig, role: Role, others: list[Node]) -> int:
-    error = None
-    for number in range(1, MAX_NODES + 1):
-        try:
-            place_run(config, [*(_node(nodes, role, index) for index in range(number)), *others])
-        except UserError as refusal:
-            error = refusal
-        else:
+    def place(number: int) -> None:
+        place_run(config, [*(_node(nodes, role, index) for index in range(number)), *others])
+
+    num_engine_ranks = 0 if others else config.rollout.num_engines * config.rollout.ranks_per_engine
+    num_ranks = config.rollout.num_gpus(config.parallel.world_size, num_engine_ranks)
+    first = -(-num_ranks // nodes.gpus_per_node) if nodes.gpus_per_node else 1
+    try:
+        place(MAX_NODES)
+    except UserError as error:
+        raise UserError(f"with {MAX_NODES} nodes, the most of a job: {error}") from None
+    for number in range(first, MAX_NODES):
+        with suppress(UserError):
+            place(number)
             return number
-    raise UserError(f"with {MAX_NODES} nodes: {error}")
+    return MAX_NODES
 
 
 def _node(nodes: NodesConfig, role: Role, index: int) -> Node:

@@ -46,8 +46,17 @@ def test_a_job_has_the_fewest_nodes_with_enough_gpus() -> None:
     assert num_nodes(on_two_nodes, ClusterConfig.model_validate(beside)) == (2, 4)
 
 
+def test_the_nodes_of_8192_gpus_are_counted() -> None:
+    engines = {"rollout__num_engines": 512, "rollout__tensor_parallel_size": 8}
+    apart = config(parallel__world_size=4096, **engines)
+    assert num_nodes(apart, ClusterConfig()) == (1024,)
+    assert num_nodes(apart, ClusterConfig.model_validate({"rollout_nodes": {}})) == (512, 512)
+    with pytest.raises(UserError, match=r"^with 2048 nodes, the most of a job: rollout\.num_engines=512 of 16 ranks"):
+        num_nodes(config(parallel__world_size=8, **engines | {"rollout__tensor_parallel_size": 16}), ClusterConfig())
+
+
 def test_too_few_nodes_in_the_cluster_file_are_refused_before_the_job_is_queued() -> None:
-    with pytest.raises(UserError, match=r"num_nodes=1 in the cluster's file: parallel\.world_size=16 trainer"):
+    with pytest.raises(UserError, match=r"num_nodes=1 in the cluster's file: parallel\.world_size=16 trainer ranks"):
         num_nodes(load_config(RECIPE), ClusterConfig(num_nodes=1))
     assert num_nodes(load_config(RECIPE), ClusterConfig(num_nodes=3)) == (3,)
 
@@ -288,8 +297,9 @@ def test_the_message_about_a_missing_log_names_its_usual_place(fake_scontrol, tm
 
 
 def test_a_run_directory_with_spaces_has_its_log_found(fake_scontrol, tmp_path):
-    fake_scontrol(f"JobId=7 JobState=RUNNING NodeList= StdErr=/a b/7 StdOut={tmp_path}/a b/slurm/7.log TresPerNode=g")
-    assert submission.status("7") == {"state": "RUNNING", "log": f"{tmp_path}/a b/slurm/7.log"}
+    log = f"{tmp_path}/a b/slurm/7.log"
+    fake_scontrol(f"JobId=7 JobState=RUNNING NodeList= StdErr=/a b/7.log StdOut={log} TresPerNode=g")
+    assert submission.status("7") == {"state": "RUNNING", "log": log}
 
 
 def test_other_slurm_errors_are_passed_on(fake_scontrol):
