@@ -233,6 +233,8 @@ def status(job: str) -> dict[str, str]:
 
     Raises UserError if neither Slurm nor a run directory below the current folder knows the job.
     """
+    if not job[:1].isdigit():  # without a number, Slurm describes every job
+        raise UserError(f"job {job!r} must be a number, as printed by submit; squeue --me lists the numbers")
     try:
         described = _slurm("scontrol", "show", "job", job, "--oneliner")
     except UserError as refusal:

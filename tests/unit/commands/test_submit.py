@@ -296,6 +296,14 @@ def test_the_message_about_a_missing_log_names_its_usual_place(fake_scontrol, tm
         submission.logs("7")
 
 
+@pytest.mark.parametrize("job", ["", "mine", "--all"])
+def test_a_job_without_a_number_is_refused_before_slurm_describes_all_jobs(fake_scontrol, job):
+    fake_scontrol("JobId=8 JobState=RUNNING StdOut=/other/8.log")
+    for command in (submission.status, submission.logs, lambda job: submission.cancel(job, now=True)):
+        with pytest.raises(UserError, match=f"job '{job}' must be a number, as printed by submit"):
+            command(job)
+
+
 def test_a_run_directory_with_spaces_has_its_log_found(fake_scontrol, tmp_path):
     log = f"{tmp_path}/a b/slurm/7.log"
     fake_scontrol(f"JobId=7 JobState=RUNNING NodeList= StdErr=/a b/7.log StdOut={log} TresPerNode=g")
