@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -68,6 +69,21 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def load_section(section: type[AnySection], path: str | Path, overrides: Sequence[str] = ()) -> AnySection:
     """Load a file that is a `section`, as `load_config` does."""
+    document = _document(section, path, overrides)
+    try:
+        return section.model_validate(document)
+    except ValidationError as error:
+        if section is Config:
+            _refuse_foreign_file(path, document)
+        _refuse_other_command(section, path, overrides)
+        problems = [f"  {problem}" for problem in problems_of(error, section, document)]
+    source = " ".join([str(path), *(f"with {override}" for override in overrides)])
+    plural = "s" if len(problems) > 1 else ""
+    raise UserError(without_credentials("\n".join([f"{source}: {len(problems)} problem{plural}", *problems])))
+
+
+def _document(section: type[Section], path: str | Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a file that is a `section`, with what it extends and the overrides."""
     document = _read(Path(path), section, ())
     for override in overrides:
         parts, value = _parse_override(override)
@@ -75,16 +91,7 @@ def load_section(section: type[AnySection], path: str | Path, overrides: Sequenc
             _warn_renamed(".".join(parts), new, f"override {override!r}")
             parts = new.split(".")
         document = _overridden(document, parts, value, section)
-    try:
-        return section.model_validate(document)
-    except ValidationError as error:
-        if section is Config:
-            _refuse_foreign_file(path, document)
-        _refuse_other_command(section, path, document)
-        problems = [f"  {problem}" for problem in problems_of(error, section, document)]
-    source = " ".join([str(path), *(f"with {override}" for override in overrides)])
-    plural = "s" if len(problems) > 1 else ""
-    raise UserError(without_credentials("\n".join([f"{source}: {len(problems)} problem{plural}", *problems])))
+    return document
 
 
 def dump_config(config: Section) -> str:
@@ -109,9 +116,9 @@ def _read(path: Path, section: type[Section], children: tuple[Path, ...]) -> dic
         raise UserError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     document = parse_yaml(text, str(path))
     if not isinstance(document, dict):
+        contents = "nothing" if document is None else _shown(document)
         raise UserError(
-            f"{path} contains {_shown(document)}; it must be a mapping of sections, such as trainer: {{total_steps: "
-            "100}"
+            f"{path} contains {contents}; it must be a mapping of sections, such as trainer: {{total_steps: 100}}"
         )
     _rename(document, str(path))
     if EXTENDS not in document:
@@ -207,21 +214,25 @@ def _refuse_foreign_file(path: str | Path, document: Mapping[str, Any]) -> None:
         raise UserError(f"{path} is a configuration of {title}; `megatron-bapo translate {path}` prints it in our keys")
 
 
-def _refuse_other_command(section: type[Section], path: str | Path, document: Mapping[str, Any]) -> None:
-    """Raise UserError for an evaluation where a training run is expected, and the reverse."""
+def _refuse_other_command(section: type[Section], path: str | Path, overrides: Sequence[str]) -> None:
+    """Raise UserError for a file of another kind, such as an evaluation where a training run is expected."""
+    from megatron_bapo.config.cluster import ClusterConfig
     from megatron_bapo.config.evaluation import EvalConfig
 
-    if section is Config:
-        other, found = EvalConfig, f"an evaluation; run it with `megatron-bapo eval {path}`"
-    elif section is EvalConfig:
-        other, found = Config, "a training run; evaluate its model with configs/eval/paper.yaml and model.path=RUN_DIR"
-    else:
-        return
-    try:
-        other.model_validate(document)
-    except ValidationError:
-        return
-    raise UserError(f"{path} configures {found}")
+    queue = f"queue it with `megatron-bapo submit {path} --cluster NAME`"
+    evaluate = "evaluate its model with configs/eval/paper.yaml and model.path=RUN_DIR"
+    kinds: dict[type[Section], str] = {
+        Config: f"a training run; {evaluate if section is EvalConfig else queue}",
+        EvalConfig: f"an evaluation; run it with `megatron-bapo eval {path}`",
+        ClusterConfig: f"a Slurm cluster; use it with `megatron-bapo submit CONFIG --cluster {path}`",
+    }
+    for kind, found in kinds.items():
+        document = _document(kind, path, () if kind is ClusterConfig else overrides)
+        if kind is section or not document:
+            continue
+        with suppress(ValidationError):
+            kind.model_validate(document)
+            raise UserError(f"{path} configures {found}")
 
 
 def problems_of(error: ValidationError, root: type[Section], document: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,11 @@ from megatron_bapo.errors import UserError
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """YAML's safe loader, which keeps the last of two equal keys, changed to refuse duplicate keys."""
+    """YAML's safe loader, changed to refuse duplicate keys, of which it keeps the last, and values that contain
+    themselves."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        return self.construct_object(node, deep=True)  # deep refuses an alias of a value that contains it
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # construct_mapping would be too late: it sees the keys that `<<` has merged in, which may be overridden.
@@ -38,6 +42,8 @@ def parse_yaml(text: str, where: str, loader: type[yaml.SafeLoader] = UniqueKeyL
         raise UserError(f"{where}{line}: {problem}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{where} is not YAML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{where} nests values too deeply to be read; remove brackets or indentation") from None
 
 
 def text_after(text: str) -> str:

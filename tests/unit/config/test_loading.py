@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_bapo.config.cluster import ClusterConfig
 from megatron_bapo.config.evaluation import EvalConfig
 from megatron_bapo.config.loading import RENAMED, dump_config, load_config, load_section
 from megatron_bapo.errors import UserError
@@ -266,7 +267,9 @@ def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
         ("? [a]\n: 1\n", "line 1: found unhashable key"),
         ("seed: 1\n---\n", "line 2: expected a single document in the stream, but found another document"),
         ("- seed\n", "contains [seed]; it must be a mapping of sections"),
-        ("", "contains null; it must be a mapping of sections"),
+        ("", "contains nothing; it must be a mapping of sections"),
+        ("model: &m {create: *m}\n", "line 1: found unconstructable recursive node"),
+        ("seed: " + "[" * 3000, "nests values too deeply to be read"),
         ("extends: [a, b]\n", "extends=[a, b] must be one file name, relative to this file"),
     ],
 )
@@ -284,6 +287,20 @@ def test_a_file_of_another_command_is_named_as_such(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"configures a training run; evaluate its model with configs/eval/paper\.yaml"):
         load_section(EvalConfig, write(tmp_path, BASE))
     assert "unknown key" in problems(write(tmp_path, BASE + "nonsense: 1\n"))
+    write(tmp_path, BASE, "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\ndata: {train: {on_bad_line: skip}}\n")
+    with pytest.raises(UserError, match="configures a training run"):
+        load_section(EvalConfig, child)
+
+
+def test_a_cluster_and_a_run_are_told_apart(tmp_path: Path) -> None:
+    cluster = write(tmp_path, "gpus_per_node: 4\n", "mine.yaml")
+    assert problems(cluster, "seed=2") == (
+        f"{cluster} configures a Slurm cluster; use it with `megatron-bapo submit CONFIG --cluster {cluster}`"
+    )
+    run = write(tmp_path, BASE)
+    with pytest.raises(UserError, match=r"configures a training run; queue it with `megatron-bapo submit .* --cluster"):
+        load_section(ClusterConfig, run)
 
 
 def test_a_file_of_another_encoding_is_refused(tmp_path: Path) -> None:
