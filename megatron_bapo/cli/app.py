@@ -14,6 +14,7 @@ import typer
 
 from megatron_bapo.controller.terminal import discard
 from megatron_bapo.errors import INTERRUPTED, RunError, UserError, code_of
+from megatron_bapo.files import storage_failure
 
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML configuration file, such as configs/quickstart.yaml.")
@@ -50,9 +51,13 @@ def messages() -> Iterator[None]:
             warnings.showwarning = _print_warning
             yield
     except (UserError, RunError) as error:
-        # echo instead of rich, which would read brackets as markup and wrap lines.
-        _print(f"{typer.style('error:', fg='red', bold=True)} {error}")
+        _print_error(error)
         raise typer.Exit(code_of(error)) from None
+    except OSError as error:
+        if (failure := storage_failure(error, Path.cwd())) is None:
+            raise
+        _print_error(failure)
+        raise typer.Exit(code_of(failure)) from None
     except KeyboardInterrupt:
         _print("interrupted")
         raise typer.Exit(INTERRUPTED) from None
@@ -60,6 +65,11 @@ def messages() -> Iterator[None]:
 
 def _print_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     _print(f"{typer.style('warning:', fg='yellow')} {message}")
+
+
+def _print_error(error: Exception) -> None:
+    # echo instead of rich, which would read brackets as markup and wrap lines.
+    _print(f"{typer.style('error:', fg='red', bold=True)} {error}")
 
 
 def _print(message: str) -> None:

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -188,6 +190,23 @@ def test_errors_become_a_message_and_an_exit_code(
 def test_our_own_bugs_keep_their_traceback() -> None:
     with pytest.raises(ZeroDivisionError), messages():
         raise ZeroDivisionError
+
+
+def test_output_that_a_full_disk_refuses_is_a_message_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as exit_, messages():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert exit_.value.exit_code == 1
+    assert capsys.readouterr().err.startswith("error: No space left on device on host ")
+
+
+def test_ctrl_c_while_the_command_line_is_imported_is_one_message_and_exit_code_130() -> None:
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+        "        if name == 'megatron_bapo.cli.plan':\n            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\nimport megatron_bapo.cli.main\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")
 
 
 def test_a_report_of_a_folder_without_metrics_is_refused(tmp_path: Path) -> None:
