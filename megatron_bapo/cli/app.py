@@ -54,7 +54,8 @@ def messages() -> Iterator[None]:
         _print_error(error)
         raise typer.Exit(code_of(error)) from None
     except OSError as error:
-        if (failure := storage_failure(error, Path.cwd())) is None:
+        failure = _denied(error) or storage_failure(error, Path.cwd())
+        if failure is None:
             raise
         _print_error(failure)
         raise typer.Exit(code_of(failure)) from None
@@ -65,6 +66,13 @@ def messages() -> Iterator[None]:
 
 def _print_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     _print(f"{typer.style('warning:', fg='yellow')} {message}")
+
+
+def _denied(error: OSError) -> UserError | None:
+    """Return the error for a file or folder that this user may not access, else None."""
+    if not isinstance(error, PermissionError) or error.filename is None:
+        return None
+    return UserError(f"{error.filename}: {error.strerror}; choose another path, or ask its owner for access")
 
 
 def _print_error(error: Exception) -> None:

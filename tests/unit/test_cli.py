@@ -192,6 +192,18 @@ def test_our_own_bugs_keep_their_traceback() -> None:
         raise ZeroDivisionError
 
 
+def test_a_folder_of_another_user_is_a_message_and_exit_code_2(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, *_: object, **__: object) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    result = invoke("report", config_file.parent)
+    assert result.exit_code == 2
+    assert re.match(r"error: .*: Permission denied; choose another path, or ask its owner for access\n", result.stderr)
+
+
 def test_output_that_a_full_disk_refuses_is_a_message_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit) as exit_, messages():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
