@@ -126,9 +126,9 @@ def plan(
 ) -> None:
     """Estimate memory and step time of CONFIG without a GPU, and say whether it fits.
 
-    Only the model's config.json is read; about forty published Qwen, DeepSeek and
-    GLM models are known by name. Without --search and --weights, the memory
-    of every pipeline stage, engine and host is shown.
+    Only the model's config.json is read; about forty published models are
+    known by the name of their folder or their Hub id. Without --search and
+    --weights, the memory of every pipeline stage, engine and host is shown.
     """
     with messages():
         _check_plan_options(context, ranked=ranked, weights=weights, as_json=as_json)

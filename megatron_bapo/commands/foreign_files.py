@@ -120,9 +120,9 @@ class _Reader:
         if content is None and chain:
             content = {}
         if not isinstance(content, dict):
+            given = "nothing" if content is None else type(content).__name__
             raise UserError(
-                f"{path} holds {type(content).__name__}, not a mapping of sections; give a configuration file of verl "
-                "or NeMo-RL"
+                f"{path} holds {given}, not a mapping of sections; give a configuration file of verl or NeMo-RL"
             )
         header = PACKAGE.search(text)
         package = {"_global_": ""}.get(header[1], header[1]) if header else package

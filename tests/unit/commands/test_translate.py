@@ -568,7 +568,7 @@ def test_a_value_in_the_place_of_a_section_and_a_section_in_that_of_a_value_are_
         ("seed: 1\n", "holds seed: neither verl's section actor_rollout_ref nor NeMo-RL's sections policy and loss_fn"),
         ("run_dir: x\nalgorithm: {}\n", "has our section names already"),
         ("- 1\n", "holds list, not a mapping of sections"),
-        ("", "holds NoneType, not a mapping of sections"),
+        ("", "holds nothing, not a mapping of sections"),
         ("a: [1\n", "theirs.yaml line 2: expected ',' or ']'"),
         ("a: 1\na: 2\n", "theirs.yaml line 2: key 'a' is here for the second time; keep one of them"),
         ("a: !!python/object:os.system {}\n", "could not determine a constructor"),
