@@ -75,10 +75,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.create is None):
-            raise ValueError(
-                "give exactly one of model.path (a Hugging Face folder) and model.create (a small model); null removes "
-                "one that another file sets, such as model.create=null"
-            )
+            one = "give exactly one of model.path (a Hugging Face folder) and model.create (a small model)"
+            raise ValueError(f"{one}; null removes one that another file sets, such as model.create=null")
         return self
 
 
