@@ -52,6 +52,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_reward_coef": 0.05,
         "overlong": {"mode": "filter"},
     },
+    "share-corrected": {
+        "objective": "ppo",
+        "behaviour_policy": "recomputed",
+        "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_rs": "token"},
+        "min_positive_loss_share": 0.6,
+    },
     "rejecting-baseline": {
         "objective": "ppo",
         "behaviour_policy": "recomputed",
@@ -369,6 +375,8 @@ def test_every_additional_term_has_an_effect(results: Path) -> None:
     assert math.isfinite(decoupled["update-1"]["actor/bapo_positive_share"])
     clipped = metrics(results, "gspo-one-process")["update-0"]
     assert 0 < clipped["actor/pg_clipfrac"] < 1
+    weighted = metrics(results, "share-corrected-one-process")["update-0"]
+    assert weighted["actor/positive_loss_share"] == pytest.approx(0.6, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])
@@ -380,6 +388,7 @@ def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, l
         "kl-loss-entropy": 1,
         "corrected-grpo": 2,
         "decoupled": 2,
+        "share-corrected": 1,
         "rejecting-baseline": 1,
         "bapo-distill": 1,
     }
