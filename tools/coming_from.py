@@ -59,7 +59,8 @@ def _project(name: str) -> Iterator[str]:
     for section, title in SECTIONS.items():
         if tables[section]:
             header = f"| {about.title} | here | how the value converts |\n| --- | --- | --- |"
-            yield "\n".join([f"### {about.title}: {title.lower()}", "", header, *tables[section], ""])
+            heading = title if title.isupper() else title.lower()
+            yield "\n".join([f"### {about.title}: {heading}", "", header, *tables[section], ""])
     yield from _without(name)
 
 

@@ -285,6 +285,16 @@ HINTS = {
     "rollout.n=16): set trainer.train_batch_size=512",
     "rollout-batch-size=32": "set trainer.train_batch_size=512",
     "n_samples_per_prompt=8": "slime's and OpenRLHF's n_samples_per_prompt is rollout.n here: set rollout.n=8",
+    "steps_per_generation=4": "here (per_device_train_batch_size x processes x steps_per_generation)",
+    "importance_sampling_level=sequence": "algorithm.objective=gspo algorithm.loss_agg_mode=seq-mean-token-mean",
+    "policy_loss_type=gspo": "set algorithm.objective=gspo algorithm.loss_agg_mode=seq-mean-token-mean",
+    "no_advantage_std_norm=true": "has no counterpart here: reinforce_plus_plus and reinforce_plus_plus_baseline",
+    "is_correction_threshold=[0.5, 5]": "and algorithm.rollout_correction.rollout_rs_threshold_lower here (two numbers",
+    "stop_properly_penalty_coef=-0.5": "is reward.truncated_reward here (a value below 0",
+    "prompt_max_len=512": "set data.max_prompt_length=512",
+    "generate_max_len=512": "set rollout.max_response_length=512",
+    "opsm_delta=0.0001": "here the engines' count, whose arithmetic alone can exceed 1e-4): set",
+    "sglang-max-running-requests=64": "rollout.max_num_seqs=64",
     "eps_clip_low_high=[0.2, 0.27]": "set algorithm.clip_ratio_low=0.2 algorithm.clip_ratio_high=0.27",
 }
 
