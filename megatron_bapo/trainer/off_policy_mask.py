@@ -26,12 +26,13 @@ def without_off_policy(worker: Worker, micro_batch: MicroBatch, log_probs_N: Ten
     if threshold is None:
         return micro_batch
     log_ratio_N = log_probs_N - micro_batch.rollout_log_probs_N
-    log_ratio_N = sequence_log_ratios(
+    counted_N = (micro_batch.weights_N != 0) & (micro_batch.corrections_N != 0)
+    sequence_log_ratio_N = sequence_log_ratios(
         log_ratio_N,
-        (micro_batch.weights_N != 0) & (micro_batch.corrections_N != 0) & ~log_ratio_N.isnan(),
+        counted_N & ~log_ratio_N.isnan(),
         micro_batch.sequence_index_N,
         micro_batch.num_sequences,
         sum_over(worker.groups.context),
     )
-    masked_N = (micro_batch.advantages_N < 0) & (log_ratio_N < -threshold)
+    masked_N = counted_N & (micro_batch.advantages_N < 0) & (sequence_log_ratio_N < -threshold)
     return replace(micro_batch, advantages_N=micro_batch.advantages_N.masked_fill(masked_N, 0.0))

@@ -17,6 +17,11 @@ THRESHOLD = 0.3
 
 def masked(changes: list[float], threshold: float | None = THRESHOLD, **columns: torch.Tensor) -> list[float]:
     """Return the advantage of each sequence whose log-probs changed by so much since they were sampled."""
+    return [part.unique().item() for part in masked_tokens(changes, threshold, **columns).split(LENGTHS)]
+
+
+def masked_tokens(changes: list[float], threshold: float | None = THRESHOLD, **columns: torch.Tensor) -> torch.Tensor:
+    """Return the advantages of all tokens, as `masked` does those of sequences."""
     settings = config(algorithm__off_policy_mask_threshold=threshold)
     worker = Worker(settings, GROUPS, model=None, optimizer=None)  # pyright: ignore[reportArgumentType]
     batch = lay_out([example(*pair) for pair in zip(LENGTHS, ADVANTAGES, strict=True)])
@@ -26,7 +31,7 @@ def masked(changes: list[float], threshold: float | None = THRESHOLD, **columns:
     change_N[2] -= 0.2
     found = without_off_policy(worker, batch, batch.rollout_log_probs_N + change_N)
     assert found.advantages_N is batch.advantages_N or threshold is not None
-    return [part.unique().item() for part in found.advantages_N.split(LENGTHS)]
+    return found.advantages_N
 
 
 def test_bad_responses_that_the_policy_has_left_lose_their_advantage_and_no_others() -> None:
@@ -52,3 +57,10 @@ def test_unusable_tokens_do_not_count(name: str) -> None:
     changes = [-0.35, -0.2, 0.0, 0.0]
     assert masked(changes)[0] == 0.0
     assert masked(changes, **{name: values})[0] == -1.0
+
+
+@pytest.mark.parametrize("name", ["weights_N", "corrections_N"])
+def test_tokens_that_the_loss_leaves_out_are_not_counted_as_masked(name: str) -> None:
+    values = getattr(lay_out([example(*pair) for pair in zip(LENGTHS, ADVANTAGES, strict=True)]), name).clone()
+    values[2] = 0.0
+    assert masked_tokens([-9.0, 0.0, 0.0, 0.0], **{name: values})[:3].tolist() == [0.0, 0.0, -1.0]
