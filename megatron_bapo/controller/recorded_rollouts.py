@@ -108,7 +108,7 @@ def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
                 f"{path} was sampled with rollout.{name}={recorded}, and the configuration has rollout.{name}={value}: "
                 "its log-probs are of another distribution than the trainer's, and no ratio of the two would be 1; set "
                 f"rollout.{name}={recorded}, or have the trainer compute the ratios' denominators: "
-                "algorithm.behaviour_policy=recomputed without rollout_correction"
+                "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold"
             )
 
 

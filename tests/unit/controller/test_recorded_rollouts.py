@@ -178,7 +178,7 @@ def test_files_that_were_sampled_otherwise_are_refused_with_both_values_and_the_
     write(folder, 2, vocab_size=vocab_size, sampling=sampling | {key: recorded})
     rule = rf"sampled with rollout\.{key}={recorded}, and the configuration has rollout\.{key}={sampling[key]}:"
 
-    with pytest.raises(UserError, match=rule + ".*algorithm.behaviour_policy=recomputed"):
+    with pytest.raises(UserError, match=rule + ".*recomputed without rollout_correction and off_policy_mask_threshold"):
         check_files(config, folder, 0, vocab_size)
 
     update = {"behaviour_policy": "recomputed"}
