@@ -91,7 +91,7 @@ class RewardConfig(Section):
     timeout_reward: float = 0.0
     """Reward of a response whose scoring timed out."""
     truncated_reward: float | None = None
-    """Reward of a response that `rollout.max_response_length` truncated; null: it is scored like any other, and
+    """Reward of a response that reached its maximum length without an end; null: it is scored like any other, and
     `math_verify` reads the last number in the text as the result."""
     num_workers: PositiveInt = 1
     """Number of worker processes."""
