@@ -290,7 +290,7 @@ HINTS = {
     "policy_loss_type=gspo": "set algorithm.objective=gspo algorithm.loss_agg_mode=seq-mean-token-mean",
     "no_advantage_std_norm=true": "has no counterpart here: reinforce_plus_plus and reinforce_plus_plus_baseline",
     "is_correction_threshold=[0.5, 5]": "and algorithm.rollout_correction.rollout_rs_threshold_lower here (two numbers",
-    "stop_properly_penalty_coef=-0.5": "is reward.truncated_reward here (a value below 0",
+    "stop_properly_penalty_coef=-0.5": "is reward.truncated_reward here (0 and below is",
     "prompt_max_len=512": "set data.max_prompt_length=512",
     "generate_max_len=512": "set rollout.max_response_length=512",
     "opsm_delta=0.0001": "here the engines' count, whose arithmetic alone can exceed 1e-4): set",
