@@ -73,7 +73,7 @@ def test_the_gradient_of_a_policy_that_equals_its_teacher_is_zero_whatever_polic
     assert not gradient(current, tokens, DISTILL).any()
 
 
-@pytest.mark.parametrize("objective", ["bapo", "ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", ["bapo", "ppo", "gspo", "cispo", "sapo"])
 def test_the_term_adds_to_every_other_objective(objective: str) -> None:
     current, tokens = batch()
     if objective == "gspo":

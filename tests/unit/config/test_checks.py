@@ -161,6 +161,23 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "remove clip_ratio_c",
         ),
         *(
+            ({"algorithm__objective": "sapo"} | setting, text, "algorithm.objective=sapo clips nothing", "remove it")
+            for setting, text in (
+                ({"algorithm__clip_ratio_c": 3.0}, "algorithm.clip_ratio_c=3.0"),
+                ({"logging__entropy_clip_rule": True}, "logging.entropy_clip_rule=true"),
+            )
+        ),
+        (
+            {
+                "rollout__top_k": 20,
+                "algorithm__behaviour_policy": "recomputed",
+                "algorithm__off_policy_mask_threshold": 0.5,
+            },
+            "top_k=20",
+            "every ratio of the two is too small",
+            "without rollout_correction and off_policy_mask_threshold",
+        ),
+        *(
             (
                 {"trainer__skip_zero_advantage": True, f"algorithm__{key}": value},
                 f"trainer.skip_zero_advantage=true with algorithm.{key}={value}",

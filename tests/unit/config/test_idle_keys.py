@@ -22,6 +22,16 @@ CONFIGS = Path(__file__).parents[3] / "configs"
             "bounds are algorithm.clip_bounds); set that, or remove it",
         ),
         (
+            {"algorithm__tau_pos": 2.0, "algorithm__tau_neg": 3.0},
+            {"algorithm__objective": "sapo"},
+            "algorithm.tau_pos=2.0, algorithm.tau_neg=3.0 have no effect without algorithm.objective=sapo; set that",
+        ),
+        (
+            {"algorithm__kl_loss_unbiased": True},
+            {"algorithm__kl_loss_coef": 0.1},
+            "algorithm.kl_loss_unbiased=true has no effect without algorithm.kl_loss_coef; set that, or remove it",
+        ),
+        (
             {"reward__max_tests": 3, "reward__sandbox": {"cpu_s": 2.0}},
             {"reward__type": "code"},
             "reward.sandbox.cpu_s=2.0, reward.max_tests=3 have no effect without reward.type=code; set that, or remove",
