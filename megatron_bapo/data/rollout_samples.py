@@ -27,9 +27,9 @@ from megatron_bapo.text import without_lone_surrogates
 _HEADER = b"megatron_bapo.sampled_rollouts"
 TOKENIZER_FILE = "tokenizer.json"
 ROWS_PER_GROUP = 16
-UPPER, LOWER, DUAL, REJECTED, DROPPED = 1, 2, 4, 8, 16
+UPPER, LOWER, DUAL, REJECTED, DROPPED, MASKED = 1, 2, 4, 8, 16, 32
 """Bits of a token's marks: clipped by the upper bound, by the lower bound or by the dual clip, rejected by the rollout
-correction, or dropped because a value is NaN or infinite."""
+correction, dropped because a value is NaN or infinite, or masked because the policy has left the response."""
 TOKEN_FIGURES = ("advantages", "log_probs", "entropy", "ratio", "proximal_log_probs", "correction")
 """Columns of figures: advantage; log-prob under the trainer's weights in the update, and entropy of the distribution,
 in nats; ratio in the loss; log-prob in the denominator of the ratio, if the trainer recomputed it; weight of the

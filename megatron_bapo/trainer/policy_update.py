@@ -140,7 +140,8 @@ def _store(
     if reservoir is not None:
         reservoir.add(micro_batch, scores.log_probs_N, scores.entropy_N)
     if trace is not None and len(micro_batch.traced_K):
-        trace.add(micro_batch, scores, clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm), bounds)
+        clipped = clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm)
+        trace.add(micro_batch, scores, clipped, bounds, tokens.advantages_T != micro_batch.advantages_N)
 
 
 def loss_tokens(worker: Worker, micro_batch: MicroBatch, log_probs_N: Tensor | None) -> LossTokens:

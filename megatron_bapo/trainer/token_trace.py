@@ -14,7 +14,7 @@ import torch
 
 from megatron_bapo.algorithm.importance import clamped_log_ratio
 from megatron_bapo.algorithm.policy_loss import ClippedTokens
-from megatron_bapo.data.rollout_samples import DROPPED, DUAL, LOWER, REJECTED, UPPER
+from megatron_bapo.data.rollout_samples import DROPPED, DUAL, LOWER, MASKED, REJECTED, UPPER
 from megatron_bapo.parallel.collectives import sum_to_main
 from megatron_bapo.parallel.groups import ParallelGroups
 from megatron_bapo.parallel.platform import local_device
@@ -89,13 +89,19 @@ class TokenTrace:
         ]
 
     @torch.no_grad()
-    def add(self, micro_batch: MicroBatch, scores: Scores, clipped: ClippedTokens, bounds: Bounds) -> None:
-        """Store the marked tokens of a micro-batch; a repeated pass replaces those of the first one."""
+    def add(
+        self, micro_batch: MicroBatch, scores: Scores, clipped: ClippedTokens, bounds: Bounds, masked_N: torch.Tensor
+    ) -> None:
+        """Store the marked tokens of a micro-batch; a repeated pass replaces those of the first one.
+
+        `masked_N` says which tokens off-policy sequence masking leaves out of the objective.
+        """
         correction_N = micro_batch.corrections_N
         plain_N = clamped_log_ratio(scores.log_probs_N - micro_batch.behaviour_log_probs_N).exp()
         rejected_N = correction_N == 0
         marks_N = UPPER * clipped.high_T.int() + LOWER * clipped.low_T.int() + DUAL * clipped.dual_T.int()
         marks_N += torch.where(clipped.usable_T, 0, torch.where(rejected_N, REJECTED, DROPPED))
+        marks_N += MASKED * masked_N.int()
         columns = [
             *(scores.log_probs_N, scores.entropy_N, torch.where(clipped.usable_T, clipped.ratio_T, plain_N)),
             *(micro_batch.behaviour_log_probs_N, correction_N, marks_N),

@@ -34,6 +34,7 @@ export const MARKS = [
   { bit: 4, name: "dual", text: "clipped by the dual clip" },
   { bit: 8, name: "rejected", text: "rejected by the correction" },
   { bit: 16, name: "dropped", text: "dropped: a value is not finite" },
+  { bit: 32, name: "masked", text: "masked: the policy has left the response" },
 ];
 
 export function number(value) {
