@@ -92,7 +92,7 @@ def update_policy(
             learned = replace(micro_batch, advantages_N=tokens.advantages_T)
             metrics |= predicted_entropy_change(learned, scores, low, high)
         if algorithm.off_policy_mask_threshold is not None:
-            num_masked = (tokens.advantages_T != micro_batch.advantages_N).sum()
+            num_masked = _masked(tokens, micro_batch).sum()
             metrics |= {"actor/off_policy_masked_share": Mean(num_masked, sums.num_tokens)}
         return loss, PassResult(metrics, scores)
 
@@ -141,7 +141,12 @@ def _store(
         reservoir.add(micro_batch, scores.log_probs_N, scores.entropy_N)
     if trace is not None and len(micro_batch.traced_K):
         clipped = clipped_tokens(scores.log_probs_N, tokens, *bounds, algorithm)
-        trace.add(micro_batch, scores, clipped, bounds, tokens.advantages_T != micro_batch.advantages_N)
+        trace.add(micro_batch, scores, clipped, bounds, _masked(tokens, micro_batch))
+
+
+def _masked(tokens: LossTokens, micro_batch: MicroBatch) -> Tensor:
+    """Return which tokens `without_off_policy` has taken out of the objective, as booleans [N]."""
+    return (tokens.advantages_T == 0.0) & (micro_batch.advantages_N < 0.0)
 
 
 def loss_tokens(worker: Worker, micro_batch: MicroBatch, log_probs_N: Tensor | None) -> LossTokens:
