@@ -22,7 +22,7 @@ from megatron_bapo.model import vocab_kernels
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 """A100, H100 and H200, B200."""
-FLAGS = ("CORRECTED", "OF_SEQUENCES", "DUAL", "WEIGHTED")
+FLAGS = ("CORRECTED", "OF_SEQUENCES", "DUAL", "WEIGHTED", "SOFT")
 ROWS = {"num_rows": "i32", "num_valid_rows": "i32", "inverse_temperature": "fp32"}
 OF_TOKEN = dict.fromkeys(("max_C", "log_scale_C", "entropy_C", "grad_log_prob_C", "grad_entropy_C"), "*fp32")
 SUMS = {"label_C": "*i64", "own_4C": "*fp32", "num_tokens": "i32", **ROWS, "padding_logit": "fp32"}
@@ -30,7 +30,7 @@ GRAD_LOGITS = {**OF_TOKEN, "label_C": "*i64", "has_label_C": "*i1", **ROWS}
 OBJECTIVE = {
     **dict.fromkeys(("log_probs_T", "behaviour_T", "advantages_T", "weights_T", "correction_T"), "*fp32"),
     **dict.fromkeys(("sequence_log_ratio_T", "low_0", "high_0", "loss_T", "grad_T"), "*fp32"),
-    "dual": "fp32",
+    **dict.fromkeys(("dual", "tau_pos", "tau_neg"), "fp32"),
     "num_tokens": "i32",
 }
 
@@ -79,8 +79,8 @@ def main() -> None:
                 found[name] = compiled(vocab_kernels._grad_logits, logits | GRAD_LOGITS, constants, capability)
         for chosen in itertools.product((0, 1), repeat=len(FLAGS)):
             flags = dict(zip(FLAGS, chosen, strict=True))
-            if flags["WEIGHTED"] and (flags["OF_SEQUENCES"] or flags["DUAL"]):
-                continue  # another objective
+            if flags["WEIGHTED"] + flags["SOFT"] + max(flags["OF_SEQUENCES"], flags["DUAL"]) > 1:
+                continue  # they are of different objectives
             name = " ".join([target, "loss", *(flag.lower() for flag, is_set in flags.items() if is_set)])
             constants = {**flags, "MAX_LOG_RATIO": 20.0, "BLOCK": policy_loss_kernel.BLOCK}
             found[name] = compiled(policy_loss_kernel._objective_loss, OBJECTIVE, constants, capability)
