@@ -207,7 +207,9 @@ def policy_statistics(
     usable_T, ratio_T = clipped.usable_T, clipped.ratio_T
     log_ratio_T = (log_probs_T - tokens.behaviour_log_probs_T).masked_fill(~usable_T, 0.0)
     log_ratio_T = clamped_log_ratio(log_ratio_T).double()
-    gain_T = _contribution_weighted(tokens, settings).masked_fill(~usable_T, 0.0).double()
+    contribution_T = contribution_weights(tokens.weights_T, tokens.correction_T, settings)
+    gain_T = tokens.advantages_T if contribution_T is None else tokens.advantages_T * contribution_T
+    gain_T = gain_T.masked_fill(~usable_T, 0.0).double()
     surrogate_T = _surrogate(ratio_T, gain_T, low, high, settings)
     kl_loss = num_kl_dropped = teacher_kl = num_teacher_dropped = log_ratio_T.new_zeros(())
     if settings.kl_loss_coef and tokens.reference_log_probs_T is not None:
@@ -255,10 +257,14 @@ def _surrogate(ratio_T: Tensor, gain_T: Tensor, low: Tensor, high: Tensor, setti
     return clipped_T if objective is clipped_weight else torch.minimum(ratio_T * gain_T, clipped_T)
 
 
-def _contribution_weighted(tokens: LossTokens, settings: AlgorithmConfig) -> Tensor:
-    """Return the advantages times the weights of the tokens in P and N."""
-    gain_T = tokens.advantages_T if tokens.correction_T is None else tokens.advantages_T * tokens.correction_T
-    return gain_T * tokens.weights_T if settings.clip_bounds.weights == "loss" else gain_T
+def contribution_weights(weights_T: Tensor, correction_T: Tensor | None, settings: AlgorithmConfig) -> Tensor | None:
+    """Return the weights of tokens in P and N and in the search for BAPO's bounds [T]; None: all are 1.
+
+    `weights_T` are those of the loss. `correction_T`, the rollout correction, is 0 for rejected tokens.
+    """
+    if settings.clip_bounds.weights == "token":
+        return correction_T
+    return weights_T if correction_T is None else weights_T * correction_T
 
 
 def _present(tokens: LossTokens) -> Tensor:

@@ -44,8 +44,9 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algorithm.clip_ratio_c={algorithm.clip_ratio_c}": algorithm.clip_ratio_c is not None,
             "logging.entropy_clip_rule=true": config.logging.entropy_clip_rule,
         }
-        for setting in (setting for setting, is_given in unclipped.items() if is_given):
-            yield f"{setting} is about clipping, and algorithm.objective=sapo clips nothing; remove it"
+        for setting, is_given in unclipped.items():
+            if is_given:
+                yield f"{setting} is about clipping, and algorithm.objective=sapo clips nothing; remove it"
     yield from _distillation_problems(config)
     yield from _zero_advantage_problems(config)
     buffer_length = algorithm.overlong.buffer_length or 0

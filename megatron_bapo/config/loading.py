@@ -227,8 +227,7 @@ def _refuse_other_command(section: type[Section], path: str | Path, overrides: S
         ClusterConfig: f"a Slurm cluster; use it with `megatron-bapo submit CONFIG --cluster {path}`",
     }
     for kind, found in kinds.items():
-        document = _document(kind, path, () if kind is ClusterConfig else overrides)
-        if kind is section or not document:
+        if kind is section or not (document := _document(kind, path, () if kind is ClusterConfig else overrides)):
             continue
         with suppress(ValidationError):
             kind.model_validate(document)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_bapo.config.data import DataConfig, PromptConfig
+from megatron_bapo.config.data import PromptConfig
 from megatron_bapo.config.reward import EnvironmentConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.functions.sandbox import check_sandbox
@@ -44,7 +44,7 @@ class FunctionEnvironment:
     def __init__(
         self,
         config: EnvironmentConfig,
-        data: DataConfig,
+        data: PromptConfig,
         tokenizer: PreTrainedTokenizerBase,
         withheld: tuple[str, ...] = (),
     ) -> None:

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_bapo.algorithm.clip_bounds import ClipBounds, find_clip_bounds
+from megatron_bapo.algorithm.policy_loss import contribution_weights
 from megatron_bapo.metrics.values import Metric
 from megatron_bapo.parallel.collectives import max_over, sum_over
 from megatron_bapo.parallel.groups import ParallelGroups
@@ -161,15 +162,13 @@ def _bounds(worker: Worker, micro_batches: Sequence[MicroBatch], scores: Sequenc
         for name in ("behaviour_log_probs_N", "advantages_N", "weights_N", "corrections_N")
     )
     algorithm = worker.config.algorithm
-    contributions_N = corrections_N if algorithm.rollout_correction.active else None  # 0 for rejected tokens
-    if algorithm.clip_bounds.weights == "loss":
-        contributions_N = weights_N * corrections_N
+    corrections_N = corrections_N if algorithm.rollout_correction.active else None
     return find_clip_bounds(
         torch.cat(current) - behaviour_N,
         advantages_N,
         algorithm.clip_bounds,
         mask=weights_N != 0,
-        weights=contributions_N,
+        weights=contribution_weights(weights_N, corrections_N, algorithm),
         reduce=sum_over(worker.groups.data_context),
     )
 
