@@ -71,6 +71,9 @@ class Trajectory:
     teacher_log_probs: np.ndarray | None = None
     """float32 [S], log-prob of each sampled token under the teacher, at the sampling temperature. None until the
     teacher's engines have scored the response, and without `algorithm.distillation.engines`."""
+    kept_tokens: np.ndarray | None = None
+    """int32 [M], the tokens that each sampled token was sampled from, as `kept_tokens.py` joins them. None without
+    `algorithm.keep_sampling_mask`."""
 
     @property
     def sampled_positions(self) -> np.ndarray:
@@ -84,9 +87,10 @@ class Trajectory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the response's tokens and log-probs, and of the routes."""
-        optional = (array for array in (self.routes, self.teacher_log_probs) if array is not None)
-        return self.response_token_ids.nbytes + self.behaviour_log_probs.nbytes + sum(each.nbytes for each in optional)
+        """Bytes of the response's tokens and log-probs, of the routes and of the kept tokens."""
+        optional = self.routes, self.teacher_log_probs, self.kept_tokens
+        arrays = self.response_token_ids, self.behaviour_log_probs, *(each for each in optional if each is not None)
+        return sum(array.nbytes for array in arrays)
 
     @property
     def messages(self) -> tuple[dict[str, str], ...]:
@@ -149,6 +153,7 @@ class UnfinishedTrajectory:
     """Whether the policy has ended a turn that the environment has not replied to yet."""
     routes: np.ndarray | None = None
     """As in `Trajectory`, of the first tokens of prompt and response."""
+    kept_tokens: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

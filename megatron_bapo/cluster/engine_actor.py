@@ -113,7 +113,7 @@ class EngineActor:
         environment = engine_environment(
             placement.devices,
             batch_invariant=self._settings.batch_invariant,
-            return_routes=self._config.algorithm.routing_replay == "rollout",
+            second_model_runner=self._config.algorithm.replays_rollout,
         )
         if self._config.weight_sync.transport == "nccl":  # its ranks connect to those of other hosts
             environment |= {name: value for name, value in placement.network.items() if name.startswith("NCCL_")}

@@ -207,6 +207,10 @@ class AlgorithmConfig(Section):
     """Experts that the trainer uses in a mixture-of-experts model: those that the router chooses in each pass (`none`),
     in the updates those that it chose in the pass that recomputed the log-probs (`trainer`, which needs
     behaviour_policy=recomputed), or in all passes those that the engines chose (`rollout`)."""
+    keep_sampling_mask: bool = False
+    """Compute all log-probs of the trainer over the tokens that rollout.top_p, top_k and min_p had kept when the token
+    was sampled (Keep Sampling Mask of DeepSeek-V3.2, arXiv 2512.02556), so that truncated rollouts have exact ratios.
+    Needs rollout.top_k and evaluation.top_k."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
     """Off-policy sequence masking: tokens with negative advantage leave the objective if the mean of their response's
@@ -244,6 +248,11 @@ class AlgorithmConfig(Section):
         """Whether the loss depends on the engines' log-probs."""
         masks = self.off_policy_mask_threshold is not None
         return self.behaviour_policy == "rollout" or self.rollout_correction.active or masks
+
+    @property
+    def replays_rollout(self) -> bool:
+        """Whether the engines return more than tokens and log-probs for the trainer to replay."""
+        return self.routing_replay == "rollout" or self.keep_sampling_mask
 
     @property
     def compares_responses(self) -> bool:

@@ -110,13 +110,33 @@ def _zero_advantage_problems(config: Config) -> Iterator[str]:
 def _truncation_problems(config: Config) -> Iterator[str]:
     """Refuse ratios between the engine's truncated distribution and the trainer's whole one."""
     algorithm, rollout = config.algorithm, config.rollout
-    if rollout.truncated and algorithm.compares_with_engines:
+    if algorithm.keep_sampling_mask:
+        yield from _kept_token_problems(config)
+    elif rollout.truncated and algorithm.compares_with_engines:
         yield (
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k}, min_p={rollout.min_p}: the engine then normalizes "
             "over the tokens that it keeps, but the trainer over the whole vocabulary, so every ratio of the two is "
-            "too small; set top_p=1, top_k=-1, min_p=0 (those of evaluation may stay), or set "
+            "too small; set top_p=1, top_k=-1, min_p=0 (those of evaluation may stay), or "
+            "algorithm.keep_sampling_mask=true with a top_k, so that the trainer keeps the same tokens, or "
             "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold, which "
             "uses trainer log-probs only"
+        )
+
+
+def _kept_token_problems(config: Config) -> Iterator[str]:
+    """Refuse sets of kept tokens that may be the whole vocabulary, and log-probs of a teacher that has not got them."""
+    for section in ("rollout", "evaluation") if config.data.validation is not None else ("rollout",):
+        if (top_k := getattr(config, section).top_k) <= 0:
+            yield (
+                f"algorithm.keep_sampling_mask=true with {section}.top_k={top_k}: engines then return the tokens that "
+                "they sample from with every response, and top_k bounds their number; set "
+                f"{section}.top_k, say to 64, or keep_sampling_mask=false"
+            )
+    if config.algorithm.teacher_engines is not None:
+        yield (
+            "algorithm.keep_sampling_mask=true with algorithm.distillation.engines: the teacher's engines normalize "
+            "over the whole vocabulary; have the trainer score the responses, by removing the section engines, or set "
+            "keep_sampling_mask=false"
         )
 
 

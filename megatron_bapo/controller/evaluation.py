@@ -46,7 +46,16 @@ def rollout_metrics(scored: ScoredGroups) -> dict[str, Metric]:
         "training/reward_timeouts": Sum(scored.num_reward_timeouts),
         "perf/total_num_tokens": Sum(sum(lengths) + sum(len(t.prompt_token_ids) for t in trajectories)),
         **_turn_metrics(trajectories),
+        **_kept_token_metrics(trajectories),
     }
+
+
+def _kept_token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    """Return the mean number of tokens that a token was sampled from, if the engines have returned them."""
+    kept = [(t.kept_tokens, t.num_sampled) for t in trajectories if t.kept_tokens is not None]
+    if not kept:
+        return {}
+    return {"rollout/kept_tokens": Mean(sum(len(tokens) for tokens, _ in kept), sum(num for _, num in kept))}
 
 
 def samples(groups: Sequence[Group], step: int, num: int) -> list[SampleRow]:

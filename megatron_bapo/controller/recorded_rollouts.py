@@ -93,6 +93,7 @@ def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> Non
                 "folder"
             )
         _check_sampling(config, files[number], header)
+        _check_kept_tokens(config, files[number], header)
         _check_routes(config, files[number], header)
         _check_teacher(config, files[number], header)
         _check_lengths(config, files[number], (header.longest_prompt, header.longest_response))
@@ -110,6 +111,15 @@ def _check_sampling(config: Config, path: Path, header: RolloutHeader) -> None:
                 f"rollout.{name}={recorded}, or have the trainer compute the ratios' denominators: "
                 "algorithm.behaviour_policy=recomputed without rollout_correction and off_policy_mask_threshold"
             )
+
+
+def _check_kept_tokens(config: Config, path: Path, header: RolloutHeader) -> None:
+    """Refuse a batch without the tokens that truncated sampling has kept, if the trainer is to keep the same ones."""
+    if config.algorithm.keep_sampling_mask and not header.has_kept_tokens:
+        raise UserError(
+            f"{path} has no kept_tokens, which algorithm.keep_sampling_mask=true needs; generate the batches with it, "
+            "or set it to false"
+        )
 
 
 def _check_routes(config: Config, path: Path, header: RolloutHeader) -> None:

@@ -315,8 +315,9 @@ class RolloutService:
         limit = self._config.rollout.max_request_failures
         await generate_group(group, self._router.generate, self._decoder.decode, self._environment, max_failures=limit)
         sampled = await group.group(self._decoder.decode)
-        # Routes, which only training needs, may have many times the bytes of the tokens.
-        return await self._score(Group(sampled.prompt, tuple(replace(t, routes=None) for t in sampled.trajectories)))
+        # Only training needs routes and kept tokens, which may have many times the bytes of the tokens.
+        plain = tuple(replace(t, routes=None, kept_tokens=None) for t in sampled.trajectories)
+        return await self._score(Group(sampled.prompt, plain))
 
     async def _on_every(self, action: Callable[[EngineActor], Awaitable[T]]) -> dict[str, T]:
         return await self._router.on_every(lambda engine: action(cast(EngineActor, engine)))

@@ -203,15 +203,15 @@ def update_on_batch(
 def is_fresh(run: Run, scored: ScoredGroups | None, trajectories: list[Trajectory]) -> bool:
     """Return whether the engines' log-probs should equal those of the current weights, so that a mismatch is a fault.
 
-    The current version must have sampled all tokens, without truncation, which renormalizes the probabilities, and a
-    recorded batch must have been sampled as the configuration says. With dropout no training pass computes the engines'
-    log-probs, or those of another training pass. Collective.
+    The current version must have sampled all tokens, without truncation, which renormalizes the probabilities, unless
+    the trainer does so, too, and a recorded batch must have been sampled as the configuration says. With dropout no
+    training pass computes the engines' log-probs, or those of another training pass. Collective.
     """
     sampling, lora = run.config.rollout.sampling, run.config.model.lora
     recorded = broadcast_object(scored.sampling if scored else None, run.worker.groups) or sampling
     return (
         recorded == sampling
-        and not run.config.rollout.truncated
+        and (run.config.algorithm.keep_sampling_mask or not run.config.rollout.truncated)
         and not (lora is not None and lora.dropout)
         and all(
             span.policy_version == run.state.policy_version

@@ -169,6 +169,8 @@ def _arrays(trajectory: Trajectory | UnfinishedTrajectory) -> Iterator[memoryvie
     yield _view(trajectory.behaviour_log_probs, _FLOAT)
     if isinstance(trajectory, Trajectory) and trajectory.teacher_log_probs is not None:
         yield _view(trajectory.teacher_log_probs, _FLOAT)
+    if trajectory.kept_tokens is not None:
+        yield _view(trajectory.kept_tokens, _INT)
 
 
 def _route_type(itemsize: int) -> np.dtype:
@@ -194,6 +196,8 @@ def _fields(trajectory: Trajectory | UnfinishedTrajectory) -> dict[str, Any]:
     }
     if trajectory.routes is not None:
         fields |= {"routes": [*trajectory.routes.shape, trajectory.routes.itemsize]}
+    if trajectory.kept_tokens is not None:
+        fields |= {"num_kept_tokens": len(trajectory.kept_tokens)}
     if isinstance(trajectory, UnfinishedTrajectory):
         return fields | {"turn_ended": trajectory.turn_ended}
     return fields | {
@@ -223,10 +227,14 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
     arrays = [
         (parts.take(each["num_prompt_tokens"] if is_buffered else 0, _INT),
          parts.take(each["num_tokens"], _INT), parts.take(each["num_log_probs"], _FLOAT),
-         parts.take(each["num_log_probs"], _FLOAT) if each.get("has_teacher_log_probs") else None)
+         parts.take(each["num_log_probs"], _FLOAT) if each.get("has_teacher_log_probs") else None,
+         parts.take(each["num_kept_tokens"], _INT) if "num_kept_tokens" in each else None)
         for each in fields
     ]  # fmt: skip
-    shared = [_shared(parts, each, *values[1:3]) for each, values in zip(fields, arrays, strict=True)]
+    shared = [
+        _shared(parts, each, tokens, log_probs, kept)
+        for each, (_, tokens, log_probs, _, kept) in zip(fields, arrays, strict=True)
+    ]
     if not is_buffered:
         unfinished = (
             UnfinishedTrajectory(**values, turn_ended=each["turn_ended"], routes=parts.routes(each))
@@ -243,7 +251,7 @@ def _read_group(file: BinaryIO, head: dict[str, Any]) -> _Saved:
             routes=parts.routes(each),
             teacher_log_probs=taught,
         )
-        for each, (prompt, *_, taught), values, text in zip(fields, arrays, shared, texts, strict=True)
+        for each, (prompt, *_, taught, _), values, text in zip(fields, arrays, shared, texts, strict=True)
     )
     return BufferedGroup(head["serial"], Group(prompt_of(head), tuple(trajectories)), head["num_uses"])
 
@@ -254,7 +262,9 @@ def _matches(content: bytearray, head: dict[str, Any]) -> bool:
     return xxh3_64(content).hexdigest() == head["xxh3"]
 
 
-def _shared(parts: _Parts, fields: dict[str, Any], tokens: np.ndarray, log_probs: np.ndarray) -> dict[str, Any]:
+def _shared(
+    parts: _Parts, fields: dict[str, Any], tokens: np.ndarray, log_probs: np.ndarray, kept: np.ndarray | None
+) -> dict[str, Any]:
     """Return the fields that finished and unfinished trajectories have in common."""
     return {
         "response_token_ids": tokens,
@@ -263,6 +273,7 @@ def _shared(parts: _Parts, fields: dict[str, Any], tokens: np.ndarray, log_probs
         "finish_reason": fields["finish_reason"],
         "loss_mask": parts.take(len(tokens), np.dtype(bool)) if fields["has_loss_mask"] else None,
         "turns": tuple(fields["turns"]),
+        "kept_tokens": kept,
     }
 
 

@@ -4,7 +4,7 @@ Columns are the fields of `Prompt` and `Trajectory`; chat messages and extra_inf
 prompts from 0. `advantages`, one for each sampled token like `behaviour_log_probs`, is null if no trainer has used the
 batch; `loss_mask` is null if all response tokens were sampled. `routes` exists only in batches with routes; it has the
 bytes of the array, whose shape but for the number of tokens is in the header. `teacher_log_probs` exists only in
-batches that the teacher's engines have scored.
+batches that the teacher's engines have scored, and `kept_tokens` only in those of `algorithm.keep_sampling_mask`.
 
 The in-flight state of checkpoints of earlier versions has the same format. `buffered.parquet` has scored groups, with
 their prompts' serial numbers as `group`, and how often each was trained on; `unfinished.parquet` has partial responses.
@@ -53,7 +53,7 @@ _GROUP_TYPES = {
     **dict.fromkeys(("prompt_id", "messages", "ground_truth", "data_source", "extra_info"), pa.string()),
 }
 _SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "advantages": pa.list_(pa.float64())})
-_ROUTES, _TEACHER = "routes", "teacher_log_probs"
+_ROUTES, _TEACHER, _KEPT = "routes", "teacher_log_probs", "kept_tokens"
 _BUFFERED_SCHEMA = pa.schema({**_GROUP_TYPES, **_TRAJECTORY_TYPES, "num_uses": pa.int32()})
 _PARTIAL_TYPES = {
     name: _TRAJECTORY_TYPES[name]
@@ -87,6 +87,8 @@ class RolloutHeader:
     """Layers with experts, experts of a token and bytes of an expert's number; empty for a batch without routes."""
     teacher: str = ""
     """Folder of the teacher whose log-probs the batch has; empty for a batch without."""
+    has_kept_tokens: bool = False
+    """Whether the batch has the tokens that each token was sampled from."""
     longest_prompt: int = 0
     """Tokens of the longest prompt; 0 in files of earlier versions and of held-out responses."""
     longest_response: int = 0
@@ -114,11 +116,15 @@ def write_rollouts(
     if shapes:
         (shape,) = shapes
         header = replace(header, route_shape=shape)
+    header = replace(header, has_kept_tokens=any(t.kept_tokens is not None for g in groups for t in g.trajectories))
     _write(folder, header, [rows])
 
 
 def write_parts(folder: Path, header: RolloutHeader, parts: Iterable[Sequence[Group]]) -> None:
-    """Write the same file from the parts of a batch that no trainer uses, without routes; one part is in memory."""
+    """Write the same file from the parts of a batch that no trainer uses, one of which is in memory at a time.
+
+    It has no routes and no kept tokens.
+    """
     numbers = count()
     _write(folder, header, ([row for group in part for row in _rows(next(numbers), group)] for part in parts))
 
@@ -224,9 +230,9 @@ def _groups(table: pa.Table, route_shape: Sequence[int] = ()) -> list[tuple[int,
     if route_shape:
         routes = [_array_of(each, route_shape) for each in table.column(_ROUTES)]
         trajectories = [replace(t, routes=each) for t, each in zip(trajectories, routes, strict=True)]
-    if _TEACHER in table.column_names:
-        taught = [each.values.to_numpy().copy() if each.is_valid else None for each in table.column(_TEACHER)]
-        trajectories = [replace(t, teacher_log_probs=each) for t, each in zip(trajectories, taught, strict=True)]
+    for name in {_TEACHER, _KEPT}.intersection(table.column_names):
+        values = [each.values.to_numpy().copy() if each.is_valid else None for each in table.column(name)]
+        trajectories = [replace(t, **{name: each}) for t, each in zip(trajectories, values, strict=True)]
     rows = zip(table.select([*_GROUP_TYPES]).to_pylist(), trajectories, strict=True)
     groups = []
     for number, members in groupby(rows, key=lambda row: row[0]["group"]):
@@ -238,6 +244,7 @@ def _groups(table: pa.Table, route_shape: Sequence[int] = ()) -> list[tuple[int,
 def _schema(header: RolloutHeader) -> pa.Schema:
     optional = {_ROUTES: pa.binary()} if header.route_shape else {}
     optional |= {_TEACHER: pa.list_(pa.float32())} if header.teacher else {}
+    optional |= {_KEPT: pa.list_(pa.int32())} if header.has_kept_tokens else {}
     return pa.schema([*_SCHEMA, *(pa.field(*each) for each in optional.items())])
 
 
@@ -294,7 +301,7 @@ def _columns(trajectory: Trajectory, names: Iterable[str]) -> dict[str, Any]:
     text, turns = without_lone_surrogates(trajectory.text), json.dumps(trajectory.turns)
     routes = None if trajectory.routes is None else trajectory.routes.tobytes()
     columns |= {"version_spans": spans, "text": text, "turns": turns, _ROUTES: routes}
-    return columns | {_TEACHER: trajectory.teacher_log_probs}
+    return columns | {_TEACHER: trajectory.teacher_log_probs, _KEPT: trajectory.kept_tokens}
 
 
 def _array_of(routes: pa.BinaryScalar, shape: Sequence[int]) -> np.ndarray | None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax
+from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax, keep_only
 
 NUM_WARPS = 4
 BLOCK = 1024
@@ -32,8 +32,13 @@ class FusedShard:
         self._logits_CV = weight_VH.new_empty(num_tokens, len(weight_VH))
         self._max_C, self._temperature = weight_VH.new_empty(0), 1.0
 
-    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
-        torch.mm(hidden_CH, self._weight_VH.T, out=self._logits_CV[: len(hidden_CH)])
+    def sums(
+        self, hidden_CH: Tensor, label_C: Tensor, temperature: float, kept: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        logits_CV = self._logits_CV[: len(hidden_CH)]
+        torch.mm(hidden_CH, self._weight_VH.T, out=logits_CV)
+        if kept is not None:
+            keep_only(logits_CV, kept)
         return self.sums_of_logits(label_C, temperature)
 
     def sums_of_logits(self, label_C: Tensor, temperature: float) -> Tensor:

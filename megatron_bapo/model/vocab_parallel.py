@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bapo.model.vocab_shard import PADDING_LOGIT, Softmax, VocabShard
+from megatron_bapo.model.vocab_shard import PADDING_LOGIT, KeptTokens, Softmax, VocabShard, keep_only
 from megatron_bapo.parallel.groups import Axis
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -43,6 +43,8 @@ class OutputLayer:
     chunk_size: int
     fused: bool = False
     """Whether Triton kernels compute the softmax and its gradient."""
+    kept: KeptTokens | None = None
+    """Tokens to which the distributions of the T tokens are restricted; None: the whole vocabulary."""
 
     @property
     def num_valid_rows(self) -> int:
@@ -170,7 +172,7 @@ def _run(
     grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_grad[1] else None
     for start in range(0, num_tokens, layer.chunk_size):
         tokens = slice(start, min(start + layer.chunk_size, num_tokens))
-        softmax = _softmax(shard, hidden_TH[tokens], layer, labels_T[tokens], temperature)
+        softmax = _softmax(shard, hidden_TH[tokens], layer, labels_T[tokens], temperature, tokens)
         log_probs_T[tokens], entropy_T[tokens] = softmax.log_prob_C, softmax.entropy_C
         if gradients_of is not None:
             by_results = gradients_of(softmax.log_prob_C, softmax.entropy_C, tokens)
@@ -203,7 +205,9 @@ def _shard_of(layer: OutputLayer, num_tokens: int) -> VocabShard:
     return FusedShard(layer.weight_VH, layer.num_valid_rows, num_tokens)
 
 
-def _softmax(shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float) -> Softmax:
+def _softmax(
+    shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float, tokens: slice
+) -> Softmax:
     """Compute the softmax of a chunk; one collective gathers each shard's maximum, log-sum, entropy and label logit.
 
     The total entropy is the entropy of the probabilities of the shards plus the entropies within the shards, weighted
@@ -213,7 +217,8 @@ def _softmax(shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C:
     label_C = labels_C - axis.rank * num_rows
     has_label_C = (label_C >= 0) & (label_C < num_rows)
     label_C = label_C.clamp_(0, num_rows - 1)
-    own_4C = shard.sums(hidden_CH, label_C, temperature)
+    kept = None if layer.kept is None else layer.kept.in_rows(tokens, axis.rank * num_rows, num_rows)
+    own_4C = shard.sums(hidden_CH, label_C, temperature, kept)
     own_max_C = own_4C[0].clone()
     own_4C[3] *= has_label_C
     max_RC, log_sum_RC, entropy_RC, label_logit_RC = _gather(own_4C, axis).unbind(1)
@@ -247,12 +252,16 @@ class _PlainShard:
         # Allocated once: on a CPU, fresh memory costs as much as the computation.
         self._memory_2CV = torch.empty(2, num_tokens, len(layer.weight_VH), device=layer.weight_VH.device)
 
-    def sums(self, hidden_CH: Tensor, label_C: Tensor, temperature: float) -> Tensor:
+    def sums(
+        self, hidden_CH: Tensor, label_C: Tensor, temperature: float, kept: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         logits_CV, exp_CV = self._memory_2CV[:, : len(hidden_CH)].unbind()
         _multiply(hidden_CH, self._weight_VH.T, logits_CV)
         if temperature != 1.0:
             logits_CV.div_(temperature)
         logits_CV[:, self._num_valid_rows :] = PADDING_LOGIT
+        if kept is not None:
+            keep_only(logits_CV, kept)
         label_logit_C = logits_CV.gather(1, label_C[:, None]).squeeze(1)
         max_C = logits_CV.amax(-1)
         x_CV = logits_CV.sub_(max_C[:, None])

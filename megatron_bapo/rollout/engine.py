@@ -58,9 +58,12 @@ def engine_devices(config: Config, slot: int, num_trainer_ranks: int, devices: S
 
 
 def engine_environment(
-    devices: Sequence[str] = (), *, batch_invariant: bool = False, return_routes: bool = False
+    devices: Sequence[str] = (), *, batch_invariant: bool = False, second_model_runner: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables of an engine's process; without `devices` it runs on the CPU."""
+    """Return the environment variables of an engine's process; without `devices` it runs on the CPU.
+
+    On GPUs only the second version of vLLM's model runner returns routes and the tokens that sampling has kept.
+    """
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -74,8 +77,7 @@ def engine_environment(
             "CUDA_VISIBLE_DEVICES": ",".join(devices),
             "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
             "VLLM_BATCH_INVARIANT": str(int(batch_invariant)),
-            # Only this model runner of vLLM returns routes.
-            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if return_routes else {}),
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if second_model_runner else {}),
         }
     return environment | {
         # One thread without core binding: engine and trainer share the cores.

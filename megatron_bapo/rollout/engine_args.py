@@ -28,7 +28,10 @@ def engine_args(spec: EngineSpec, node: int = 0, endpoint: str = "") -> AsyncEng
     """
     settings, only_scores = spec.settings, spec.scoring_temperature is not None
     architecture = read_architecture(spec.model_path)
-    options: dict[str, Any] = {"enable_return_routed_experts": spec.return_routes}
+    options: dict[str, Any] = {
+        "enable_return_routed_experts": spec.return_routes,
+        "return_sampling_mask": spec.return_kept_tokens,
+    }
     if current_platform.is_cpu():
         _check_cpu_kernels(spec, architecture)
         options = _cpu_options(spec, architecture)
@@ -93,8 +96,10 @@ def _cpu_options(spec: EngineSpec, architecture: Architecture) -> dict[str, Any]
         # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
         # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
         "enable_chunked_prefill": False,
-        # Routes come from `route_recorder.py`.
+        # Routes come from `route_recorder.py`, and the tokens that sampling has kept are those with a log-prob.
         "enable_return_routed_experts": False,
+        "return_sampling_mask": False,
+        "max_logprobs": -1,
     }
     if architecture.kv_lora_rank:
         # vLLM 0.32.0's RoPE kernel for CPUs rotates queries by wrong angles if they are [T, H, D] with several heads.

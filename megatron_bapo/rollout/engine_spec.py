@@ -25,6 +25,9 @@ class EngineSpec:
     seed: int = 0
     return_routes: bool = False
     """Whether completions have the experts that a mixture-of-experts model chose for their tokens."""
+    return_kept_tokens: bool = False
+    """Whether completions have the tokens that each of theirs was sampled from. Every request that samples must then
+    have a `top_k`."""
     adapters: LoraConfig | None = None
     """Adapters of the checkpoint's layers of which policy versions consist; None: versions have all weights."""
     scoring_temperature: float | None = None
@@ -42,5 +45,6 @@ class EngineSpec:
             config.max_model_len,
             config.seed,
             config.algorithm.routing_replay == "rollout",
+            config.algorithm.keep_sampling_mask,
             sent_adapters(config, read_architecture(path)) if has_adapters else None,
         )

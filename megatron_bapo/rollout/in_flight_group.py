@@ -69,12 +69,15 @@ class PartialTrajectory:
     finish_reason: FinishReason | None = None
     routes: list[np.ndarray] = field(default_factory=list)
     """Consecutive parts of the routes, from the prompt's first token on, as the engines returned them."""
+    kept_tokens: list[np.ndarray] = field(default_factory=list)
+    """The same of the tokens that sampling has kept, from the first sampled token on."""
 
     def extend(self, segment: Completion, policy_version: int, max_response_length: int) -> None:
         """Append sampled tokens, and end the turn or the trajectory if the segment does."""
         self.routes += [] if segment.routes is None else [segment.routes]
+        self.kept_tokens += [] if segment.kept_tokens is None else [segment.kept_tokens]
         if (num := len(segment.token_ids)) > 0:
-            self.append(replace(segment, routes=None))
+            self.append(replace(segment, routes=None, kept_tokens=None))
             if self.spans and self.spans[-1].policy_version == policy_version:
                 num += self.spans.pop().num_tokens
             self.spans.append(VersionSpan(policy_version, num))
@@ -99,7 +102,8 @@ class PartialTrajectory:
 
     def copy(self) -> PartialTrajectory:
         """Return a trajectory that does not change with this one; it shares the arrays, which never change."""
-        return replace(self, **{name: [*getattr(self, name)] for name in ("segments", "spans", "turns", "routes")})
+        lists = {name: [*value] for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
 
     def append(self, segment: Completion | Reply) -> None:
         self.segments.append(segment)
@@ -197,6 +201,7 @@ class InFlightGroup:
             loss_mask=partial.loss_mask,
             turns=tuple(partial.turns),
             routes=joined_routes(partial.routes, len(self.prompt.token_ids) + partial.num_tokens - 1),
+            kept_tokens=np.concatenate(partial.kept_tokens) if partial.kept_tokens else None,
         )
 
 

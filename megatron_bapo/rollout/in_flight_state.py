@@ -53,6 +53,7 @@ def restored_trajectory(saved: UnfinishedTrajectory) -> PartialTrajectory:
         turn_ended=saved.turn_ended,
         finish_reason=saved.finish_reason,
         routes=[] if saved.routes is None else [saved.routes],
+        kept_tokens=[] if saved.kept_tokens is None else [saved.kept_tokens],
     )
     num = len(saved.response_token_ids)
     mask = np.ones(num, bool) if saved.loss_mask is None else saved.loss_mask
@@ -79,6 +80,7 @@ def _saved(trajectory: PartialTrajectory) -> UnfinishedTrajectory:
         turns=tuple(trajectory.turns),
         turn_ended=trajectory.turn_ended,
         routes=np.concatenate(trajectory.routes) if trajectory.routes else None,
+        kept_tokens=np.concatenate(trajectory.kept_tokens) if trajectory.kept_tokens else None,
     )
 
 

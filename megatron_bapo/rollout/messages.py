@@ -67,6 +67,9 @@ class Completion:
     context_log_probs: np.ndarray | None = None
     """float32 [P - 1] log-prob of each token of the context but the first, at the engine's scoring temperature, in
     nats; None without `scores_context`."""
+    kept_tokens: np.ndarray | None = None
+    """int32 [M] tokens that each of the R was sampled from, as `kept_tokens.py` joins them; None if the engine does not
+    return them, or if R is 0."""
 
     def with_own_arrays(self) -> Completion:
         """Return the same completion without views of memory that belongs to others."""

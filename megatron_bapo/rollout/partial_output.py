@@ -5,6 +5,10 @@ The report is needed if the engine is lost or a checkpoint is saved.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from dataclasses import replace
+from operator import itemgetter
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -40,7 +44,7 @@ class PartialOutput:
             return
         self._make_room(max((each.num_before + len(each.token_ids) for each in delta.completions), default=0))
         for partial, completion in zip(self._completions, delta.completions, strict=True):
-            partial.extend(completion.token_ids, completion.log_probs, completion.finish_reason)
+            partial.extend(completion.token_ids, completion.log_probs, completion.finish_reason, completion.kept_tokens)
 
     def _make_room(self, num: int) -> None:
         """Make room for `num` tokens in each completion."""
@@ -70,6 +74,10 @@ class PartialCompletion:
         self._token_ids = np.empty(0, np.int32)
         self._log_probs = np.empty(0, np.float32)
         self._finish_reason: SegmentEnd = "abort"
+        self._kept_tokens = np.empty(0, np.int32)
+        self._num_kept = 0
+        self._kept_starts = list[tuple[int, int]]()
+        """Of each part that was appended, the number of tokens before it, and of kept ones."""
 
     @property
     def capacity(self) -> int:
@@ -80,14 +88,25 @@ class PartialCompletion:
     def has_ended(self) -> bool:
         return self._finish_reason != "abort"
 
-    def extend(self, token_ids: ArrayLike, log_probs: ArrayLike, finish_reason: SegmentEnd) -> None:
-        """Append tokens [N] with their log-probs [N]; `finish_reason` is `abort` if others may follow."""
+    def extend(
+        self,
+        token_ids: ArrayLike,
+        log_probs: ArrayLike,
+        finish_reason: SegmentEnd,
+        kept_tokens: np.ndarray | None = None,
+    ) -> None:
+        """Append tokens [N] with their log-probs [N] and the tokens that they were sampled from (`kept_tokens.py`).
+
+        `finish_reason` is `abort` if others may follow.
+        """
         new_ids, new_log_probs = np.asarray(token_ids, np.int32), np.asarray(log_probs, np.float32)
         assert len(new_ids) == len(new_log_probs), "one log-prob per sampled token"
         self._finish_reason = finish_reason
         if (num := self.num + len(new_ids)) > self.capacity:
             size = int(num * _GROWTH)
             self.move_to(np.empty(size, np.int32), np.empty(size, np.float32))
+        if kept_tokens is not None:
+            self._keep(kept_tokens)
         start, self.num = self.num, num
         self._token_ids[start : self.num] = new_ids
         self._log_probs[start : self.num] = new_log_probs
@@ -100,4 +119,18 @@ class PartialCompletion:
     def completion(self, start: int = 0, text: str = "") -> Completion:
         """Return the tokens from `start` on, without copying them."""
         part = slice(start, self.num)
-        return Completion(self._token_ids[part], self._log_probs[part], self._finish_reason, text, start)
+        found = Completion(self._token_ids[part], self._log_probs[part], self._finish_reason, text, start)
+        first = bisect_left(self._kept_starts, start, key=itemgetter(0))
+        if first == len(self._kept_starts):
+            return found
+        return replace(found, kept_tokens=self._kept_tokens[self._kept_starts[first][1] : self._num_kept])
+
+    def _keep(self, kept_tokens: np.ndarray) -> None:
+        """Append kept tokens in the same way."""
+        if (num := self._num_kept + len(kept_tokens)) > len(self._kept_tokens):
+            larger = np.empty(int(num * _GROWTH), np.int32)
+            larger[: self._num_kept] = self._kept_tokens[: self._num_kept]
+            self._kept_tokens = larger
+        self._kept_starts.append((self.num, self._num_kept))
+        start, self._num_kept = self._num_kept, num
+        self._kept_tokens[start:num] = kept_tokens

@@ -32,6 +32,7 @@ from megatron_bapo.environment_variable import environment_variable
 from megatron_bapo.errors import RunError, UserError
 from megatron_bapo.rollout.engine_adapters import adapter_request
 from megatron_bapo.rollout.engine_args import engine_args
+from megatron_bapo.rollout.engine_kept_tokens import KeptTokenReader
 from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Completion, EngineLost, GenerationRequest, SegmentEnd
@@ -65,6 +66,9 @@ class VllmServer:
         """The adapter that requests name: none before the first policy version, which is the checkpoint."""
         self._in_flight: dict[str, list[_SampledCompletion]] = {}
         self._routes = RouteFormat.of(spec.model_path) if spec.return_routes else None
+        self._vocab_size = self._llm.model_config.get_vocab_size()
+        kept = KeptTokenReader(self._vocab_size, by_log_probs=current_platform.is_cpu())
+        self._kept = kept if spec.return_kept_tokens else None
         self._records_routes = spec.return_routes and current_platform.is_cpu()
         """Whether the workers record routes, because vLLM does not return them."""
         # Imports leave half a million objects that live as long as the process; collecting them takes 0.3 s each time.
@@ -96,6 +100,7 @@ class VllmServer:
     async def _sample(self, request: GenerationRequest) -> list[_SampledCompletion]:
         # logprobs=0 returns the log-prob of the sampled token only. Text is decoded once per response, not per token.
         # Seeds cost nothing on GPUs: there vLLM samples all rows in one kernel (v1/worker/gpu/sample/gumbel.py).
+        num_log_probs = 0 if self._kept is None else self._kept.num_log_probs(request.top_k)
         recorded: dict[str, Any] = {}
         if self._routes is not None:
             recorded = {"routed_experts_prompt_start": request.num_routed, "extra_args": {RECORD: True}}
@@ -103,8 +108,9 @@ class VllmServer:
             recorded |= {"prompt_logprobs": 0}
         params = SamplingParams(
             n=request.n, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
-            min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=0, flat_logprobs=True,
-            detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL, **recorded,
+            min_p=request.min_p, max_tokens=request.max_tokens, seed=request.seed, logprobs=num_log_probs,
+            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.DELTA, stream_interval=STREAM_INTERVAL,
+            **recorded,
         )  # fmt: skip
         # vLLM returns only distinct completions: a single one at temperature 0.
         partials = self._in_flight[request.request_id] = [_SampledCompletion() for _ in range(request.n)]
@@ -112,7 +118,8 @@ class VllmServer:
             prompt = tokens_input(request.prompt_token_ids.tolist())
             async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._served):
                 for completion in output.outputs:
-                    partials[completion.index].append(completion)
+                    kept = None if self._kept is None else self._kept.of(completion)
+                    partials[completion.index].append(completion, kept)
                 if isinstance(output.prompt_logprobs, FlatLogprobs):  # vLLM returns them once
                     partials[0].context_log_probs = np.asarray(output.prompt_logprobs.logprobs, np.float32)
         finally:
@@ -135,7 +142,7 @@ class VllmServer:
         """
         params = SamplingParams(
             max_tokens=num, temperature=1.0, seed=0, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY, top_k=self._vocab_size,  # vLLM may need one to return kept tokens
         )  # fmt: skip
         with self._failures("while decoding"):
             (completion,) = (await self._final_output(token_ids, params, "decode")).outputs
@@ -146,7 +153,7 @@ class VllmServer:
         """Return float32 [S - 1] log-probs of each token but the first at temperature 1; raises as `generate`."""
         # A request must generate at least one token; prompt_logprobs=0 returns the prompt's own tokens only.
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
+            max_tokens=1, temperature=1.0, top_k=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         with self._failures("while scoring"):
@@ -322,14 +329,15 @@ class _SampledCompletion(PartialCompletion):
         """Experts [N, layers, K] of the tokens from `num_routed` of the request on, once vLLM has ended it."""
         self._num_reported = 0
 
-    def append(self, output: CompletionOutput) -> None:
-        """Append what vLLM has returned."""
+    def append(self, output: CompletionOutput, kept_tokens: np.ndarray | None) -> None:
+        """Append what vLLM has returned, and the tokens that its tokens were sampled from."""
         self.is_sampled, end = True, _segment_end(output.finish_reason or "abort")
         if output.routed_experts is not None:
             self.experts = output.routed_experts
         if output.token_ids:
             assert isinstance(output.logprobs, FlatLogprobs)
-            self.extend(output.token_ids, output.logprobs.logprobs, end)
+            log_probs = [output.logprobs.logprobs[start] for start in output.logprobs.start_indices]
+            self.extend(output.token_ids, log_probs, end, kept_tokens)
         else:
             self.extend([], [], end)
 

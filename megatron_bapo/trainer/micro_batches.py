@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from megatron_bapo.config.padding import PaddingRule
+from megatron_bapo.kept_tokens import chosen_sets
 from megatron_bapo.model.packed_attention import PackedSequences, SharedTokens, packed_sequences
+from megatron_bapo.model.vocab_shard import KeptTokens
 from megatron_bapo.parallel.context_parallel import zigzag
 from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import NO_ROUTE, Trajectory
@@ -124,6 +126,8 @@ class MicroBatch:
     """Indices into N of the tokens that the token trace has."""
     traced_at_K: torch.Tensor
     """Place of each of them in the trace."""
+    kept: KeptTokens | None
+    """Tokens that each of the N was sampled from; None: all."""
     routes_TLK: torch.Tensor | None
     """Experts of each token to replay, int8 or int16 in host memory, `NO_ROUTE` where there are none; None: the routers
     choose."""
@@ -233,6 +237,7 @@ def to_micro_batch(
         recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
         traced_K=cat([np.flatnonzero(traced_at_N >= 0)], np.int64),
         traced_at_K=cat([traced_at_N[traced_at_N >= 0]], np.int64),
+        kept=_kept(examples, parts, device),
         routes_TLK=_routes(examples, rule, context),
     )
 
@@ -244,6 +249,19 @@ def _traced_at(examples: Sequence[Example], parts: Sequence[_Part]) -> np.ndarra
         for e, part in zip(examples, parts, strict=True)
     ]
     return np.concatenate([np.zeros(0, np.int64), *places])
+
+
+def _kept(examples: Sequence[Example], parts: Sequence[_Part], device: torch.device) -> KeptTokens | None:
+    """Return the kept tokens of the response tokens of this rank, N of them."""
+    given = [e.trajectory.kept_tokens for e in examples]
+    if not examples or given[0] is None:
+        return None
+    found = list[tuple[np.ndarray, np.ndarray]]()
+    for kept, part in zip(given, parts, strict=True):
+        assert kept is not None, "all examples of a micro-batch have kept tokens, or none has"
+        found.append(chosen_sets(kept, part.response_index))
+    token_ids_M, sizes_N = (np.concatenate(each) for each in zip(*found, strict=True))
+    return KeptTokens.of(token_ids_M, sizes_N, device)
 
 
 def input_positions(examples: Sequence[Example], rule: PaddingRule, context: Axis) -> list[np.ndarray]:

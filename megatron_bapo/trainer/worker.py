@@ -140,7 +140,7 @@ def response_outputs(
         hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH, group=tensor.group)
     positions_N = micro_batch.response_positions_N
     vocab_size, chunk_size = model.architecture.vocab_size, worker.config.trainer.logprob_chunk_size
-    layer = OutputLayer(weight_VH, vocab_size, tensor, chunk_size, worker.fused_kernels)
+    layer = OutputLayer(weight_VH, vocab_size, tensor, chunk_size, worker.fused_kernels, micro_batch.kept)
     return hidden_TH.index_select(0, positions_N), layer, micro_batch.labels_T.index_select(0, positions_N)
 
 

@@ -150,7 +150,8 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def running_engine(folder: Path, config: PreTrainedConfig, *, return_routes: bool = False) -> Iterator[Running]:
+def running_engine(folder: Path, config: PreTrainedConfig, **options: bool) -> Iterator[Running]:
+    """`options` are switches of `EngineSpec`."""
     create_checkpoint(folder, config)
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=REQUEST_TIMEOUT_S)
@@ -166,7 +167,7 @@ def running_engine(folder: Path, config: PreTrainedConfig, *, return_routes: boo
         run = Running(engine, model, store, lambda work: runner.run(waited(work)))
         run.wait_for(
             engine.start(
-                EngineSpec(folder, settings, "float32", max_model_len=200, return_routes=return_routes),
+                EngineSpec(folder, settings, "float32", max_model_len=200, **options),
                 WeightRoute(store.folder),
             )
         )

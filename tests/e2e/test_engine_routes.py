@@ -96,5 +96,5 @@ def test_engines_on_gpus_return_routes_through_vllms_own_switch(
     arguments = engine_args.engine_args(EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_routes=wanted))
     assert arguments.enable_return_routed_experts is wanted
     assert arguments.enable_prefix_caching  # vLLM requires it for routes
-    environment = engine_environment(["0"], return_routes=wanted)
+    environment = engine_environment(["0"], second_model_runner=wanted)
     assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == ("1" if wanted else None)

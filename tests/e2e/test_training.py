@@ -513,10 +513,14 @@ def test_a_failed_weight_probe_ends_the_run_at_once_with_its_numbers(broken: dic
 
 
 def test_a_decoupled_run_with_a_reference_model_completes_and_reports_its_corrections(tmp_path: Path) -> None:
-    """While the engine generates, the policy, its optimizer and the reference model are in host memory."""
+    """While the engine generates, the policy, its optimizer and the reference model are in host memory.
+
+    Rollouts are truncated, and all log-probs are those of the tokens that sampling has kept.
+    """
     process = start(
         tmp_path / "run",
         *("trainer.total_steps=2", "warm_start.num_steps=2", "evaluation.n=1", "evaluation.top_k=5"),
+        *("rollout.top_k=6", "rollout.top_p=0.9", "algorithm.keep_sampling_mask=true"),
         *("algorithm.behaviour_policy=recomputed", "algorithm.rollout_correction.rollout_is=token"),
         *("algorithm.kl_loss_coef=0.01", "algorithm.kl_reward_coef=0.01", "algorithm.entropy_coeff=0.001"),
         *("algorithm.overlong.mode=penalty", "algorithm.overlong.buffer_length=2"),

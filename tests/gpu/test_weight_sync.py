@@ -1,4 +1,4 @@
-"""Weight transfer from a trainer's GPU to a vLLM engine, sleeping engines, and offloaded state in host memory."""
+"""Weight transfer from a trainer's GPU to a vLLM engine, engines that sleep, and tokens that sampling has kept."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import ParallelConfig
+from megatron_bapo.kept_tokens import chosen_sets
 from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import DeviceStreams, release_cached_memory, share_storage, visible_devices
@@ -28,8 +29,9 @@ from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 from megatron_bapo.weight_sync.shared_parameters import offer_parameters
 from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.version_file import view_of
-from tests.e2e.test_engine import save_tokenizer
+from tests.e2e.test_engine import request, save_tokenizer
 from tests.fp8_blocks import dequantise, quantise
+from tests.kept_sets import only_kept
 from tests.tolerances import BF16_ENGINE_LOG_PROB, FP8_ENGINE_LOG_PROB
 
 MODEL = Qwen3Config(
@@ -85,13 +87,14 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @contextmanager
 def running(
-    trainer: Trainer, route: WeightRoute, device: int = 0, **settings: Any
+    trainer: Trainer, route: WeightRoute, device: int = 0, *, keeps_tokens: bool = False, **settings: Any
 ) -> Iterator[tuple[Engine, Callable[[Awaitable[Any]], Any]]]:
     """An engine on a GPU in separate processes, with calls that wait for it."""
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
         # The last setting lets a function of this file run in vLLM's workers.
         devices = [visible_devices()[device]]
-        for name, value in {**engine_environment(devices), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
+        variables = engine_environment(devices, second_model_runner=keeps_tokens)
+        for name, value in {**variables, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}.items():
             environment.setenv(name, value)
 
         async def waited(work: Awaitable[Any]) -> Any:
@@ -102,7 +105,8 @@ def running(
 
         engine = Engine()
         rollout = RolloutConfig(max_num_seqs=8, gpu_memory_utilization=0.3, request_timeout_s=120, **settings)
-        wait_for(engine.start(EngineSpec(trainer.folder, rollout, "bfloat16", max_model_len=128), route))
+        spec = EngineSpec(trainer.folder, rollout, "bfloat16", max_model_len=128, return_kept_tokens=keeps_tokens)
+        wait_for(engine.start(spec, route))
         try:
             yield engine, wait_for
         finally:
@@ -184,6 +188,30 @@ def test_nccl_transfers_every_version_to_another_gpu(trainer: Trainer, figures: 
             worst = max(worst, difference(engine, wait_for, trainer, version))
     figures(log_prob_diff_max=worst)
     assert worst < BF16_ENGINE_LOG_PROB
+
+
+def test_log_probs_are_those_over_the_tokens_that_the_engine_has_kept(trainer: Trainer, figures: Figures) -> None:
+    worst, sizes = 0.0, list[int]()
+    with running(trainer, WeightRoute(trainer.folder.parent, "cuda_ipc"), keeps_tokens=True) as (engine, wait_for):
+        generated = wait_for(engine.generate(request(SEQUENCE, n=4, top_k=20, top_p=0.9)))
+        score = wait_for(engine.score(SEQUENCE, 8))
+    for completion in generated.completions:
+        tokens = torch.from_numpy(np.concatenate([SEQUENCE, completion.token_ids])).long().to("cuda:0")
+        with torch.no_grad():
+            logits = trainer.model(tokens[None]).logits[0, len(SEQUENCE) - 1 : -1].float().cpu()
+        assert completion.kept_tokens is not None
+        joined, num = chosen_sets(completion.kept_tokens, np.arange(len(completion.token_ids)))
+        sets = [each.tolist() for each in np.split(joined, np.cumsum(num))[:-1]]
+        labels = torch.from_numpy(completion.token_ids).long()[:, None]
+        expected = only_kept(logits, sets).log_softmax(-1).gather(1, labels)[:, 0].numpy()
+        worst = max(worst, float(np.abs(completion.log_probs - expected).max()))
+        sizes += num.tolist()
+    figures(log_prob_diff_max=worst, mean_kept=float(np.mean(sizes)))
+    assert worst < BF16_ENGINE_LOG_PROB
+    assert 1 < np.mean(sizes) < 20
+    assert max(sizes) < 30  # tokens as likely as the last one are kept, too
+    assert np.abs(score.log_probs - trainer.log_probs()).max() < BF16_ENGINE_LOG_PROB
+    assert len(score.decoded_log_probs) == 8
 
 
 def held_in_fp8(worker: Any) -> tuple[torch.Tensor, torch.Tensor]:

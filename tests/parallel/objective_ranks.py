@@ -21,6 +21,7 @@ from running import run_cases
 from safetensors.torch import load_file, save_file
 
 from megatron_bapo.config.schema import Config
+from megatron_bapo.kept_tokens import kept_tokens_of
 from megatron_bapo.metrics.values import scalars
 from megatron_bapo.model.hf_export import save_hugging_face, write_stage
 from megatron_bapo.parallel.collectives import barrier, gather_objects
@@ -32,6 +33,7 @@ from megatron_bapo.trainer.policy_update import reduce_metrics, update_policy
 from megatron_bapo.trainer.scatter_batch import scatter_batch
 from megatron_bapo.trainer.token_trace import TokenTrace, TracedTrajectory
 from megatron_bapo.trainer.worker import create_reference, create_teacher, create_worker
+from tests.kept_sets import kept_sets
 
 
 def make_trajectories(vocab_size: int, rewards: list[float] | None) -> list[Trajectory]:
@@ -41,6 +43,11 @@ def make_trajectories(vocab_size: int, rewards: list[float] | None) -> list[Traj
         replace(example.trajectory, reward=reward, finish_reason="length" if index == 5 else "stop")
         for index, (example, reward) in enumerate(zip(make_examples(vocab_size), rewards, strict=True))
     ]
+
+
+def with_kept_tokens(trajectory: Trajectory, vocab_size: int) -> Trajectory:
+    sampled = trajectory.response_token_ids.tolist()
+    return replace(trajectory, kept_tokens=kept_tokens_of(sampled, kept_sets(sampled, vocab_size)))
 
 
 def arrays(examples: list[Example]) -> dict[str, torch.Tensor]:
@@ -73,7 +80,10 @@ def run_case(case: dict, out: Path, groups: ParallelGroups) -> None:
         reference = create_reference(config, Path(case["reference"]), groups)
     given, batches = None, []
     if groups.is_main:
-        given = make_trajectories(worker.model.architecture.vocab_size, case.get("rewards"))
+        vocab_size = worker.model.architecture.vocab_size
+        given = make_trajectories(vocab_size, case.get("rewards"))
+        if config.algorithm.keep_sampling_mask:
+            given = [with_kept_tokens(trajectory, vocab_size) for trajectory in given]
         if (num := case.get("num_prompt_tokens")) is not None:
             given = [replace(each, prompt_token_ids=np.resize(each.prompt_token_ids, num)) for each in given]
         if config.algorithm.teacher_engines is not None:

@@ -14,6 +14,7 @@ from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.data.rollout_samples import LOWER, REJECTED, UPPER
 from megatron_bapo.planning.flops import forward_pass_flops
 from megatron_bapo.records import Trajectory
+from tests.kept_sets import kept_sets, only_kept
 from tests.parallel.examples import NUM_EXAMPLES, TRACED, make_examples
 from tests.parallel.launching import launch
 from tests.parallel.layouts import LAYOUTS, MODELS, TEACHER
@@ -31,6 +32,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "kl_loss_unbiased": True,
     },
     "bapo-masked": {"objective": "bapo", "off_policy_mask_threshold": 0.02},
+    "kept-tokens": {"objective": "ppo", "keep_sampling_mask": True, "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
     "kl-loss-entropy": {"objective": "ppo", "kl_loss_coef": 0.2, "entropy_coeff": 0.05},
     "corrected-grpo": {
         "objective": "bapo",
@@ -259,11 +261,16 @@ def test_scores_of_the_reference_and_the_proximal_policy_match_transformers(resu
 
 def sampled_log_probs(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
     """Return transformers' log-probs of the response at the sampling temperature."""
+    logits = sampling_logits(model, trajectory)
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(trajectory.response_token_ids).long()[:, None])[:, 0]
+
+
+def sampling_logits(model: PreTrainedModel, trajectory: Trajectory) -> torch.Tensor:
+    """Return transformers' logits of the response at the sampling temperature."""
     prompt, response = (
         torch.from_numpy(ids).long() for ids in (trajectory.prompt_token_ids, trajectory.response_token_ids)
     )
-    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
-    return logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+    return model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.8
 
 
 @pytest.mark.parametrize("layout", ["one-process", *SEVERAL_RANKS])
@@ -343,6 +350,33 @@ def test_the_first_update_of_masked_sapo_has_the_gradient_of_plain_torch(results
     assert 0 < num_masked < num_tokens
 
 
+def test_the_first_update_over_kept_tokens_has_the_gradient_of_plain_torch(results: Path) -> None:
+    """Differentiate PPO, the entropy and the k3 KL of distributions over the kept tokens, with transformers' models."""
+    policy, reference = (AutoModelForCausalLM.from_pretrained(results / name) for name in ("model", "reference"))
+    examples = make_examples(MODELS["qwen3"].vocab_size)
+    advantages = load_file(results / "kept-tokens-one-process" / "examples.safetensors")
+    num_tokens, entropy_sum = sum(example.trajectory.num_sampled for example in examples), 0.0
+    for index, example in enumerate(examples):
+        response = torch.from_numpy(example.trajectory.response_token_ids).long()
+        sets = kept_sets(response.tolist(), policy.config.vocab_size)
+        log_p, log_reference = (
+            only_kept(sampling_logits(model, example.trajectory), sets).log_softmax(-1) for model in (policy, reference)
+        )
+        entropy = -(log_p.exp() * log_p.nan_to_num(neginf=0.0)).sum(-1)
+        own, theirs = (each.gather(1, response[:, None])[:, 0] for each in (log_p, log_reference.detach()))
+        ratio = (own - torch.from_numpy(example.trajectory.behaviour_log_probs)).exp()
+        advantage = advantages[f"advantage.{index}"].item()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        divergence = (theirs - own).exp() - 1 - (theirs - own)
+        ((0.2 * divergence - gain - 0.05 * entropy).sum() / num_tokens).backward()
+        entropy_sum += entropy.sum().item()
+    expected = {name: 0.1 * parameter.grad for name, parameter in policy.named_parameters()}
+    found = load_folder(results / "kept-tokens-one-process" / "gradients")
+    assert largest_difference(found, expected) < GRADIENT * largest(expected)
+    first = metrics(results, "kept-tokens-one-process")["update-0"]
+    assert first["actor/entropy"] == pytest.approx(entropy_sum / num_tokens, rel=1e-5)
+
+
 def test_masked_responses_do_not_count_in_the_search_for_bounds(results: Path) -> None:
     masked, plain = (metrics(results, f"{name}-one-process")["update-0"] for name in ("bapo-masked", "sapo-masked"))
     assert masked["actor/off_policy_masked_share"] == plain["actor/off_policy_masked_share"] > 0
@@ -385,6 +419,7 @@ def test_scoring_a_batch_counts_as_a_forward_pass_of_each_model(results: Path, l
     trained = metrics(results, f"kl-loss-entropy-{layout}")["update-0"]["perf/model_flops"]
     num_passes = {
         "sapo-masked": 1,
+        "kept-tokens": 1,
         "kl-loss-entropy": 1,
         "corrected-grpo": 2,
         "decoupled": 2,

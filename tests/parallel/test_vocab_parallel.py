@@ -12,7 +12,7 @@ from tests.tolerances import GRADIENT, LOG_PROB
 DEFAULTS = {
     "parallel": {"world_size": 2, "tensor_model_parallel_size": 2},
     "num_tokens": 37, "vocab_size": 96, "num_rows": 48, "chunk_size": 7, "temperature": 1.0,
-    "entropy_requires_grad": False,
+    "entropy_requires_grad": False, "truncated": False,
 }  # fmt: skip
 CASES = {
     "no-padding": {},
@@ -20,6 +20,8 @@ CASES = {
     "last-rank-all-padding": {"vocab_size": 41, "temperature": 1.3, "entropy_requires_grad": True},
     "one-chunk": {"chunk_size": 64, "entropy_requires_grad": True},
     "no-tokens": {"num_tokens": 0},
+    "truncated": {"vocab_size": 91, "temperature": 0.7, "entropy_requires_grad": True, "truncated": True},
+    "truncated-log-probs": {"chunk_size": 64, "truncated": True},
 }
 PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
 
@@ -37,7 +39,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_match_float64_on_the_gathered_logits(results: Path, name: str, path: str) -> None:
     case = {**DEFAULTS, **CASES[name]}
-    example = make_token_example(case["num_tokens"], case["vocab_size"])
+    example = make_token_example(case["num_tokens"], case["vocab_size"], truncated=case["truncated"])
     exact = exact_results(example, case["temperature"], entropy_requires_grad=case["entropy_requires_grad"])
     first, second = (torch.load(results / name / f"{rank}.pt")[path] for rank in range(2))
 

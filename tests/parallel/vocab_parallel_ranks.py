@@ -1,8 +1,8 @@
 """Run by `launch`: for each case `out/NAME/RANK.pt` gets {path: results}.
 
 A case is {"name", "parallel", "num_tokens", "vocab_size", "num_rows", "chunk_size", "temperature",
-"entropy_requires_grad"}, with `num_rows` rows of the output layer on each rank. The paths are `token_loss`, plain and
-with Triton's kernels, and `log_probs_and_entropy`.
+"entropy_requires_grad", "truncated"}, with `num_rows` rows of the output layer on each rank. The paths are
+`token_loss`, plain and with Triton's kernels, and `log_probs_and_entropy`.
 """
 
 from pathlib import Path
@@ -18,11 +18,12 @@ PATHS = ("token_loss", "fused token_loss", "log_probs_and_entropy")
 
 
 def run_path(path: str, case: dict, axis: Axis) -> dict[str, torch.Tensor | None]:
-    example = make_token_example(case["num_tokens"], case["vocab_size"])
+    example = make_token_example(case["num_tokens"], case["vocab_size"], truncated=case["truncated"])
     padding = torch.full((axis.size * case["num_rows"] - case["vocab_size"], HIDDEN_SIZE), 7.0)
     rows = torch.cat([example.weight_VH, padding]).split(case["num_rows"])
     weight_VH, hidden_TH = rows[axis.rank].clone().requires_grad_(), example.hidden_TH.requires_grad_()
-    layer = OutputLayer(weight_VH, case["vocab_size"], axis, case["chunk_size"], fused=path == "fused token_loss")
+    fused = path == "fused token_loss"
+    layer = OutputLayer(weight_VH, case["vocab_size"], axis, case["chunk_size"], fused, example.kept)
     options = {"temperature": case["temperature"], "entropy_requires_grad": case["entropy_requires_grad"]}
     if path.endswith("token_loss"):
         loss, log_probs_T, entropy_T = token_loss(hidden_TH, layer, example.labels_T, example.loss_of, **options)

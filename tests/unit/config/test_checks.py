@@ -177,6 +177,18 @@ def test_clip_bounds_with_other_token_weights_than_the_loss_are_warned_about() -
             "every ratio of the two is too small",
             "without rollout_correction and off_policy_mask_threshold",
         ),
+        (
+            {"algorithm__keep_sampling_mask": True, "rollout__top_p": 0.9},
+            "keep_sampling_mask=true with rollout.top_k=-1",
+            "top_k bounds their number",
+            "set rollout.top_k, say to 64",
+        ),
+        (
+            {"algorithm__keep_sampling_mask": True, "rollout__top_k": 20, "data__validation": ARITHMETIC | {"seed": 2}},
+            "keep_sampling_mask=true with evaluation.top_k=-1",
+            "engines then return the tokens that they sample from with every response",
+            "set evaluation.top_k, say to 64",
+        ),
         *(
             (
                 {"trainer__skip_zero_advantage": True, f"algorithm__{key}": value},

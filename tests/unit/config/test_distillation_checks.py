@@ -169,6 +169,15 @@ def test_a_teacher_on_engines_that_cannot_score_the_policys_samples_is_refused(
     assert expected in found
 
 
+def test_a_teacher_on_engines_has_no_log_probs_over_kept_tokens(tmp_path: Path) -> None:
+    teacher = hf_folder(tmp_path / "teacher", **WIDE_VOCABULARY)
+    given = served(teacher, {}, rollout={"top_k": 20, "max_response_length": 100}, evaluation={"top_k": 20})
+    kept = given.model_copy(update={"algorithm": given.algorithm.model_copy(update={"keep_sampling_mask": True})})
+    (problem,) = problems(kept)
+    assert "algorithm.keep_sampling_mask=true with algorithm.distillation.engines: the teacher's engines" in problem
+    assert "have the trainer score the responses, by removing the section engines" in problem
+
+
 def test_expert_parallelism_of_a_teachers_engines_needs_experts(tmp_path: Path) -> None:
     engines = {"enable_expert_parallel": True}
     (problem,) = problems(served(hf_folder(tmp_path / "dense", **WIDE_VOCABULARY), engines))

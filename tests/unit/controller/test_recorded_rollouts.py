@@ -186,6 +186,12 @@ def test_files_that_were_sampled_otherwise_are_refused_with_both_values_and_the_
     check_files(recomputed, folder, 0, vocab_size)
 
 
+def test_files_without_the_tokens_that_the_trainer_is_to_keep_are_refused(config, folder, vocab_size):
+    keeping = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"keep_sampling_mask": True})})
+    with pytest.raises(UserError, match=r"has no kept_tokens, which algorithm\.keep_sampling_mask=true needs"):
+        check_files(keeping, folder, 0, vocab_size)
+
+
 def test_files_that_do_not_say_how_they_were_sampled_or_say_the_same_are_taken(config, folder, vocab_size):
     write(folder, 2, vocab_size=vocab_size, sampling=config.rollout.sampling)
 

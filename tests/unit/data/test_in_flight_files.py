@@ -19,7 +19,7 @@ from megatron_bapo.records import (
     UnfinishedGroup,
     UnfinishedTrajectory,
 )
-from tests.unit.data.test_rollout_files import bits, groups, routed, taught, trajectory
+from tests.unit.data.test_rollout_files import bits, groups, routed, taught, trajectory, with_kept_tokens
 
 TOKENS = {
     "response_token_ids": pa.list_(pa.int32()),
@@ -97,6 +97,20 @@ def with_routes(state: InFlightState, dtype: str) -> InFlightState:
     )
     buffered = tuple(replace(e, group=g) for e, g in zip(state.buffered, routed(groups(), dtype), strict=True))
     return InFlightState(buffered, (replace(one, trajectories=partial), two))
+
+
+def test_kept_tokens_of_in_flight_state_are_read_back_bit_by_bit(in_flight, tmp_path):
+    one, two = in_flight.unfinished
+    partial = tuple(
+        replace(t, kept_tokens=-np.arange(1, 3 * len(t.behaviour_log_probs), dtype=np.int32)) for t in one.trajectories
+    )
+    buffered = tuple(
+        replace(e, group=g) for e, g in zip(in_flight.buffered, with_kept_tokens(taught(groups())), strict=True)
+    )
+    state = InFlightState(buffered, (replace(one, trajectories=partial), two))
+    save_in_flight(tmp_path, state)
+
+    assert_equal(load_in_flight(tmp_path), state)
 
 
 @pytest.mark.parametrize("dtype", ["i1", "i2"])

@@ -67,6 +67,7 @@ def bits(trajectory: Trajectory) -> tuple:
         None if trajectory.loss_mask is None else (trajectory.loss_mask.dtype, trajectory.loss_mask.tobytes()),
         None if trajectory.routes is None else (trajectory.routes.dtype, trajectory.routes.tobytes()),
         None if (taught := trajectory.teacher_log_probs) is None else (taught.dtype, taught.tobytes()),
+        None if (kept := trajectory.kept_tokens) is None else (kept.dtype, kept.tobytes()),
     )
 
 
@@ -204,6 +205,29 @@ def test_routes_are_read_back_bit_by_bit(tmp_path, dtype):
     assert found[0].trajectories[0].routes is None
     assert found[1].trajectories[1].routes.shape == (5, 3, 2)
     assert found[1].trajectories[1].routes.flags.writeable
+
+
+def with_kept_tokens(groups: list[Group]) -> list[Group]:
+    """Return the groups with two kept tokens for each sampled one."""
+    return [
+        Group(
+            g.prompt,
+            tuple(replace(t, kept_tokens=np.arange(2 * t.num_sampled, dtype=np.int32)) for t in g.trajectories),
+        )
+        for g in groups
+    ]
+
+
+def test_kept_tokens_are_read_back_bit_by_bit_beside_a_teachers_log_probs(tmp_path):
+    written = with_kept_tokens(taught(groups()))
+    write_rollouts(tmp_path, replace(HEADER, teacher="teacher"), written, None)
+    header, found = read_rollouts(tmp_path / "step-00000001.parquet")
+
+    assert header == replace(HEADER, teacher="teacher", has_kept_tokens=True)
+    assert [[bits(t) for t in group.trajectories] for group in found] == [
+        [bits(t) for t in group.trajectories] for group in written
+    ]
+    assert found[0].trajectories[0].kept_tokens.flags.writeable
 
 
 def taught(groups: list[Group]) -> list[Group]:

@@ -2,8 +2,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_bapo.kept_tokens import kept_tokens_of
 from megatron_bapo.rollout.messages import Completion, Generated
-from megatron_bapo.rollout.partial_output import PartialOutput
+from megatron_bapo.rollout.partial_output import PartialCompletion, PartialOutput
 
 
 def report(*token_ids: list[int], version: int = 3, after: tuple[int, ...] = ()) -> Generated:
@@ -80,3 +81,23 @@ def test_a_report_that_does_not_continue_the_others_is_ignored_and_one_from_the_
     assert tokens(found) == [[7]]
     assert found is not None
     assert found.policy_version == 4
+
+
+def test_kept_tokens_are_reported_with_their_tokens():
+    """A part has those of the tokens since its start, however they were reported; what was returned never changes."""
+    output, engine, seen = PartialOutput(), PartialCompletion(), list[np.ndarray]()
+    for i in range(100):
+        engine.extend([i], [-1.0], "abort", kept_tokens_of([i], [{i, 1000 + i}]))
+        if i % 3 == 2:
+            delta = engine.completion(i - 2)
+            assert delta.kept_tokens is not None
+            assert delta.kept_tokens.tolist() == [value for k in (i - 2, i - 1, i) for value in (~k, 1000 + k)]
+            output.extend(Generated(3, (delta,)))
+            found = output.generated()
+            assert found is not None
+            assert found.completions[0].kept_tokens is not None
+            seen.append(found.completions[0].kept_tokens)
+    assert [each.tolist() for each in seen] == [
+        [value for k in range(3 * i) for value in (~k, 1000 + k)] for i in range(1, 34)
+    ]
+    assert engine.completion(100).kept_tokens is None

@@ -28,10 +28,18 @@ BATCH = [trajectory(7), trajectory(32, is_masked=True), trajectory(33, is_masked
 
 
 TAUGHT = [replace(each, teacher_log_probs=each.behaviour_log_probs - 1) for each in BATCH]
-NAMES = ("prompt_token_ids", "response_token_ids", "behaviour_log_probs", "loss_mask", "teacher_log_probs")
+KEPT = [replace(each, kept_tokens=-np.arange(1, 2 * each.num_sampled, dtype=np.int32)) for each in TAUGHT]
+NAMES = (
+    "prompt_token_ids",
+    "response_token_ids",
+    "behaviour_log_probs",
+    "loss_mask",
+    "teacher_log_probs",
+    "kept_tokens",
+)
 
 
-@pytest.mark.parametrize("batch", [BATCH, TAUGHT], ids=["plain", "with-a-teachers-log-probs"])
+@pytest.mark.parametrize("batch", [BATCH, TAUGHT, KEPT], ids=["plain", "with-a-teachers-log-probs", "with-kept-tokens"])
 def test_trajectories_are_restored_bit_by_bit_from_their_header_and_their_words(batch: list[Trajectory]):
     header = BatchHeader.of(batch)
     assert header.num_words_B.tolist() == [sum(map(len, words(each))) for each in batch]
@@ -47,7 +55,9 @@ def test_trajectories_are_restored_bit_by_bit_from_their_header_and_their_words(
 
 
 def test_placeholders_have_the_lengths_of_what_they_replace_and_no_memory():
-    for each, empty in zip(TAUGHT, BatchHeader.of(TAUGHT).trajectories(), strict=True):
+    for each, empty in zip(KEPT, BatchHeader.of(KEPT).trajectories(), strict=True):
+        assert empty.kept_tokens is not None
+        assert (empty.kept_tokens.strides, len(empty.kept_tokens)) == ((0,), 2 * each.num_sampled - 1)
         for placeholder in (empty.teacher_log_probs, without_tokens(each).teacher_log_probs):
             assert placeholder is not None
             assert (placeholder.strides, len(placeholder)) == ((0,), each.num_sampled)

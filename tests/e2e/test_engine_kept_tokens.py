@@ -1,0 +1,118 @@
+"""The tokens that a real vLLM engine samples from, compared with those of transformers under the same weights."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from vllm.logprobs import FlatLogprobs
+
+from megatron_bapo.config.rollout import RolloutConfig
+from megatron_bapo.errors import RunError
+from megatron_bapo.kept_tokens import chosen_sets
+from megatron_bapo.rollout import engine_args
+from megatron_bapo.rollout.engine_kept_tokens import MAX_TIES, KeptTokenReader
+from megatron_bapo.rollout.engine_spec import EngineSpec
+from megatron_bapo.rollout.messages import Completion, Generated
+from tests.e2e.test_engine import DENSE, LONG_PROMPT, Running, create_checkpoint, request, running_engine
+from tests.kept_sets import only_kept
+from tests.tolerances import ENGINE_LOG_PROB
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running_engine(tmp_path_factory.mktemp("checkpoint"), DENSE, return_kept_tokens=True) as run:
+        yield run
+
+
+def sets_of(completion: Completion) -> list[list[int]]:
+    assert completion.kept_tokens is not None
+    token_ids, sizes = chosen_sets(completion.kept_tokens, np.arange(len(completion.token_ids)))
+    return [each.tolist() for each in np.split(token_ids, np.cumsum(sizes))[:-1]]
+
+
+def assert_kept_tokens_are_the_models(
+    run: Running, completion: Completion, context: np.ndarray, *, top_k: int, top_p: float, min_p: float = 0.0
+) -> None:
+    """Compare with the definitions of min-p, top-k and top-p, which vLLM applies in this order."""
+    sequence = torch.from_numpy(np.concatenate([context, completion.token_ids])).long()
+    with torch.no_grad():
+        logits = run.model(sequence[None]).logits[0, len(context) - 1 : -1]
+    sets = sets_of(completion)
+    for row, kept in zip(logits, sets, strict=True):
+        probs = row.softmax(-1)
+        likely = [i for i in row.argsort(descending=True).tolist() if probs[i] >= min_p * probs.max()][:top_k]
+        shares = probs[likely] / probs[likely].sum()
+        before = shares.cumsum(0) - shares
+        assert sorted(kept) == sorted(i for i, share in zip(likely, before.tolist(), strict=True) if share < top_p)
+    log_probs = only_kept(logits, sets).log_softmax(-1).gather(1, sequence[len(context) :, None])[:, 0]
+    np.testing.assert_allclose(completion.log_probs, log_probs.numpy(), atol=ENGINE_LOG_PROB, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 7, "top_p": 0.8},
+        {"top_k": 3, "top_p": 1.0},
+        {"top_k": 1000, "top_p": 0.9},
+        {"top_k": 9, "top_p": 1.0, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_completions_have_the_tokens_that_they_were_sampled_from(run: Running, sampling: dict) -> None:
+    given = replace(request(LONG_PROMPT, n=4), **sampling)
+    for completion in run.wait_for(run.engine.generate(given)).completions:
+        assert_kept_tokens_are_the_models(run, completion, LONG_PROMPT, **sampling)
+
+
+def test_parts_of_a_response_have_those_of_their_own_tokens(run: Running) -> None:
+    """The last report of a request in flight and the aborted request have the same ones; another request goes on."""
+    sampling = {"top_k": 5, "top_p": 0.9}
+
+    async def abort() -> tuple[list[Completion], Generated]:
+        given, reports = replace(request(LONG_PROMPT, n=2, **sampling), max_tokens=110), list[Completion]()
+        call = asyncio.ensure_future(run.engine.generate(given))
+        while not call.done() and sum(len(each.token_ids) for each in reports) < 40:
+            await asyncio.sleep(0.005)
+            reports += [found.completions[0] for found in (await run.engine.progress()).values()]
+        await run.engine.abort()
+        return reports, await call
+
+    reports, generated = run.wait_for(abort())
+    first, context = generated.completions[0], LONG_PROMPT
+    for completion in generated.completions:
+        assert_kept_tokens_are_the_models(run, completion, LONG_PROMPT, **sampling)
+    reported = [each.kept_tokens for each in reports if each.kept_tokens is not None]
+    assert first.kept_tokens is not None
+    assert np.concatenate(reported).tolist() == first.kept_tokens[: sum(map(len, reported))].tolist()
+    context = np.concatenate([LONG_PROMPT, first.token_ids[:20]])
+    (rest,) = run.wait_for(run.engine.generate(request(context, n=1, **sampling))).completions
+    assert_kept_tokens_are_the_models(run, rest, context, **sampling)
+
+
+def test_scores_are_those_of_the_whole_vocabulary(run: Running) -> None:
+    score = run.wait_for(run.engine.score(LONG_PROMPT, 8))
+    np.testing.assert_allclose(score.log_probs, run.log_probs(LONG_PROMPT), atol=ENGINE_LOG_PROB, rtol=0)
+    np.testing.assert_allclose(score.decoded_log_probs, score.rescored_log_probs, atol=ENGINE_LOG_PROB, rtol=0)
+
+
+def test_more_equally_likely_tokens_than_vllm_returns_are_refused() -> None:
+    """Top-k keeps all tokens that are as likely as the last one, but vLLM returns a number of log-probs."""
+    num = 3 + MAX_TIES
+    whole = FlatLogprobs([0], [num + 1], [2, *range(num)], [-1.0] * (num + 1))
+    assert KeptTokenReader(num, by_log_probs=True).with_log_probs(whole) == [{*range(num)}]
+    with pytest.raises(RunError, match=r"more than 16 tokens are as likely as the last one of rollout\.top_k"):
+        KeptTokenReader(num + 1, by_log_probs=True).with_log_probs(whole)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_engines_on_gpus_return_kept_tokens_through_vllms_own_switch(
+    wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_checkpoint(tmp_path, DENSE)
+    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
+    spec = EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_kept_tokens=wanted)
+    assert engine_args.engine_args(spec).return_sampling_mask is wanted
