@@ -170,9 +170,12 @@ def _run(
     shard = _shard_of(layer, min(layer.chunk_size, num_tokens))
     grad_hidden_TH = torch.empty_like(hidden_TH) if needs_grad[0] else None
     grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_grad[1] else None
+    first_row, num_rows = layer.tensor_axis.rank * len(weight_VH), len(weight_VH)
+    places = None if layer.kept is None else layer.kept.places(first_row, num_rows, hidden_TH.device)
     for start in range(0, num_tokens, layer.chunk_size):
         tokens = slice(start, min(start + layer.chunk_size, num_tokens))
-        softmax = _softmax(shard, hidden_TH[tokens], layer, labels_T[tokens], temperature, tokens)
+        kept = None if places is None else places.of(tokens)
+        softmax = _softmax(shard, hidden_TH[tokens], layer, labels_T[tokens], temperature, kept)
         log_probs_T[tokens], entropy_T[tokens] = softmax.log_prob_C, softmax.entropy_C
         if gradients_of is not None:
             by_results = gradients_of(softmax.log_prob_C, softmax.entropy_C, tokens)
@@ -206,7 +209,12 @@ def _shard_of(layer: OutputLayer, num_tokens: int) -> VocabShard:
 
 
 def _softmax(
-    shard: VocabShard, hidden_CH: Tensor, layer: OutputLayer, labels_C: Tensor, temperature: float, tokens: slice
+    shard: VocabShard,
+    hidden_CH: Tensor,
+    layer: OutputLayer,
+    labels_C: Tensor,
+    temperature: float,
+    kept: tuple[Tensor, Tensor] | None,
 ) -> Softmax:
     """Compute the softmax of a chunk; one collective gathers each shard's maximum, log-sum, entropy and label logit.
 
@@ -217,7 +225,6 @@ def _softmax(
     label_C = labels_C - axis.rank * num_rows
     has_label_C = (label_C >= 0) & (label_C < num_rows)
     label_C = label_C.clamp_(0, num_rows - 1)
-    kept = None if layer.kept is None else layer.kept.in_rows(tokens, axis.rank * num_rows, num_rows)
     own_4C = shard.sums(hidden_CH, label_C, temperature, kept)
     own_max_C = own_4C[0].clone()
     own_4C[3] *= has_label_C

@@ -20,34 +20,44 @@ same number in bfloat16."""
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens to which truncated sampling restricted the distribution of each of T tokens; M of all of them."""
+    """The tokens to which truncated sampling restricted the distribution of each of T tokens; M of all of them.
 
-    token_ids_M: Tensor
-    """int64, one set after another."""
-    owner_M: Tensor
+    They are in host memory, because a rank has those of all its micro-batches at once.
+    """
+
+    token_ids_M: np.ndarray
+    """int32, one set after another."""
+    sizes_T: np.ndarray
+    """int64 number of tokens of each set."""
+
+    def places(self, first_row: int, num_rows: int, device: torch.device) -> KeptPlaces:
+        """Return the places of their logits among the rows of one rank, on its device."""
+        row_M = self.token_ids_M - first_row
+        (here,) = np.nonzero((row_M >= 0) & (row_M < num_rows))
+        owner = np.repeat(np.arange(len(self.sizes_T)), self.sizes_T)[here]
+        starts = np.searchsorted(owner, np.arange(len(self.sizes_T) + 1))
+        token, row = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (owner, row_M[here]))
+        return KeptPlaces(token, row, starts.tolist())
+
+
+@dataclass(frozen=True)
+class KeptPlaces:
+    """Places of the kept logits of T tokens among one rank's rows; K of all of them."""
+
+    token_K: Tensor
     """int64 index into T, ascending."""
+    row_K: Tensor
     starts: Sequence[int]
-    """Index into M of the first one of each token's, and M."""
+    """Index into K of the first one of each token's, and K."""
 
-    @classmethod
-    def of(cls, token_ids_M: np.ndarray, sizes_T: np.ndarray, device: torch.device) -> KeptTokens:
-        """Return the sets of `sizes_T` tokens that are one after another in `token_ids_M`."""
-        return cls(
-            torch.from_numpy(token_ids_M.astype(np.int64)).to(device),
-            torch.from_numpy(np.repeat(np.arange(len(sizes_T)), sizes_T)).to(device),
-            np.cumsum([0, *sizes_T]).tolist(),
-        )
-
-    def in_rows(self, tokens: slice, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return the places of the kept logits of a chunk of tokens, among `num_rows` rows that begin at `start`."""
+    def of(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Return the indices of the logits of a chunk of tokens: (token of the chunk, row)."""
         part = slice(self.starts[tokens.start], self.starts[tokens.stop])
-        token, row = self.owner_M[part] - tokens.start, self.token_ids_M[part] - start
-        here = (row >= 0) & (row < num_rows)
-        return token[here], row[here]
+        return self.token_K[part] - tokens.start, self.row_K[part]
 
 
 def keep_only(logits_CV: Tensor, kept: tuple[Tensor, Tensor]) -> None:
-    """Set all logits but those at the places of `KeptTokens.in_rows` to `PADDING_LOGIT`."""
+    """Set all logits but those at the places of `KeptPlaces.of` to `PADDING_LOGIT`."""
     values = logits_CV[kept]
     logits_CV.fill_(PADDING_LOGIT)
     logits_CV[kept] = values

@@ -127,7 +127,7 @@ class MicroBatch:
     traced_at_K: torch.Tensor
     """Place of each of them in the trace."""
     kept: KeptTokens | None
-    """Tokens that each of the N was sampled from; None: all."""
+    """Tokens that each of the N was sampled from, in host memory; None: all."""
     routes_TLK: torch.Tensor | None
     """Experts of each token to replay, int8 or int16 in host memory, `NO_ROUTE` where there are none; None: the routers
     choose."""
@@ -237,7 +237,7 @@ def to_micro_batch(
         recorded_K=cat([np.flatnonzero(np.concatenate([*recorded, np.zeros(0, bool)]))], np.int64),
         traced_K=cat([np.flatnonzero(traced_at_N >= 0)], np.int64),
         traced_at_K=cat([traced_at_N[traced_at_N >= 0]], np.int64),
-        kept=_kept(examples, parts, device),
+        kept=_kept(examples, parts),
         routes_TLK=_routes(examples, rule, context),
     )
 
@@ -251,17 +251,14 @@ def _traced_at(examples: Sequence[Example], parts: Sequence[_Part]) -> np.ndarra
     return np.concatenate([np.zeros(0, np.int64), *places])
 
 
-def _kept(examples: Sequence[Example], parts: Sequence[_Part], device: torch.device) -> KeptTokens | None:
+def _kept(examples: Sequence[Example], parts: Sequence[_Part]) -> KeptTokens | None:
     """Return the kept tokens of the response tokens of this rank, N of them."""
     given = [e.trajectory.kept_tokens for e in examples]
-    if not examples or given[0] is None:
-        return None
-    found = list[tuple[np.ndarray, np.ndarray]]()
-    for kept, part in zip(given, parts, strict=True):
-        assert kept is not None, "all examples of a micro-batch have kept tokens, or none has"
-        found.append(chosen_sets(kept, part.response_index))
-    token_ids_M, sizes_N = (np.concatenate(each) for each in zip(*found, strict=True))
-    return KeptTokens.of(token_ids_M, sizes_N, device)
+    found = [
+        chosen_sets(kept, part.response_index) for kept, part in zip(given, parts, strict=True) if kept is not None
+    ]
+    assert len(found) in (0, len(given)), "all examples of a micro-batch have kept tokens, or none has"
+    return KeptTokens(*(np.concatenate(each) for each in zip(*found, strict=True))) if found else None
 
 
 def input_positions(examples: Sequence[Example], rule: PaddingRule, context: Axis) -> list[np.ndarray]:

@@ -30,7 +30,7 @@ class TokenExample:
         if self.sets is None:
             return None
         sizes = np.array([len(each) for each in self.sets], np.int64)
-        return KeptTokens.of(np.array([*chain(*self.sets)], np.int32), sizes, self.hidden_TH.device)
+        return KeptTokens(np.array([*chain(*self.sets)], np.int32), sizes)
 
     def loss_of(self, log_probs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
         """Return a sum over tokens with different gradients for each, by the log-probs and by the entropy."""

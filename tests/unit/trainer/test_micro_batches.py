@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_bapo.config.padding import PaddingRule, padding_rule
+from megatron_bapo.kept_tokens import kept_tokens_of
 from megatron_bapo.parallel.groups import Axis
 from megatron_bapo.records import Trajectory, VersionSpan
 from megatron_bapo.trainer.micro_batches import Example, MicroBatch, to_micro_batch
@@ -157,6 +158,40 @@ def test_an_environments_tokens_are_context_and_never_labels(size: int):
     assert held["advantages_N"].tolist() == [0.5, 0.5, 1.0, 2.0, 3.0, 2.0]
     assert held["sequence_index_N"].tolist() == [0, 0, 1, 1, 1, 2]
     assert {51, 52} <= {token for part in parts for token in part.tokens_T.tolist()}
+
+
+def with_kept_tokens(given: Example) -> Example:
+    """Return the example with a set of one to three tokens for each sampled one, among them the token itself."""
+    sampled = given.trajectory.response_token_ids[given.trajectory.sampled_positions].tolist()
+    sets = [[token + 100 * i for i in range(1 + token % 3)] for token in sampled]
+    return replace(given, trajectory=replace(given.trajectory, kept_tokens=kept_tokens_of(sampled, sets)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_kept_tokens_are_in_host_memory_and_follow_their_tokens(size: int):
+    """They follow through the context split, packing, a shared prompt, and a response with an environment's tokens."""
+    turns = example([4], [20, 51, 22]).trajectory
+    mask = np.array([True, False, True])
+    masked = replace(turns, loss_mask=mask, behaviour_log_probs=turns.behaviour_log_probs[mask])
+    examples = [EXAMPLES[0], Example(masked, 1.0, 1.0), replace(EXAMPLES[1], group=0), replace(EXAMPLES[1], group=0)]
+    rule = padding_rule(1, size, sequence_parallel=False, fp8_multiple=None, packing=True)
+    num = 0
+    for rank in range(size):
+        batch = to_micro_batch([*map(with_kept_tokens, examples)], rule, Axis(None, rank, size), CPU, size == 1)  # pyright: ignore[reportArgumentType]
+        labels = batch.labels_T[batch.response_positions_N].tolist()
+        assert batch.kept is not None
+        assert isinstance(batch.kept.token_ids_M, np.ndarray)
+        found = np.split(batch.kept.token_ids_M, np.cumsum(batch.kept.sizes_T))[:-1]
+        assert [each.tolist() for each in found] == [[t + 100 * i for i in range(1 + t % 3)] for t in labels]
+        num += len(found)
+    assert num == 10
+    assert lay_out(rule, []).kept is None
+
+
+def test_kept_tokens_of_some_examples_only_are_refused():
+    for examples in (EXAMPLES[:1], [with_kept_tokens(EXAMPLES[0])]):
+        with pytest.raises(AssertionError, match="all examples of a micro-batch have kept tokens, or none has"):
+            lay_out(PaddingRule(), [*examples, EXAMPLES[1], with_kept_tokens(EXAMPLES[2])])
 
 
 def test_without_examples_a_micro_batch_is_padding_without_a_response():
