@@ -12,9 +12,6 @@ from vllm.outputs import CompletionOutput
 from megatron_bapo.errors import RunError
 from megatron_bapo.kept_tokens import kept_tokens_of
 
-MAX_TIES = 16
-"""Tokens beyond `top_k` whose log-probs a CPU engine returns: top-k keeps all that are as likely as the last one."""
-
 
 @dataclass(frozen=True)
 class KeptTokenReader:
@@ -24,8 +21,12 @@ class KeptTokenReader:
     by_log_probs: bool
 
     def num_log_probs(self, top_k: int) -> int:
-        """Return how many log-probs to ask for, beside that of the sampled token."""
-        return min(top_k + MAX_TIES, self.vocab_size) if self.by_log_probs else 0
+        """Return how many log-probs to ask for, beside that of the sampled token.
+
+        Top-k keeps all tokens that are as likely as the last one. With logits in bfloat16 they are a few per cent of
+        `top_k`.
+        """
+        return min(top_k + top_k // 8 + 16, self.vocab_size) if self.by_log_probs else 0
 
     def of(self, output: CompletionOutput) -> np.ndarray | None:
         """Return the kept tokens of the output's tokens, if it has any. Raises RunError if some may be missing."""
@@ -45,8 +46,8 @@ class KeptTokenReader:
             sets.append({token for token, log_prob in pairs if log_prob > -math.inf})
             if len(sets[-1]) < self.vocab_size and found.logprobs[end - 1] > -math.inf:
                 raise RunError(
-                    f"more than {MAX_TIES} tokens are as likely as the last one of rollout.top_k, so that vLLM returns "
-                    "only a part of those that it samples from; set another top_k, or "
+                    f"vLLM samples from more than the {end - start - 1} most likely tokens whose log-probs it returns, "
+                    "because many are as likely as the last one of top_k; set another top_k, or "
                     "algorithm.keep_sampling_mask=false"
                 )
         return sets

@@ -14,7 +14,7 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
 from megatron_bapo.kept_tokens import chosen_sets
 from megatron_bapo.rollout import engine_args
-from megatron_bapo.rollout.engine_kept_tokens import MAX_TIES, KeptTokenReader
+from megatron_bapo.rollout.engine_kept_tokens import KeptTokenReader
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Completion, Generated
 from tests.e2e.test_engine import DENSE, LONG_PROMPT, Running, create_checkpoint, request, running_engine
@@ -101,11 +101,18 @@ def test_scores_are_those_of_the_whole_vocabulary(run: Running) -> None:
 
 def test_more_equally_likely_tokens_than_vllm_returns_are_refused() -> None:
     """Top-k keeps all tokens that are as likely as the last one, but vLLM returns a number of log-probs."""
-    num = 3 + MAX_TIES
+    num = KeptTokenReader(1000, by_log_probs=True).num_log_probs(3)
     whole = FlatLogprobs([0], [num + 1], [2, *range(num)], [-1.0] * (num + 1))
     assert KeptTokenReader(num, by_log_probs=True).with_log_probs(whole) == [{*range(num)}]
-    with pytest.raises(RunError, match=r"more than 16 tokens are as likely as the last one of rollout\.top_k"):
+    with pytest.raises(RunError, match=rf"more than the {num} most likely tokens whose log-probs it returns"):
         KeptTokenReader(num + 1, by_log_probs=True).with_log_probs(whole)
+
+
+@pytest.mark.parametrize("top_k", [20, 64, 512, 2048])
+def test_logits_in_bfloat16_have_fewer_equally_likely_tokens_than_vllm_returns(top_k: int) -> None:
+    logits = torch.randn(50, 150_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    kept = (logits >= logits.topk(top_k).values[:, -1:]).sum(-1)
+    assert top_k < kept.max() < KeptTokenReader(150_000, by_log_probs=True).num_log_probs(top_k)
 
 
 @pytest.mark.parametrize("wanted", [False, True])
