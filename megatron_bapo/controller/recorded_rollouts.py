@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from megatron_bapo.config.schema import Config
 from megatron_bapo.controller.prompt_sets import load_task_prompts, prompt_stream
 from megatron_bapo.data.rollout_files import RolloutHeader, longest, read_header, read_rollouts, rollout_files
 from megatron_bapo.errors import UserError
-from megatron_bapo.records import Trajectory
+from megatron_bapo.records import Group, Trajectory
 from megatron_bapo.rollout.generation import ScoredGroups
 from megatron_bapo.rollout.sft_demonstrations import SftDemonstrations
 from megatron_bapo.rollout.tokenization import load_tokenizer, tokenize
@@ -44,6 +45,8 @@ class RecordedRollouts:
         path = rollout_files(self._folder)[self._step]
         header, groups = read_rollouts(path)
         _check_lengths(self._config, path, longest(groups))  # headers of earlier versions have no lengths
+        if not self._config.algorithm.keep_sampling_mask:  # the file may have kept tokens nevertheless
+            groups = [_without_kept_tokens(group) for group in groups]
         version = header.policy_version if header.has_trainer else None
         return ScoredGroups(groups, header.num_reward_timeouts, policy_version=version, sampling=header.sampling), {}
 
@@ -57,6 +60,10 @@ class RecordedRollouts:
     def restore_data_state(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Restore the prompt stream's position; the checkpoint's rollouts in flight are ignored."""
         self._stream.load_state_dict(state["stream"])
+
+
+def _without_kept_tokens(group: Group) -> Group:
+    return Group(group.prompt, tuple(replace(trajectory, kept_tokens=None) for trajectory in group.trajectories))
 
 
 def check_files(config: Config, folder: Path, step: int, vocab_size: int) -> None:
@@ -118,7 +125,7 @@ def _check_kept_tokens(config: Config, path: Path, header: RolloutHeader) -> Non
     if config.algorithm.keep_sampling_mask and not header.has_kept_tokens:
         raise UserError(
             f"{path} has no kept_tokens, which algorithm.keep_sampling_mask=true needs; generate the batches with it, "
-            "or set it to false"
+            "or set it to false with algorithm.behaviour_policy=recomputed"
         )
 
 

@@ -9,7 +9,6 @@ A replica is one index of the data axis with all its tensor, context and pipelin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -44,8 +43,6 @@ def scatter_batch(
     groups, content, routes = worker.groups, None, None
     if trajectories is not None:
         routes = [trajectory.routes for trajectory in trajectories]
-        if not worker.config.algorithm.keep_sampling_mask:  # recorded rollouts may have kept tokens nevertheless
-            trajectories[:] = [replace(trajectory, kept_tokens=None) for trajectory in trajectories]
         content = BatchHeader.of(trajectories), _indices_by_replica(worker, trajectories, batches, in_groups)
     header, by_replica = broadcast_object(content, groups)
     own, num_words_B = by_replica[groups.data.rank], header.num_words_B

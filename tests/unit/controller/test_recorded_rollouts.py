@@ -188,8 +188,25 @@ def test_files_that_were_sampled_otherwise_are_refused_with_both_values_and_the_
 
 def test_files_without_the_tokens_that_the_trainer_is_to_keep_are_refused(config, folder, vocab_size):
     keeping = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"keep_sampling_mask": True})})
-    with pytest.raises(UserError, match=r"has no kept_tokens, which algorithm\.keep_sampling_mask=true needs"):
+    with pytest.raises(UserError, match=r"has no kept_tokens, .* set it to false with .*=recomputed"):
         check_files(keeping, folder, 0, vocab_size)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_kept_tokens_of_files_are_used_only_if_the_trainer_is_to_keep_them(config, folder, vocab_size, keeps):
+    path = folder / "step-00000001.parquet"
+    header, groups = read_rollouts(path)
+    kept = [
+        Group(g.prompt, tuple(replace(t, kept_tokens=~t.response_token_ids) for t in g.trajectories)) for g in groups
+    ]
+    write_rollouts(folder, header, kept, None)
+    algorithm = config.algorithm.model_copy(update={"keep_sampling_mask": keeps})
+    settings = {"algorithm": algorithm, "trainer": config.trainer.model_copy(update={"total_steps": 1})}
+
+    scored, _ = RecordedRollouts(config.model_copy(update=settings), folder, 0).take()
+
+    found = [None if t.kept_tokens is None else t.kept_tokens.tolist() for g in scored.groups for t in g.trajectories]
+    assert found == [[-2, -2] if keeps else None] * 4
 
 
 def test_files_that_do_not_say_how_they_were_sampled_or_say_the_same_are_taken(config, folder, vocab_size):
