@@ -5,10 +5,6 @@ The report is needed if the engine is lost or a checkpoint is saved.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import replace
-from operator import itemgetter
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -70,14 +66,12 @@ class PartialCompletion:
     """A completion that grows at its end."""
 
     def __init__(self) -> None:
-        self.num = 0
+        self.num = self.num_kept = 0
+        """Numbers of tokens, and of kept tokens of all of them."""
         self._token_ids = np.empty(0, np.int32)
         self._log_probs = np.empty(0, np.float32)
         self._finish_reason: SegmentEnd = "abort"
         self._kept_tokens = np.empty(0, np.int32)
-        self._num_kept = 0
-        self._kept_starts = list[tuple[int, int]]()
-        """Of each part that was appended, the number of tokens before it, and of kept ones."""
 
     @property
     def capacity(self) -> int:
@@ -116,21 +110,17 @@ class PartialCompletion:
         token_ids[: self.num], log_probs[: self.num] = self._token_ids[: self.num], self._log_probs[: self.num]
         self._token_ids, self._log_probs = token_ids, log_probs
 
-    def completion(self, start: int = 0, text: str = "") -> Completion:
-        """Return the tokens from `start` on, without copying them."""
-        part = slice(start, self.num)
-        found = Completion(self._token_ids[part], self._log_probs[part], self._finish_reason, text, start)
-        first = bisect_left(self._kept_starts, start, key=itemgetter(0))
-        if first == len(self._kept_starts):
-            return found
-        return replace(found, kept_tokens=self._kept_tokens[self._kept_starts[first][1] : self._num_kept])
+    def completion(self, start: int = 0, kept_start: int = 0) -> Completion:
+        """Return the tokens from `start` on, and the kept ones from `kept_start` on, without copying them."""
+        part, kept = slice(start, self.num), self._kept_tokens[kept_start : self.num_kept]
+        token_ids, log_probs = self._token_ids[part], self._log_probs[part]
+        return Completion(token_ids, log_probs, self._finish_reason, "", start, kept_tokens=kept if len(kept) else None)
 
     def _keep(self, kept_tokens: np.ndarray) -> None:
         """Append kept tokens in the same way."""
-        if (num := self._num_kept + len(kept_tokens)) > len(self._kept_tokens):
+        if (num := self.num_kept + len(kept_tokens)) > len(self._kept_tokens):
             larger = np.empty(int(num * _GROWTH), np.int32)
-            larger[: self._num_kept] = self._kept_tokens[: self._num_kept]
+            larger[: self.num_kept] = self._kept_tokens[: self.num_kept]
             self._kept_tokens = larger
-        self._kept_starts.append((self.num, self._num_kept))
-        start, self._num_kept = self._num_kept, num
+        start, self.num_kept = self.num_kept, num
         self._kept_tokens[start:num] = kept_tokens

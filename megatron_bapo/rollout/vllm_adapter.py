@@ -327,7 +327,8 @@ class _SampledCompletion(PartialCompletion):
         self.context_log_probs: np.ndarray | None = None
         self.experts: np.ndarray | None = None
         """Experts [N, layers, K] of the tokens from `num_routed` of the request on, once vLLM has ended it."""
-        self._num_reported = 0
+        self._reported = 0, 0
+        """Numbers of tokens and kept tokens that `delta` has returned."""
 
     def append(self, output: CompletionOutput, kept_tokens: np.ndarray | None) -> None:
         """Append what vLLM has returned, and the tokens that its tokens were sampled from."""
@@ -343,8 +344,8 @@ class _SampledCompletion(PartialCompletion):
 
     def delta(self) -> Completion:
         """Return the tokens since the last call."""
-        start, self._num_reported = self._num_reported, self.num
-        return self.completion(start)
+        starts, self._reported = self._reported, (self.num, self.num_kept)
+        return self.completion(*starts)
 
 
 def _segment_end(finish_reason: str) -> SegmentEnd:

@@ -89,7 +89,7 @@ def test_kept_tokens_are_reported_with_their_tokens():
     for i in range(100):
         engine.extend([i], [-1.0], "abort", kept_tokens_of([i], [{i, 1000 + i}]))
         if i % 3 == 2:
-            delta = engine.completion(i - 2)
+            delta = engine.completion(i - 2, 2 * (i - 2))
             assert delta.kept_tokens is not None
             assert delta.kept_tokens.tolist() == [value for k in (i - 2, i - 1, i) for value in (~k, 1000 + k)]
             output.extend(Generated(3, (delta,)))
@@ -100,4 +100,4 @@ def test_kept_tokens_are_reported_with_their_tokens():
     assert [each.tolist() for each in seen] == [
         [value for k in range(3 * i) for value in (~k, 1000 + k)] for i in range(1, 34)
     ]
-    assert engine.completion(100).kept_tokens is None
+    assert engine.completion(100, engine.num_kept).kept_tokens is None
