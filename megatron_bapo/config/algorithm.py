@@ -210,7 +210,7 @@ class AlgorithmConfig(Section):
     keep_sampling_mask: bool = False
     """Compute all log-probs of the trainer over the tokens that rollout.top_p, top_k and min_p had kept when the token
     was sampled (Keep Sampling Mask of DeepSeek-V3.2, arXiv 2512.02556), so that truncated rollouts have exact ratios.
-    Needs rollout.top_k and evaluation.top_k."""
+    Needs rollout.top_k, and evaluation.top_k if there are held-out prompts."""
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
     """Off-policy sequence masking: tokens with negative advantage leave the objective if the mean of their response's
