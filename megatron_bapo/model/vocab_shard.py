@@ -32,12 +32,13 @@ class KeptTokens:
 
     def places(self, first_row: int, num_rows: int, device: torch.device) -> KeptPlaces:
         """Return the places of their logits among the rows of one rank, on its device."""
-        row_M = self.token_ids_M - first_row
-        (here,) = np.nonzero((row_M >= 0) & (row_M < num_rows))
-        owner = np.repeat(np.arange(len(self.sizes_T)), self.sizes_T)[here]
-        starts = np.searchsorted(owner, np.arange(len(self.sizes_T) + 1))
-        token, row = (torch.from_numpy(each.astype(np.int64)).to(device) for each in (owner, row_M[here]))
-        return KeptPlaces(token, row, starts.tolist())
+        num_tokens, row = len(self.sizes_T), self.token_ids_M - first_row
+        token, here = np.repeat(np.arange(num_tokens, dtype=np.int32), self.sizes_T), (row >= 0) & (row < num_rows)
+        if not here.all():
+            token, row = token[here], row[here]
+        starts = np.searchsorted(token, np.arange(num_tokens + 1, dtype=np.int32)).tolist()
+        token_K, row_K = (torch.from_numpy(each).to(device).long() for each in (token, row))
+        return KeptPlaces(token_K, row_K, starts)
 
 
 @dataclass(frozen=True)
