@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, SamplingMask
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
@@ -113,6 +115,26 @@ def test_logits_in_bfloat16_have_fewer_equally_likely_tokens_than_vllm_returns(t
     logits = torch.randn(50, 150_000, generator=torch.Generator().manual_seed(0)).bfloat16()
     kept = (logits >= logits.topk(top_k).values[:, -1:]).sum(-1)
     assert top_k < kept.max() < KeptTokenReader(150_000, by_log_probs=True).num_log_probs(top_k)
+
+
+def output(token_ids: list[int], **fields: Any) -> CompletionOutput:
+    return CompletionOutput(0, "", token_ids, None, **{"logprobs": None, **fields})
+
+
+def test_kept_tokens_that_vllm_returns_by_its_own_switch_are_read() -> None:
+    reader = KeptTokenReader(100, by_log_probs=False)
+    found = reader.of(output([5, 7], sampling_mask=SamplingMask([[2, 5, 9], [7]])))
+    assert (reader.num_log_probs(64), found is not None and found.tolist()) == (0, [~5, 2, 9, ~7])
+    assert reader.of(output([])) is None
+
+
+def test_kept_tokens_are_read_from_outputs_that_vllm_has_merged() -> None:
+    """It merges the outputs of a request that wait; the sampled token is then no longer twice among the log-probs."""
+    merged = FlatLogprobs([0], [4], [5, 2, 5, 9], [-1.0, -0.5, -1.0, -np.inf], [2, 1, 2, 3], [None] * 4)
+    merged.extend(FlatLogprobs([0], [4], [7, 7, 2, 9], [0.0, 0.0, -np.inf, -np.inf], [1, 1, 2, 3], [None] * 4))
+    found = KeptTokenReader(100, by_log_probs=True).of(output([5, 7], logprobs=merged))
+    assert found is not None
+    assert found.tolist() == [~5, 2, ~7]
 
 
 @pytest.mark.parametrize("wanted", [False, True])
