@@ -46,9 +46,16 @@ def trainer_linear_problems(
         yield f"fp8 with Gated DeltaNets ({where}) is not supported; remove the section fp8"
 
 
-def engine_linear_problems(architecture: Architecture, where: str, key: str, engine: EngineSizeConfig) -> Iterator[str]:
+def engine_linear_problems(
+    config: Config, architecture: Architecture, where: str, key: str, engine: EngineSizeConfig
+) -> Iterator[str]:
     """Yield the broken rules of an engine, whose section of the configuration is `key`."""
     tp, pp, heads = engine.tensor_parallel_size, engine.pipeline_parallel_size, architecture.linear_num_key_heads
+    if config.rollout.batch_invariant:
+        yield (
+            f"rollout.batch_invariant=true with Gated DeltaNets ({where}), for which vLLM has no batch-invariant "
+            "kernels; remove it"
+        )
     if heads % tp:
         yield (
             f"{where}: linear_num_key_heads={heads} must be a multiple of {key}.tensor_parallel_size={tp}, which "

@@ -165,7 +165,7 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
         yield from engine_sink_problems(architecture, where, "rollout", config.rollout)
     if architecture.linear_layers:
         yield from policy_linear_problems(config, where)
-        yield from engine_linear_problems(architecture, where, "rollout", config.rollout)
+        yield from engine_linear_problems(config, architecture, where, "rollout", config.rollout)
     yield from _trainer_shape_problems(config, config.parallel, architecture, where)
 
 
@@ -181,7 +181,7 @@ def teacher_shape_problems(
         if teacher.family.attention_sinks:
             yield from engine_sink_problems(teacher, where, TEACHER_ENGINES, engines)
         if teacher.linear_layers:
-            yield from engine_linear_problems(teacher, where, TEACHER_ENGINES, engines)
+            yield from engine_linear_problems(config, teacher, where, TEACHER_ENGINES, engines)
         yield from _length_problems(config, teacher, where)
     else:
         yield from _trainer_shape_problems(config, config.parallel.for_teacher, teacher, where)

@@ -22,6 +22,11 @@ def rollout_problems(config: Config) -> Iterator[str]:
             f"rollout.nodes_per_engine={rollout.nodes_per_engine} must divide the {rollout.ranks_per_engine} ranks of "
             "an engine (tensor_parallel_size x pipeline_parallel_size), because each node has the same number of them"
         )
+    if rollout.quantization is not None and config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization={rollout.quantization} with model.dtype={config.model.dtype}: vLLM quantizes only "
+            "weights in bfloat16; set model.dtype=bfloat16, or remove quantization"
+        )
     if partial.token_budget is not None and partial.token_budget >= length:
         yield (
             f"rollout.partial_rollout.token_budget={partial.token_budget} must be less than rollout.max_response_length"

@@ -61,7 +61,7 @@ def test_placements_that_cannot_work_on_any_machine_are_refused(
     [
         ({**COLOCATED, "rollout__sleep_level": 1}, 0, "vLLM's CPU build frees no memory when it sleeps"),
         ({**COLOCATED, "weight_sync__transport": "cuda_ipc"}, 0, "it shares GPU memory; set transport=store"),
-        ({"rollout__quantization": "fp8_per_block"}, 0, "vLLM supports it only on GPUs"),
+        ({"rollout__quantization": "fp8_per_block", "model__dtype": "bfloat16"}, 0, "vLLM supports it only on GPUs"),
         ({"rollout__kv_cache_dtype": "fp8_e4m3"}, 0, "vLLM supports an FP8 KV cache only on GPUs"),
         ({"rollout__batch_invariant": True}, 0, "rollout.batch_invariant=true on a machine without a GPU"),
         ({"rollout__enforce_eager": False}, 0, "rollout.enforce_eager=false on a machine without a GPU"),

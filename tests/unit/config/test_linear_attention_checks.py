@@ -52,6 +52,10 @@ QWEN3_NEXT: dict[str, Any] = {
             "rollout.quantization=fp8_per_block with Gated DeltaNets .* remove it",
         ),
         (
+            {"rollout": {"batch_invariant": True}},
+            "rollout.batch_invariant=true with Gated DeltaNets .* no batch-invariant kernels; remove it",
+        ),
+        (
             {"algorithm": {"routing_replay": "rollout"}},
             "algorithm.routing_replay=rollout with Gated DeltaNets .* set it to none",
         ),

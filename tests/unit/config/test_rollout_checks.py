@@ -46,6 +46,10 @@ from tests.unit.config.examples import config, problems
             ["rollout.nodes_per_engine=3 must divide the 2 ranks of an engine", "the same number"],
         ),
         (
+            {"rollout__quantization": "fp8_per_block", "model__dtype": "float32"},
+            ["rollout.quantization=fp8_per_block with model.dtype=float32", "set model.dtype=bfloat16"],
+        ),
+        (
             {"rollout__colocate": True, "trainer__offload": True, "rollout__mode": "async"},
             ["trainer.offload=true make trainer and engines take turns", "rollout.mode=async", "set mode=sync"],
         ),
