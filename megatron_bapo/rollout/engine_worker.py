@@ -40,6 +40,7 @@ from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 BACKEND = "megatron_bapo"
 SINKS = ".sinks"
 """End of the names of attention sinks."""
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
@@ -67,7 +68,10 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
         route = WeightRoute.from_json(init_info.route).on_node(self.vllm_config.parallel_config.node_rank)
         self.source = weight_source(route, layout, rank, self.device)
-        self._family = read_architecture(Path(self.model_config.model)).family
+        architecture = read_architecture(Path(self.model_config.model))
+        self._family = architecture.family
+        is_tied_in_vllm = self.model_config.hf_config.tie_word_embeddings
+        self._repeats_embedding = architecture.tie_word_embeddings and not is_tied_in_vllm
         # The trainer does not send them, but an engine that has slept at level 2 has lost them like all others.
         self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
@@ -90,6 +94,8 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
             tensors = _without_sinks(tensors, sinks)
         if self._family.stacked_experts:
             tensors = for_engine(tensors)
+        if self._repeats_embedding:
+            tensors = _with_output_layer(tensors)
         self.model.load_weights(tensors)  # pyright: ignore[reportCallIssue]
         if self._family.attention_sinks:
             _load_sinks(self.model, sinks)
@@ -170,6 +176,18 @@ def _forget_expert_kernels(model: nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _with_output_layer(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors, and the embedding a second time as the output layer that it is tied to.
+
+    vLLM 0.32 builds an output layer of its own if the checkpoint repeats the embedding as one, whatever config.json
+    says (`maybe_untie_word_embeddings` in vllm/config/model.py), and would silently keep the old one.
+    """
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == EMBEDDING:
+            yield OUTPUT_LAYER, tensor
 
 
 def _without_sinks(

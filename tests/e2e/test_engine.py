@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -150,9 +150,15 @@ def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def running_engine(folder: Path, config: PreTrainedConfig, **options: bool) -> Iterator[Running]:
-    """`options` are switches of `EngineSpec`."""
+def running_engine(
+    folder: Path, config: PreTrainedConfig, *, repeats_embedding: bool = False, **options: bool
+) -> Iterator[Running]:
+    """`repeats_embedding` saves a tied output layer, too; `options` are switches of `EngineSpec`."""
     create_checkpoint(folder, config)
+    if repeats_embedding:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     store = WeightStore.create()
     settings = RolloutConfig(max_num_seqs=256, kv_cache_gib=0.02, request_timeout_s=REQUEST_TIMEOUT_S)
     with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
@@ -440,6 +446,11 @@ def test_a_mixture_of_experts_loads_new_weights(experts: Running):
     experts.assert_engine_has_the_models_weights()
     for version in (1, 2):
         experts.change_weights(version)
+
+
+def test_a_tied_output_layer_that_the_checkpoint_repeats_is_updated(tmp_path: Path):
+    with running_engine(tmp_path, DENSE, repeats_embedding=True) as run:
+        run.change_weights(version=1)
 
 
 def test_a_core_that_is_killed_while_it_loads_weights_is_a_lost_engine_at_once(experts: Running):
