@@ -28,6 +28,8 @@ TEACHER, TEACHER_ENGINES = "algorithm.distillation.teacher", "algorithm.distilla
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHECKPOINT_CONTENTS = "config.json, *.safetensors and the tokenizer's files (tokenizer.json)"
 VLLM_VOCAB_MULTIPLE = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
+EXPERT_BLOCK = 128
+"""vLLM rounds the width of an expert's part on one GPU up to a multiple of this where its kernels need it."""
 _OWNERS = {"Qwen": "Qwen", "DeepSeek-": "deepseek-ai", "GLM-": "zai-org", "OctoThinker-": "OctoThinker"}
 """Beginnings of the names of models that the recipes train -> their owners on the Hugging Face Hub."""
 
@@ -158,6 +160,8 @@ def shape_problems(config: Config, architecture: Architecture, where: str) -> It
     if not architecture.moe_layers:
         yield from _missing_expert_problems(config, where)
         yield from _missing_engine_expert_problems("rollout", config.rollout, where)
+    else:
+        yield from _quantized_expert_problems(config, architecture, where)
     yield from lora_shape_problems(config, architecture, where)
     yield from lora_transfer_problems(config, architecture)
     if architecture.family.attention_sinks:
@@ -306,6 +310,24 @@ def _missing_engine_expert_problems(section: str, engines: EngineSizeConfig, whe
         yield (
             f"{section}.enable_expert_parallel=true places whole experts on an engine's ranks, but the model has none "
             f"({where}); remove it"
+        )
+
+
+def _quantized_expert_problems(config: Config, architecture: Architecture, where: str) -> Iterator[str]:
+    """Refuse transports that fill a GPU with unquantized experts, which vLLM 0.32 keeps if it pads them.
+
+    Its loader waits for as many elements as the padded experts have (model_loader/reload/layerwise.py), so it keeps
+    them until the update ends; `transport=store` gives it tensors in host memory.
+    """
+    rollout, transport, width = config.rollout, config.weight_sync.transport, architecture.moe_intermediate_size
+    size = 1 if rollout.enable_expert_parallel else rollout.tensor_parallel_size
+    if rollout.quantization is not None and transport != "store" and width % (size * EXPERT_BLOCK):
+        fits = size > 1 and width % EXPERT_BLOCK == 0
+        yield (
+            f"weight_sync.transport={transport} with rollout.quantization={rollout.quantization}: an engine rank has "
+            f"{width // size} of an expert's {width} rows (moe_intermediate_size, {where}), which vLLM pads to a "
+            f"multiple of {EXPERT_BLOCK}, and then keeps the unquantized experts of all layers in GPU memory until a "
+            "weight update ends; set transport=store" + ", or rollout.enable_expert_parallel=true" * fits
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_bapo.config.architecture import Architecture
+from megatron_bapo.config.model_checks import EXPERT_BLOCK
 from megatron_bapo.config.padding import round_up
 from megatron_bapo.config.schema import Config
 from megatron_bapo.planning.hardware import Assumptions, Gpu
@@ -12,8 +13,6 @@ from megatron_bapo.planning.parameters import ChunkShape, Split, count_elements,
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 FP8_BYTES = 1
-EXPERT_BLOCK = 128
-"""vLLM rounds the width of an expert's part on one GPU up to a multiple of this where its kernels need it."""
 BLACKWELL = 10
 """Major compute capability."""
 

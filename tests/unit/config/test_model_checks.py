@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save
 
 from megatron_bapo.config.checks import check_config
+from megatron_bapo.config.model_checks import model_problems
 from megatron_bapo.config.schema import Config
 from tests.unit.config.examples import ARITHMETIC, config, problems
 
@@ -223,6 +224,20 @@ def test_expert_parallelism_is_refused_for_a_model_without_experts(tmp_path: Pat
     assert "rollout.enable_expert_parallel=true places whole experts on an engine's ranks, but the model has" in problem
     experts = of(hf_folder(tmp_path / "experts", **EXPERTS), rollout__enable_expert_parallel=True)
     assert check_config(experts) == []
+
+
+def test_padded_experts_in_fp8_are_refused_with_transports_that_would_fill_the_gpu(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, **EXPERTS | {"moe_intermediate_size": 384})
+
+    def found(transport: str = "nccl", quantization: str | None = "fp8_per_block", size: int = 2, **rollout: Any):
+        settings = {"quantization": quantization, "tensor_parallel_size": size, **rollout}
+        model = {"path": folder, "dtype": "bfloat16"}
+        return list(model_problems(config(model=model, rollout=settings, weight_sync__transport=transport)))
+
+    (problem,) = found()
+    assert "an engine rank has 192 of an expert's 384 rows" in problem
+    assert problem.endswith("set transport=store, or rollout.enable_expert_parallel=true")
+    assert found(quantization=None) == found(enable_expert_parallel=True) == found(size=1) == found("store") == []
 
 
 def test_a_complete_checkpoint_folder_passes(tmp_path: Path) -> None:
