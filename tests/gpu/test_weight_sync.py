@@ -209,7 +209,7 @@ def test_log_probs_are_those_over_the_tokens_that_the_engine_has_kept(trainer: T
     figures(log_prob_diff_max=worst, mean_kept=float(np.mean(sizes)))
     assert worst < BF16_ENGINE_LOG_PROB
     assert 1 < np.mean(sizes) < 20
-    assert max(sizes) < 30  # tokens as likely as the last one are kept, too
+    assert max(sizes) < 30  # vLLM searches for the smallest kept logit in at most 18 steps
     assert np.abs(score.log_probs - trainer.log_probs()).max() < BF16_ENGINE_LOG_PROB
     assert len(score.decoded_log_probs) == 8
 
