@@ -18,6 +18,8 @@ from megatron_bapo.model.stacked_experts import by_expert, file_shapes
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_AT_A_TIME = 8192
 
 
 class Source(Protocol):
@@ -92,7 +94,7 @@ def check_tensors(
     Redundant tensors of tied embeddings and of old exports are allowed, and layers that predict further tokens.
     """
     expected = file_shapes(architecture) if expected is None else expected
-    ignorable = {"lm_head.weight"} if architecture.tie_word_embeddings else set()
+    ignorable = {OUTPUT_LAYER} if architecture.tie_word_embeddings else set()
     surplus = {
         name
         for name in found.keys() - expected - ignorable
@@ -114,6 +116,25 @@ def check_tensors(
                 f"{folder}: {name} has the shape {list(found[name])}, but config.json requires {list(shape)}; use the "
                 "config.json of these weights"
             )
+
+
+def check_tied_output_layer(folder: SafetensorsFolder, path: Path) -> None:
+    """Raise UserError if a checkpoint whose config.json ties the output layer to the embedding has another one.
+
+    transformers 5 and vLLM 0.32 then do not tie them.
+    """
+    shapes = folder.shapes()
+    if OUTPUT_LAYER not in shapes:
+        return
+    embedding, output = folder.slice(EMBEDDING), folder.slice(OUTPUT_LAYER)
+    starts = range(0, shapes[EMBEDDING][0], _ROWS_AT_A_TIME)
+    rows = (slice(start, start + _ROWS_AT_A_TIME) for start in starts)
+    has_same_shape = shapes[OUTPUT_LAYER] == shapes[EMBEDDING]
+    if not (has_same_shape and all(torch.equal(embedding[each], output[each]) for each in rows)):
+        raise UserError(
+            f"{path}: config.json has tie_word_embeddings=true, but {OUTPUT_LAYER} differs from {EMBEDDING}, and "
+            "transformers and vLLM then use both; set tie_word_embeddings=false, or remove the tensor"
+        )
 
 
 def split_axis(entry: Entry, groups: ParallelGroups) -> Axis:
@@ -166,7 +187,7 @@ def load_tensors(
         shape = entry.local_shape(architecture, axis.size)
         assert parameter.shape == shape, f"{name} has the shape {list(parameter.shape)}, but its row has {list(shape)}"
         tied = name == "output_layer.weight" and architecture.tie_word_embeddings
-        sources = [folder.slice(hf_name) for hf_name in (("model.embed_tokens.weight",) if tied else entry.names)]
+        sources = [folder.slice(hf_name) for hf_name in ((EMBEDDING,) if tied else entry.names)]
         write(parameter, local_tensor(entry, architecture, sources, axis.rank, axis.size))
 
 
@@ -177,4 +198,6 @@ def load_hugging_face(model: Tensors, model_path: Path, groups: ParallelGroups, 
     """
     with SafetensorsFolder(model_path) as folder:
         check_tensors(folder.shapes(), model.architecture, model_path)
+        if model.architecture.tie_word_embeddings:
+            check_tied_output_layer(folder, model_path)
         load_tensors(model, by_expert(folder, model.architecture), groups, write=write)

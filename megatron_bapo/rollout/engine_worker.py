@@ -29,6 +29,7 @@ from vllm.platforms import current_platform
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError
+from megatron_bapo.model.hf_import import EMBEDDING, OUTPUT_LAYER
 from megatron_bapo.model.stacked_experts import for_engine
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory
@@ -40,7 +41,6 @@ from megatron_bapo.weight_sync.route import TransferGroup, WeightRoute
 BACKEND = "megatron_bapo"
 SINKS = ".sinks"
 """End of the names of attention sinks."""
-EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass

@@ -1,5 +1,6 @@
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron_bapo.config.schema import ModelConfig, ParallelConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.architecture import transformer_config
 from megatron_bapo.model.build import freeze_router_biases
-from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors, load_tensors
+from megatron_bapo.model.hf_import import SafetensorsFolder, check_tensors, check_tied_output_layer, load_tensors
 from megatron_bapo.model.hf_mapping import expected_shapes, lookup
 from megatron_bapo.model.layer_specs import block_spec
 from megatron_bapo.parallel.groups import create_groups
@@ -174,6 +175,16 @@ def test_redundant_tensors_of_old_exports_are_ignored(tmp_path):
     repeated = {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,), "lm_head.weight": (22, 16)}
 
     check_tensors(expected_shapes(arch) | repeated, arch, tmp_path)
+
+
+def test_an_output_layer_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
+    embedding = torch.randn(10_000, 2)
+    for output in (embedding, embedding + 1e-3 * (torch.arange(10_000) == 9_999)[:, None]):
+        tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": output.clone()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        expected = nullcontext() if output is embedding else pytest.raises(UserError, match="tie_word_embeddings=false")
+        with SafetensorsFolder(tmp_path) as folder, expected:
+            check_tied_output_layer(folder, tmp_path)
 
 
 def test_a_tensor_in_two_files_is_refused_and_an_index_says_which_file_counts(tmp_path):
