@@ -23,8 +23,8 @@ class KeptTokenReader:
     def num_log_probs(self, top_k: int) -> int:
         """Return how many log-probs to ask for, beside that of the sampled token.
 
-        On CPUs top-k keeps all tokens that are as likely as the last one. With logits in bfloat16 they are a few per cent of
-        `top_k`.
+        On CPUs top-k keeps all tokens that are as likely as the last one. With logits in bfloat16 they are a few per
+        cent of `top_k`.
         """
         return min(top_k + top_k // 8 + 16, self.vocab_size) if self.by_log_probs else 0
 

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as replace_in
+from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, SamplingMask
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
@@ -19,6 +26,7 @@ from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine_kept_tokens import KeptTokenReader
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Completion, Generated
+from megatron_bapo.rollout.vllm_adapter import _SampledCompletion
 from tests.e2e.test_engine import DENSE, LONG_PROMPT, Running, create_checkpoint, request, running_engine
 from tests.kept_sets import only_kept
 from tests.tolerances import ENGINE_LOG_PROB
@@ -145,3 +153,39 @@ def test_engines_on_gpus_return_kept_tokens_through_vllms_own_switch(
     monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
     spec = EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_kept_tokens=wanted)
     assert engine_args.engine_args(spec).return_sampling_mask is wanted
+
+
+def test_vllms_masks_stay_with_their_tokens_in_late_and_aborted_outputs() -> None:
+    """Of an engine on GPUs only its core is missing: it returns a token, its log-prob and its mask for each step."""
+    params = SamplingParams(n=2, top_k=20, logprobs=0, flat_logprobs=True, detokenize=False, stream_interval=4)
+    params.output_kind = RequestOutputKind.DELTA
+    processor, queue = OutputProcessor(None, log_stats=False), RequestOutputCollector(params.output_kind, "request")
+    whole = EngineCoreRequest("request", [1, 2], None, params, None, 0.0, None, None, None, external_req_id="request")
+    parent = ParentRequest(whole)
+    names = [parent.get_child_info(index)[0] for index in range(2)]
+    for index, name in enumerate(names):
+        child = replace_in(whole, request_id=name, sampling_params=parent.get_child_info(index)[1])
+        processor.add_request(child, None, parent, index, queue)
+    reader, partials = KeptTokenReader(1000, by_log_probs=False), [_SampledCompletion() for _ in names]
+
+    def read() -> None:
+        output = queue.get_nowait()
+        for completion in output.outputs if isinstance(output, RequestOutput) else ():
+            partials[completion.index].append(completion, reader.of(completion))
+
+    for step in range(23):
+        outputs = list[EngineCoreOutput]()
+        for index, name in enumerate(names):
+            mask = SamplingMaskLists(np.array([step, 100 + step, 200 + index], np.int32))
+            log_prob = LogprobsLists(np.array([[step]]), np.array([[-step]], np.float32), np.array([1]), None)
+            outputs.append(EngineCoreOutput(name, [step], log_prob, new_sampling_mask=mask))
+        processor.process_outputs(outputs)
+        if step % 5 == 0:
+            read()
+    processor.process_outputs([EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in names])
+    read()
+    for index, partial in enumerate(partials):
+        completion = partial.completion()
+        assert completion.token_ids.tolist() == (-completion.log_probs).tolist() == list(range(23))
+        assert sets_of(completion) == [[step, 100 + step, 200 + index] for step in range(23)]
+        assert completion.finish_reason == "abort"
