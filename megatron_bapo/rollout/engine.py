@@ -165,6 +165,7 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> Generated:
         """Sample `n` completions; the same request under the same weights gives the same completions.
 
+        On GPUs this needs `rollout.batch_invariant`, because rounding depends on the other requests of a batch.
         A request that is sent again within `KEPT_S` gets what was generated for it, unless it was aborted.
         """
         if (kept := self._kept.get((self._policy_version, request.request_id))) is not None:

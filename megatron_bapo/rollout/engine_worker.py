@@ -70,8 +70,8 @@ class PolicyReceiver(WeightTransferEngine[RouteInfo, VersionInfo]):
         self.source = weight_source(route, layout, rank, self.device)
         architecture = read_architecture(Path(self.model_config.model))
         self._family = architecture.family
-        is_tied_in_vllm = self.model_config.hf_config.tie_word_embeddings
-        self._repeats_embedding = architecture.tie_word_embeddings and not is_tied_in_vllm
+        hf_config = self.model_config.hf_config
+        self._repeats_embedding = architecture.tie_word_embeddings and not hf_config.tie_word_embeddings
         # The trainer does not send them, but an engine that has slept at level 2 has lost them like all others.
         self._frozen = read_frozen_tensors(Path(self.model_config.model))
 
