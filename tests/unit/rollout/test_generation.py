@@ -8,7 +8,7 @@ import pytest
 
 from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
-from megatron_bapo.rollout.generation import generate_group
+from megatron_bapo.rollout.generation import Send, generate_group
 from megatron_bapo.rollout.in_flight_group import InFlightGroup, Reply, Sampling, create_in_flight_group
 from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
@@ -59,6 +59,18 @@ async def updated_twice(router: Router, engine: FaultyEngine, *, every_s: float)
         await router.drain(1.0)
         await engine.load_weights(version)
         router.resume()
+
+
+async def partly_generated(router: Router, send: Send) -> InFlightGroup:
+    """Return a group whose requests were aborted once, and then cancelled while the next ones were in flight."""
+    engine, (group,) = FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
+    router.add(engine.name, engine, 10**9)
+    task = asyncio.ensure_future(generate_group(group, send, decode, max_failures=1))
+    await asyncio.sleep(15.5 * TOKEN_S)
+    await router.abort(1.0)
+    await asyncio.sleep(1.5 * TOKEN_S)
+    task.cancel()
+    return group
 
 
 def tokens(groups: list[Group]) -> list[list[list[int]]]:

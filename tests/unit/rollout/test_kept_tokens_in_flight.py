@@ -10,12 +10,11 @@ from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.kept_tokens import kept_tokens_of
 from megatron_bapo.records import Group, InFlightState
 from megatron_bapo.rollout.generation import generate_group
-from megatron_bapo.rollout.in_flight_group import InFlightGroup
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
-from tests.unit.rollout.test_generation import GREEDY, in_flight, updated_twice
+from tests.unit.rollout.test_generation import GREEDY, in_flight, partly_generated, updated_twice
 from tests.unit.simulation.modelled_engines import TOKEN_S, FaultyEngine, decode
 
 
@@ -45,16 +44,11 @@ class TruncatingRouter(Router):
         return name, generated
 
 
-def router_and_group(loses: int = 0) -> tuple[TruncatingRouter, FaultyEngine, InFlightGroup]:
-    router, engine, (group,) = TruncatingRouter(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
-    router.loses = loses
-    router.add(engine.name, engine, 10**9)
-    return router, engine, group
-
-
 def test_a_response_has_the_kept_tokens_of_all_its_parts() -> None:
     async def main(loses: int) -> Group:
-        router, engine, group = router_and_group(loses)
+        router, engine, (group,) = TruncatingRouter(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
+        router.loses = loses
+        router.add(engine.name, engine, 10**9)
         task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=3))
         await updated_twice(router, engine, every_s=15.5 * TOKEN_S)
         await task
@@ -68,16 +62,8 @@ def test_a_response_has_the_kept_tokens_of_all_its_parts() -> None:
 
 
 def test_a_checkpoint_keeps_those_of_partial_responses_and_of_requests_in_flight(tmp_path: Path) -> None:
-    async def main() -> InFlightGroup:
-        router, _, group = router_and_group()
-        task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=1))
-        await asyncio.sleep(15.5 * TOKEN_S)
-        await router.abort(1.0)
-        await asyncio.sleep(1.5 * TOKEN_S)
-        task.cancel()
-        return group
-
-    group = run_in_virtual_time(main())
+    router = TruncatingRouter()
+    group = run_in_virtual_time(partly_generated(router, router.send))
     new = with_kept_tokens(Completion(np.array([7, 8], np.int32), np.zeros(2, np.float32), "abort", ""))
     first = group.trajectories[0]
     in_flight = {f"{group.identity}:0:{first.num_tokens}#1": Generated(0, (new,))}

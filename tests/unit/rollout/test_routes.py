@@ -12,13 +12,12 @@ from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.records import NO_ROUTE, Group, InFlightState, Trajectory
 from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.generation import generate_group
-from megatron_bapo.rollout.in_flight_group import InFlightGroup
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
 from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.config.test_model_checks import EXPERTS, hf_folder
-from tests.unit.rollout.test_generation import GREEDY, in_flight, updated_twice
+from tests.unit.rollout.test_generation import GREEDY, in_flight, partly_generated, updated_twice
 from tests.unit.simulation.modelled_engines import TOKEN_S, FaultyEngine, decode
 
 
@@ -117,17 +116,8 @@ def test_tokens_without_a_route_are_marked() -> None:
 
 
 def test_a_checkpoint_keeps_the_routes_of_partial_responses(tmp_path: Path) -> None:
-    async def main() -> InFlightGroup:
-        router, engine, (group,) = RoutedRouter(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
-        router.add(engine.name, engine, 10**9)
-        task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=1))
-        await asyncio.sleep(15.5 * TOKEN_S)
-        await router.abort(1.0)
-        await asyncio.sleep(1.5 * TOKEN_S)
-        task.cancel()
-        return group
-
-    group = run_in_virtual_time(main())
+    router = RoutedRouter()
+    group = run_in_virtual_time(partly_generated(router, router.send))
     save_in_flight(tmp_path, InFlightState(unfinished=UnfinishedGroups([group], {})))
     (saved,) = load_in_flight(tmp_path).unfinished
     for partial, each in zip(group.trajectories, saved.trajectories, strict=True):
