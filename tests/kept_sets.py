@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from megatron_bapo.kept_tokens import chosen_sets
+
 
 def kept_sets(labels: Sequence[int], vocab_size: int) -> list[list[int]]:
     """Return for each label a set of 1 to 9 tokens with it, in any order."""
@@ -13,6 +15,13 @@ def kept_sets(labels: Sequence[int], vocab_size: int) -> list[list[int]]:
         others = generator.choice(vocab_size, generator.integers(9), replace=False)
         sets.append(generator.permutation([label, *others[others != label]]).tolist())
     return sets
+
+
+def sets_in(kept_tokens: np.ndarray | None, num_tokens: int) -> list[list[int]]:
+    """Return the sets of `num_tokens` sampled tokens, joined as in `kept_tokens.py`."""
+    assert kept_tokens is not None
+    token_ids, sizes = chosen_sets(kept_tokens, np.arange(num_tokens))
+    return [each.tolist() for each in np.split(token_ids, np.cumsum(sizes))[:-1]]
 
 
 def only_kept(logits_TV: torch.Tensor, sets: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -320,7 +320,7 @@ def _quantized_expert_problems(config: Config, architecture: Architecture, where
     them until the update ends; `transport=store` gives it tensors in host memory.
     """
     rollout, transport, width = config.rollout, config.weight_sync.transport, architecture.moe_intermediate_size
-    size = 1 if rollout.enable_expert_parallel else rollout.tensor_parallel_size
+    size = rollout.ranks_per_expert
     if rollout.quantization is not None and transport != "store" and width % (size * EXPERT_BLOCK):
         fits = size > 1 and width % EXPERT_BLOCK == 0
         yield (

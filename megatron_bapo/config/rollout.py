@@ -90,6 +90,11 @@ class EngineSizeConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def ranks_per_expert(self) -> int:
+        """Number of an engine's ranks that have a part of each expert of a layer."""
+        return 1 if self.enable_expert_parallel else self.tensor_parallel_size
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of all engines together, each of which has one GPU."""
         return self.num_engines * self.ranks_per_engine

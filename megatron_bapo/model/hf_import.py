@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from megatron_bapo.config.architecture import WEIGHTS_INDEX, Architecture, listed_files
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_mapping import Entry, Shape, Tensors, is_of_next_token_layer, lookup
+from megatron_bapo.model.hf_table import EMBEDDING, OUTPUT_LAYER
 from megatron_bapo.model.precision import set_values
 from megatron_bapo.model.stacked_experts import by_expert, file_shapes
 from megatron_bapo.parallel.groups import Axis, ParallelGroups
 
 Write = Callable[[torch.nn.Parameter, torch.Tensor], object]
-EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_AT_A_TIME = 8192
 
 

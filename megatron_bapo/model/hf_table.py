@@ -196,12 +196,13 @@ _DELTA_NET = (
 )
 """Rows of Gated DeltaNet (Qwen3-Next, Qwen3.5)."""
 
+EMBEDDING, OUTPUT_LAYER = "model.embed_tokens.weight", "lm_head.weight"
 TABLE = (
-    Row(("embedding.word_embeddings.weight",), (("model.embed_tokens.weight", "vocab hidden"),), vocabulary),
+    Row(("embedding.word_embeddings.weight",), ((EMBEDDING, "vocab hidden"),), vocabulary),
     Row(("decoder.final_layernorm.weight",), (("model.norm.weight", "hidden"),)),
     Row(
         ("output_layer.weight",),
-        (("lm_head.weight", "vocab hidden"),),
+        ((OUTPUT_LAYER, "vocab hidden"),),
         vocabulary,
         is_in=has_own_output,
     ),

@@ -15,10 +15,11 @@ from typing import Any
 from megatron_bapo.errors import UserError
 from megatron_bapo.files import read_json_object
 from megatron_bapo.model.hf_mapping import Shape
+from megatron_bapo.model.hf_table import OUTPUT_LAYER
 from megatron_bapo.model.stacked_experts import Tensors
 
 _CLASSES = {"qwen3_5_text": "Qwen3_5ForCausalLM", "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}
-_PREFIX, _OUTPUT = "model.language_model.", "lm_head.weight"
+_PREFIX = "model.language_model."
 _STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
 _MODULES = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
@@ -49,7 +50,7 @@ class TextModel:
         parts: dict[str, tuple[str, Shape, tuple[Any, ...]]] = {}
         for name, shape in self.folder.shapes().items():
             if not name.startswith(_PREFIX):
-                if name == _OUTPUT:
+                if name == OUTPUT_LAYER:
                     parts[name] = name, shape, ()
                 continue
             own = "model." + name.removeprefix(_PREFIX)

@@ -45,8 +45,8 @@ def engine_architecture(config: Config, architecture: Architecture, gpu: Gpu) ->
     on_blackwell = gpu.capability[0] == BLACKWELL and not architecture.family.clamped_swiglu
     if rollout.quantization is None and not on_blackwell:
         return architecture
-    block = EXPERT_BLOCK * (1 if rollout.enable_expert_parallel else rollout.tensor_parallel_size)
-    return replace(architecture, moe_intermediate_size=round_up(architecture.moe_intermediate_size, block))
+    width = round_up(architecture.moe_intermediate_size, EXPERT_BLOCK * rollout.ranks_per_expert)
+    return replace(architecture, moe_intermediate_size=width)
 
 
 def engine_weight_bytes(config: Config, architecture: Architecture, num_parameters: int) -> int:

@@ -96,9 +96,8 @@ def _cpu_options(spec: EngineSpec, architecture: Architecture) -> dict[str, Any]
         # vLLM 0.32.0 fails with "CPU Generator does not use offset" when it splits the prompt of a seeded request
         # (_bookkeeping_sync in vllm/v1/worker/gpu_model_runner.py). Remove once it rewinds CPU generators, too.
         "enable_chunked_prefill": False,
-        # Routes come from `route_recorder.py`, and the tokens that sampling has kept are those with a log-prob.
-        "enable_return_routed_experts": False,
-        "return_sampling_mask": False,
+        # Not vLLM returns routes, but `route_recorder.py`, and the tokens that sampling has kept are those with a
+        # log-prob, of which a response may have any number.
         "max_logprobs": -1,
     }
     if architecture.kv_lora_rank:

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.errors import RunError
-from megatron_bapo.model.hf_import import EMBEDDING, OUTPUT_LAYER
+from megatron_bapo.model.hf_table import EMBEDDING, OUTPUT_LAYER
 from megatron_bapo.model.stacked_experts import for_engine
 from megatron_bapo.model.weight_layouts import EngineLayout
 from megatron_bapo.parallel.platform import release_cached_memory

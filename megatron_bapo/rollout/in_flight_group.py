@@ -201,8 +201,13 @@ class InFlightGroup:
             loss_mask=partial.loss_mask,
             turns=tuple(partial.turns),
             routes=joined_routes(partial.routes, len(self.prompt.token_ids) + partial.num_tokens - 1),
-            kept_tokens=np.concatenate(partial.kept_tokens) if partial.kept_tokens else None,
+            kept_tokens=joined_parts(partial.kept_tokens),
         )
+
+
+def joined_parts(parts: Sequence[np.ndarray]) -> np.ndarray | None:
+    """Return the parts that engines have returned, one after another; None without parts."""
+    return np.concatenate(parts) if parts else None
 
 
 def oldest_versions(groups: Mapping[int, InFlightGroup]) -> dict[int, int]:

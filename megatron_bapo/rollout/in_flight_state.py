@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from megatron_bapo.records import UnfinishedGroup, UnfinishedTrajectory
 from megatron_bapo.rollout.generation import extend_by_outputs
-from megatron_bapo.rollout.in_flight_group import InFlightGroup, PartialTrajectory, Reply
+from megatron_bapo.rollout.in_flight_group import InFlightGroup, PartialTrajectory, Reply, joined_parts
 from megatron_bapo.rollout.messages import Completion, Generated
 
 
@@ -79,8 +79,8 @@ def _saved(trajectory: PartialTrajectory) -> UnfinishedTrajectory:
         loss_mask=trajectory.loss_mask,
         turns=tuple(trajectory.turns),
         turn_ended=trajectory.turn_ended,
-        routes=np.concatenate(trajectory.routes) if trajectory.routes else None,
-        kept_tokens=np.concatenate(trajectory.kept_tokens) if trajectory.kept_tokens else None,
+        routes=joined_parts(trajectory.routes),
+        kept_tokens=joined_parts(trajectory.kept_tokens),
     )
 
 

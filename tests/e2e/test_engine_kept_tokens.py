@@ -21,14 +21,13 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
-from megatron_bapo.kept_tokens import chosen_sets
 from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine_kept_tokens import KeptTokenReader
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Completion, Generated
 from megatron_bapo.rollout.vllm_adapter import _SampledCompletion
 from tests.e2e.test_engine import DENSE, LONG_PROMPT, Running, create_checkpoint, request, running_engine
-from tests.kept_sets import only_kept
+from tests.kept_sets import only_kept, sets_in
 from tests.tolerances import ENGINE_LOG_PROB
 
 
@@ -38,12 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield run
 
 
-def sets_of(completion: Completion) -> list[list[int]]:
-    assert completion.kept_tokens is not None
-    token_ids, sizes = chosen_sets(completion.kept_tokens, np.arange(len(completion.token_ids)))
-    return [each.tolist() for each in np.split(token_ids, np.cumsum(sizes))[:-1]]
-
-
 def assert_kept_tokens_are_the_models(
     run: Running, completion: Completion, context: np.ndarray, *, top_k: int, top_p: float, min_p: float = 0.0
 ) -> None:
@@ -51,7 +44,7 @@ def assert_kept_tokens_are_the_models(
     sequence = torch.from_numpy(np.concatenate([context, completion.token_ids])).long()
     with torch.no_grad():
         logits = run.model(sequence[None]).logits[0, len(context) - 1 : -1]
-    sets = sets_of(completion)
+    sets = sets_in(completion.kept_tokens, len(completion.token_ids))
     for row, kept in zip(logits, sets, strict=True):
         probs = row.softmax(-1)
         likely = [i for i in row.argsort(descending=True).tolist() if probs[i] >= min_p * probs.max()][:top_k]
@@ -187,5 +180,5 @@ def test_vllms_masks_stay_with_their_tokens_in_late_and_aborted_outputs() -> Non
     for index, partial in enumerate(partials):
         completion = partial.completion()
         assert completion.token_ids.tolist() == (-completion.log_probs).tolist() == list(range(23))
-        assert sets_of(completion) == [[step, 100 + step, 200 + index] for step in range(23)]
+        assert sets_in(completion.kept_tokens, 23) == [[step, 100 + step, 200 + index] for step in range(23)]
         assert completion.finish_reason == "abort"

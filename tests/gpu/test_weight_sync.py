@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from megatron_bapo.config.architecture import read_architecture
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.config.schema import ParallelConfig
-from megatron_bapo.kept_tokens import chosen_sets
 from megatron_bapo.model.transfer_member import transfer_member
 from megatron_bapo.model.weight_layouts import EngineLayout, many_hosts, weight_plan
 from megatron_bapo.parallel.platform import DeviceStreams, release_cached_memory, share_storage, visible_devices
@@ -31,7 +30,7 @@ from megatron_bapo.weight_sync.slice_stream import send_slices
 from megatron_bapo.weight_sync.version_file import view_of
 from tests.e2e.test_engine import request, save_tokenizer
 from tests.fp8_blocks import dequantise, quantise
-from tests.kept_sets import only_kept
+from tests.kept_sets import only_kept, sets_in
 from tests.tolerances import BF16_ENGINE_LOG_PROB, FP8_ENGINE_LOG_PROB
 
 MODEL = Qwen3Config(
@@ -199,13 +198,11 @@ def test_log_probs_are_those_over_the_tokens_that_the_engine_has_kept(trainer: T
         tokens = torch.from_numpy(np.concatenate([SEQUENCE, completion.token_ids])).long().to("cuda:0")
         with torch.no_grad():
             logits = trainer.model(tokens[None]).logits[0, len(SEQUENCE) - 1 : -1].float().cpu()
-        assert completion.kept_tokens is not None
-        joined, num = chosen_sets(completion.kept_tokens, np.arange(len(completion.token_ids)))
-        sets = [each.tolist() for each in np.split(joined, np.cumsum(num))[:-1]]
+        sets = sets_in(completion.kept_tokens, len(completion.token_ids))
         labels = torch.from_numpy(completion.token_ids).long()[:, None]
         expected = only_kept(logits, sets).log_softmax(-1).gather(1, labels)[:, 0].numpy()
         worst = max(worst, float(np.abs(completion.log_probs - expected).max()))
-        sizes += num.tolist()
+        sizes += map(len, sets)
     figures(log_prob_diff_max=worst, mean_kept=float(np.mean(sizes)))
     assert worst < BF16_ENGINE_LOG_PROB
     assert 1 < np.mean(sizes) < 20

@@ -10,7 +10,7 @@ from megatron_bapo.errors import RunError
 from megatron_bapo.records import Group, Prompt, Trajectory, VersionSpan
 from megatron_bapo.rollout.generation import Send, generate_group
 from megatron_bapo.rollout.in_flight_group import InFlightGroup, Reply, Sampling, create_in_flight_group
-from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
 from megatron_bapo.rollout.quarantine import QuarantinedPrompt
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
@@ -59,6 +59,36 @@ async def updated_twice(router: Router, engine: FaultyEngine, *, every_s: float)
         await router.drain(1.0)
         await engine.load_weights(version)
         router.resume()
+
+
+class LosingRouter(Router):
+    """Sends requests to modelled engines, of which one may be lost."""
+
+    loses: int = 0
+    """Number of requests after which the engine is lost once, with its tokens."""
+
+    async def send(self, request: GenerationRequest, **options: object) -> tuple[str, Generated]:
+        name, generated = await self.generate(request, **options)
+        generated = self.reported(generated)
+        self.loses -= 1
+        if self.loses == 0:
+            parts = tuple(replace(c, finish_reason="abort", text="") for c in generated.completions)
+            raise EngineLost("lost", replace(generated, completions=parts))
+        return name, generated
+
+    def reported(self, generated: Generated) -> Generated:
+        """Return what an engine reports of a request in flight."""
+        return generated
+
+
+async def generated_over_versions(router: Router, send: Send) -> Group:
+    """Return a group whose requests were aborted for two weight updates."""
+    engine, (group,) = FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
+    router.add(engine.name, engine, 10**9)
+    task = asyncio.ensure_future(generate_group(group, send, decode, max_failures=3))
+    await updated_twice(router, engine, every_s=15.5 * TOKEN_S)
+    await task
+    return await group.group(decode)
 
 
 async def partly_generated(router: Router, send: Send) -> InFlightGroup:

@@ -1,6 +1,5 @@
 """The tokens that sampling keeps through partial rollouts, lost engines and checkpoints."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +7,11 @@ import numpy as np
 
 from megatron_bapo.data.in_flight_files import load_in_flight, save_in_flight
 from megatron_bapo.kept_tokens import kept_tokens_of
-from megatron_bapo.records import Group, InFlightState
-from megatron_bapo.rollout.generation import generate_group
+from megatron_bapo.records import InFlightState
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
-from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
-from megatron_bapo.rollout.router import Router
+from megatron_bapo.rollout.messages import Completion, Generated
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
-from tests.unit.rollout.test_generation import GREEDY, in_flight, partly_generated, updated_twice
-from tests.unit.simulation.modelled_engines import TOKEN_S, FaultyEngine, decode
+from tests.unit.rollout.test_generation import LosingRouter, generated_over_versions, partly_generated
 
 
 def kept(token_ids: np.ndarray) -> np.ndarray:
@@ -28,34 +24,18 @@ def with_kept_tokens(completion: Completion) -> Completion:
     return replace(completion, kept_tokens=kept(completion.token_ids)) if len(completion.token_ids) else completion
 
 
-class TruncatingRouter(Router):
-    """Sends requests to modelled engines and gives their completions kept tokens, as an engine would."""
+class TruncatingRouter(LosingRouter):
+    """Gives completions kept tokens, as an engine would, also one that is lost."""
 
-    loses: int = 0
-    """Number of requests after which the engine is lost once, with its tokens."""
-
-    async def send(self, request: GenerationRequest, **options: object) -> tuple[str, Generated]:
-        name, generated = await self.generate(request, **options)
-        generated = replace(generated, completions=tuple(map(with_kept_tokens, generated.completions)))
-        self.loses -= 1
-        if self.loses == 0:
-            parts = tuple(replace(c, finish_reason="abort", text="") for c in generated.completions)
-            raise EngineLost("lost", replace(generated, completions=parts))
-        return name, generated
+    def reported(self, generated: Generated) -> Generated:
+        return replace(generated, completions=tuple(map(with_kept_tokens, generated.completions)))
 
 
 def test_a_response_has_the_kept_tokens_of_all_its_parts() -> None:
-    async def main(loses: int) -> Group:
-        router, engine, (group,) = TruncatingRouter(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
-        router.loses = loses
-        router.add(engine.name, engine, 10**9)
-        task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=3))
-        await updated_twice(router, engine, every_s=15.5 * TOKEN_S)
-        await task
-        return await group.group(decode)
-
     for loses in (0, 1):
-        for trajectory in run_in_virtual_time(main(loses)).trajectories:
+        router = TruncatingRouter()
+        router.loses = loses
+        for trajectory in run_in_virtual_time(generated_over_versions(router, router.send)).trajectories:
             assert len({span.policy_version for span in trajectory.version_spans}) > 1
             assert trajectory.kept_tokens is not None
             assert trajectory.kept_tokens.tolist() == kept(trajectory.response_token_ids).tolist()

@@ -1,6 +1,5 @@
 """Routes of engines through partial rollouts, lost engines, checkpoints and the format that the trainer needs."""
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,18 @@ from megatron_bapo.records import NO_ROUTE, Group, InFlightState, Trajectory
 from megatron_bapo.rollout.engine_routes import RouteFormat
 from megatron_bapo.rollout.generation import generate_group
 from megatron_bapo.rollout.in_flight_state import UnfinishedGroups, restored_trajectory
-from megatron_bapo.rollout.messages import Completion, EngineLost, Generated, GenerationRequest
+from megatron_bapo.rollout.messages import Completion, Generated, GenerationRequest
 from megatron_bapo.rollout.router import Router
 from megatron_bapo.simulation.virtual_time import run_in_virtual_time
 from tests.unit.config.test_model_checks import EXPERTS, hf_folder
-from tests.unit.rollout.test_generation import GREEDY, in_flight, partly_generated, updated_twice
-from tests.unit.simulation.modelled_engines import TOKEN_S, FaultyEngine, decode
+from tests.unit.rollout.test_generation import (
+    GREEDY,
+    LosingRouter,
+    generated_over_versions,
+    in_flight,
+    partly_generated,
+)
+from tests.unit.simulation.modelled_engines import FaultyEngine, decode
 
 
 def routes_of(sequence: np.ndarray, version: int) -> np.ndarray:
@@ -26,20 +31,14 @@ def routes_of(sequence: np.ndarray, version: int) -> np.ndarray:
     return np.stack([sequence % 127, np.full(len(sequence), version)], -1).astype(np.int8)[:, None]
 
 
-class RoutedRouter(Router):
-    """Sends requests to modelled engines and gives their completions routes, as an engine would."""
+class RoutedRouter(LosingRouter):
+    """Gives completions routes, as an engine would; one that is lost has not returned them."""
 
-    loses: int = 0
-    """Number of requests after which the engine is lost once, with its tokens but without its routes."""
     num_rows: int = 0
     """Rows that the engines have returned."""
 
     async def send(self, request: GenerationRequest, **options: object) -> tuple[str, Generated]:
-        name, generated = await self.generate(request, **options)
-        self.loses -= 1
-        if self.loses == 0:
-            parts = tuple(replace(c, finish_reason="abort", text="") for c in generated.completions)
-            raise EngineLost("lost", replace(generated, completions=parts))
+        name, generated = await super().send(request, **options)
         return name, replace(
             generated, completions=tuple(self._routed(request, generated, c) for c in generated.completions)
         )
@@ -55,21 +54,9 @@ def sequence_of(trajectory: Trajectory) -> np.ndarray:
     return np.concatenate([trajectory.prompt_token_ids, trajectory.response_token_ids])
 
 
-def generated_over_versions(loses: int = 0) -> tuple[Group, RoutedRouter]:
-    async def main() -> tuple[Group, RoutedRouter]:
-        router, engine, (group,) = RoutedRouter(), FaultyEngine(mean_length=10**9), in_flight(1, GREEDY)
-        router.loses = loses
-        router.add(engine.name, engine, 10**9)
-        task = asyncio.ensure_future(generate_group(group, router.send, decode, max_failures=3))
-        await updated_twice(router, engine, every_s=15.5 * TOKEN_S)
-        await task
-        return await group.group(decode), router
-
-    return run_in_virtual_time(main())
-
-
 def test_a_token_keeps_the_route_with_which_the_next_token_was_sampled() -> None:
-    group, router = generated_over_versions()
+    router = RoutedRouter()
+    group = run_in_virtual_time(generated_over_versions(router, router.send))
     for trajectory in group.trajectories:
         assert trajectory.routes is not None
         tokens, versions = trajectory.routes[:, 0].T
@@ -82,7 +69,9 @@ def test_a_token_keeps_the_route_with_which_the_next_token_was_sampled() -> None
 
 
 def test_tokens_of_a_lost_engine_get_their_routes_from_the_engine_that_continues_them() -> None:
-    group, _ = generated_over_versions(loses=1)
+    router = RoutedRouter()
+    router.loses = 1
+    group = run_in_virtual_time(generated_over_versions(router, router.send))
     for trajectory in group.trajectories:
         assert trajectory.routes is not None
         np.testing.assert_array_equal(trajectory.routes[:, 0, 0], sequence_of(trajectory)[:-1] % 127)
