@@ -23,11 +23,13 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from vllm import AsyncEngineArgs
 
 from megatron_bapo.cluster.engine_actor import EngineActor, EnginePlacement
 from megatron_bapo.cluster.ray_cluster import local_cluster
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
+from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine import Engine, Generated, GenerationRequest, engine_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import EngineLost
@@ -140,6 +142,12 @@ def request(
     return GenerationRequest(
         f"request {next(NUMBERS)}", (prompt,), n, temperature, top_p, top_k, min_p=0.0, max_tokens=24, seed=seed
     )
+
+
+def arguments_on_a_gpu(spec: EngineSpec, monkeypatch: pytest.MonkeyPatch) -> AsyncEngineArgs:
+    """Return the arguments that an engine has where vLLM finds a GPU."""
+    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
+    return engine_args.engine_args(spec)
 
 
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:

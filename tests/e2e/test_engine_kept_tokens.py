@@ -21,12 +21,19 @@ from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import RunError
-from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine_kept_tokens import KeptTokenReader
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Completion, Generated
 from megatron_bapo.rollout.vllm_adapter import _SampledCompletion
-from tests.e2e.test_engine import DENSE, LONG_PROMPT, Running, create_checkpoint, request, running_engine
+from tests.e2e.test_engine import (
+    DENSE,
+    LONG_PROMPT,
+    Running,
+    arguments_on_a_gpu,
+    create_checkpoint,
+    request,
+    running_engine,
+)
 from tests.kept_sets import only_kept, sets_in
 from tests.tolerances import ENGINE_LOG_PROB
 
@@ -143,9 +150,8 @@ def test_engines_on_gpus_return_kept_tokens_through_vllms_own_switch(
     wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_checkpoint(tmp_path, DENSE)
-    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
     spec = EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_kept_tokens=wanted)
-    assert engine_args.engine_args(spec).return_sampling_mask is wanted
+    assert arguments_on_a_gpu(spec, monkeypatch).return_sampling_mask is wanted
 
 
 def test_vllms_masks_stay_with_their_tokens_in_late_and_aborted_outputs() -> None:

@@ -11,11 +11,18 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from megatron_bapo.config.rollout import RolloutConfig
-from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine import engine_environment
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.rollout.messages import Generated
-from tests.e2e.test_engine import LONG_PROMPT, SHAPE, Running, create_checkpoint, request, running_engine
+from tests.e2e.test_engine import (
+    LONG_PROMPT,
+    SHAPE,
+    Running,
+    arguments_on_a_gpu,
+    create_checkpoint,
+    request,
+    running_engine,
+)
 from tests.parallel.routing import routes_of
 
 MODEL = Qwen3MoeConfig(
@@ -92,8 +99,8 @@ def test_engines_on_gpus_return_routes_through_vllms_own_switch(
     wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create_checkpoint(tmp_path, MODEL)
-    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
-    arguments = engine_args.engine_args(EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_routes=wanted))
+    spec = EngineSpec(tmp_path, RolloutConfig(), "bfloat16", 64, return_routes=wanted)
+    arguments = arguments_on_a_gpu(spec, monkeypatch)
     assert arguments.enable_return_routed_experts is wanted
     assert arguments.enable_prefix_caching  # vLLM requires it for routes
     environment = engine_environment(["0"], second_model_runner=wanted)

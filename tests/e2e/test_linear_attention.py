@@ -21,12 +21,11 @@ from megatron_bapo.config.rollout import RolloutConfig
 from megatron_bapo.errors import UserError
 from megatron_bapo.model.hf_create import byte_tokenizer
 from megatron_bapo.model.weight_layouts import EngineLayout
-from megatron_bapo.rollout import engine_args
 from megatron_bapo.rollout.engine import Engine
 from megatron_bapo.rollout.engine_spec import EngineSpec
 from megatron_bapo.weight_sync.transport import WeightStore
 from megatron_bapo.weight_sync.version_file import view_of
-from tests.e2e.test_engine import save_tokenizer
+from tests.e2e.test_engine import arguments_on_a_gpu, save_tokenizer
 from tests.e2e.test_training import finish, start, train_rows
 from tests.e2e.test_weight_sync import (
     SHAPE,
@@ -215,8 +214,8 @@ def test_engines_keep_states_in_float32_and_cache_no_prefixes(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU vLLM would take the model's dtype for the states."""
-    monkeypatch.setattr(type(engine_args.current_platform), "is_cpu", lambda _: False)
-    arguments = engine_args.engine_args(EngineSpec(published.checkpoint, RolloutConfig(), "bfloat16", 64))
+    spec = EngineSpec(published.checkpoint, RolloutConfig(), "bfloat16", 64)
+    arguments = arguments_on_a_gpu(spec, monkeypatch)
     assert arguments.mamba_ssm_cache_dtype == "float32"
     assert arguments.enable_prefix_caching is False
 
